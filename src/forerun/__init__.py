@@ -1,0 +1,1 @@
+from forerun.core.errors import ForerunError
