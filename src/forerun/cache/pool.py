@@ -1,0 +1,224 @@
+"""One KV cache for every layout: pages of entries and a page table per sequence.
+
+*Paged* has small pages, which prefixes may share; *slotted* is the case of one page per sequence, so that a
+sequence's keys are one contiguous view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forerun.core.errors import ForerunError
+
+
+class OutOfPages(ForerunError):
+    """The pool has too few free pages; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Shape of one layer's entries: key/value heads and the widths of a key and a value."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Pages:
+    """The bookkeeping of a pool: which pages hold which sequence's entries. No tensors."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.refs = [0] * num_pages
+        self.free_pages = list(range(num_pages - 1, -1, -1))
+        self.tables: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+        self.version = 0
+
+    def length(self, key: int) -> int:
+        """Entries that ``key`` has in the cache."""
+        return self.lengths.get(key, 0)
+
+    def pages_for(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free_pages)
+
+    def can_reserve(self, key: int, length: int) -> bool:
+        return self._missing(key, length) <= len(self.free_pages)
+
+    def _missing(self, key: int, length: int) -> int:
+        table = self.tables.get(key, [])
+        current = self.lengths.get(key, 0)
+        shared = sum(1 for page in table[current // self.page_size : self.pages_for(length)] if self.refs[page] > 1)
+        return max(0, self.pages_for(length) - len(table)) + shared
+
+    def reserve(self, key: int, length: int) -> None:
+        """Make room for ``length`` entries of ``key``; entries past its length become writable.
+
+        A shared page that would be written is copied first. Raises OutOfPages, changing nothing, when the pool
+        is too full.
+        """
+        if self._missing(key, length) > len(self.free_pages):
+            raise OutOfPages(f"the KV cache is full: {self.num_pages} pages of {self.page_size} tokens, none free")
+        table = self.tables.setdefault(key, [])
+        current = self.lengths.setdefault(key, 0)
+        for index in range(current // self.page_size, min(len(table), self.pages_for(length))):
+            if self.refs[table[index]] > 1:
+                fresh = self._take()
+                self._copy_page(table[index], fresh)
+                self._drop(table[index])
+                table[index] = fresh
+                self.version += 1
+        while len(table) < self.pages_for(length):
+            table.append(self._take())
+            self.version += 1
+
+    def advance(self, key: int, length: int) -> None:
+        """Record that entries up to ``length`` have been written."""
+        if length > len(self.tables[key]) * self.page_size:
+            raise ValueError(f"{length} entries were written where {len(self.tables[key])} pages are reserved")
+        self.lengths[key] = length
+
+    def truncate(self, key: int, length: int) -> None:
+        """Forget entries from ``length`` on. Pages whose first position is at or past it go back to the pool; a
+        partial last page stays; a shared page only loses this sequence's reference."""
+        table = self.tables[key]
+        self.lengths[key] = min(self.lengths[key], length)
+        while len(table) > self.pages_for(length):
+            self._drop(table.pop())
+            self.version += 1
+
+    def fork(self, source: int, key: int, length: int) -> None:
+        """Give ``key`` the first ``length`` entries of ``source``, sharing their pages."""
+        self.adopt(key, self.tables[source][: self.pages_for(length)], length)
+
+    def adopt(self, key: int, pages: Sequence[int], length: int) -> None:
+        """Start ``key`` on existing ``pages`` (a cached prefix), sharing them."""
+        if self.tables.get(key):
+            raise ValueError(f"sequence {key} already has pages")
+        for page in pages:
+            self.refs[page] += 1
+        self.tables[key] = list(pages)
+        self.lengths[key] = length
+        self.version += 1
+
+    def free(self, key: int) -> None:
+        """Give up everything ``key`` holds; unknown keys hold nothing."""
+        for page in self.tables.pop(key, []):
+            self._drop(page)
+        self.lengths.pop(key, None)
+        self.version += 1
+
+    def hold(self, page: int) -> None:
+        """Add a reference that belongs to no sequence (the prefix tree's)."""
+        self.refs[page] += 1
+
+    def release(self, page: int) -> None:
+        self._drop(page)
+
+    def _take(self) -> int:
+        page = self.free_pages.pop()
+        self.refs[page] = 1
+        return page
+
+    def _drop(self, page: int) -> None:
+        self.refs[page] -= 1
+        if self.refs[page] == 0:
+            self.free_pages.append(page)
+
+    def _copy_page(self, source: int, target: int) -> None:
+        """Copy one page's entries; the tensor-less bookkeeping has none."""
+
+    def check(self, held: Iterable[int] = ()) -> None:
+        """Raise AssertionError unless every page is accounted for exactly once; ``held``: references of others."""
+        counts = [0] * self.num_pages
+        for page in held:
+            counts[page] += 1
+        for key, table in self.tables.items():
+            for page in table:
+                counts[page] += 1
+            if self.lengths[key] > len(table) * self.page_size:
+                raise AssertionError(f"sequence {key}: {self.lengths[key]} entries on {len(table)} pages")
+        if counts != self.refs:
+            wrong = [page for page in range(self.num_pages) if counts[page] != self.refs[page]]
+            raise AssertionError(f"reference counts are off for pages {wrong[:8]}")
+        free = set(self.free_pages)
+        if len(free) != len(self.free_pages) or free != {p for p in range(self.num_pages) if self.refs[p] == 0}:
+            raise AssertionError("the free list and the reference counts disagree")
+
+
+class Pool(Pages):
+    """Pages with their tensors: per layer, keys and values [pages, heads, page size, width], zeroed at first.
+
+    Zeroed, because an additive mask does not stop a NaN of an unwritten entry.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[KVShape],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(num_pages, page_size)
+        self.device = torch.device(device)
+        self.layers = list(layers)
+        self.keys = [self._zeros(s.heads, s.key_dim, dtype) for s in layers]
+        self.values = [self._zeros(s.heads, s.value_dim, dtype) for s in layers]
+
+    def _zeros(self, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self.num_pages, heads, self.page_size, width, dtype=dtype, device=self.device)
+
+    @staticmethod
+    def bytes_per_token(layers: Sequence[KVShape], dtype: torch.dtype) -> int:
+        return sum(s.heads * (s.key_dim + s.value_dim) for s in layers) * dtype.itemsize
+
+    def places(self, key: int, entries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(page, offset) int64 tensors of the given entries of ``key``."""
+        table = self.tables[key]
+        pages = [table[entry // self.page_size] for entry in entries]
+        offsets = [entry % self.page_size for entry in entries]
+        return (
+            torch.tensor(pages, dtype=torch.long, device=self.device),
+            torch.tensor(offsets, dtype=torch.long, device=self.device),
+        )
+
+    def write(self, layer: int, places: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store rows ``k`` and ``v`` ([rows, heads, width]) of one layer at ``places``."""
+        pages, offsets = places
+        self.keys[layer][pages, :, offsets] = k
+        self.values[layer][pages, :, offsets] = v
+
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [heads, len(pages) * page size, width] of the listed pages, in order."""
+        return tuple(  # type: ignore[return-value]
+            side[layer].index_select(0, pages).transpose(0, 1).reshape(side[layer].shape[1], -1, side[layer].shape[3])
+            for side in (self.keys, self.values)
+        )
+
+    def keep(self, key: int, start: int, offsets: Sequence[int]) -> None:
+        """Tree rollback: entries ``start + offsets[i]`` become ``start + i`` and the rest is forgotten.
+
+        ``offsets`` must ascend. The gather happens before the store, so overlaps are safe.
+        """
+        moves = [(i, offset) for i, offset in enumerate(offsets) if i != offset]
+        if moves:
+            source = self.places(key, [start + offset for _, offset in moves])
+            target = self.places(key, [start + i for i, _ in moves])
+            for side in (self.keys, self.values):
+                for tensor in side:
+                    tensor[target[0], :, target[1]] = tensor[source[0], :, source[1]]
+        self.truncate(key, start + len(offsets))
+
+    def _copy_page(self, source: int, target: int) -> None:
+        for side in (self.keys, self.values):
+            for tensor in side:
+                tensor[target] = tensor[source]

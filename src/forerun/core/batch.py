@@ -1,0 +1,108 @@
+"""The ragged rows of one forward pass: prefill chunks, plain decodes and verifications alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+
+@dataclass(slots=True)
+class Span:
+    """One sequence's rows in a forward pass.
+
+    The cache holds ``start`` committed entries, visible to every row, then ``stored`` tree nodes fed earlier.
+    ``tokens`` are the rows to feed. ``parents`` is None for a chain; otherwise it names the parent of every node
+    behind ``start``, the stored ones first (-1: the last committed entry), and a row sees its ancestors only.
+    ``logits`` lists the rows, counted within this span, whose logits are wanted.
+    """
+
+    key: int
+    start: int
+    tokens: list[int]
+    parents: list[int] | None = None
+    stored: int = 0
+    logits: list[int] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def end(self) -> int:
+        """Cache entries after the forward."""
+        return self.start + self.stored + len(self.tokens)
+
+    def depths(self) -> list[int]:
+        """Offset of every node's position from ``start``, stored nodes first."""
+        if self.parents is None:
+            return list(range(self.stored + len(self.tokens)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def positions(self) -> list[int]:
+        if self.parents is None:
+            first = self.start + self.stored
+            return list(range(first, first + len(self.tokens)))
+        return [self.start + depth for depth in self.depths()[self.stored :]]
+
+
+class Batch:
+    """Spans laid end to end. Row tensors are int64 [rows] on ``device``.
+
+    ``embeds`` ([count, hidden]) replaces the token embedding at ``embed_rows`` (trained look-ahead tokens);
+    ``hidden`` lists the layers whose outputs the caller wants; ``layers`` runs a subset of layers (early exit).
+    """
+
+    def __init__(
+        self,
+        spans: list[Span],
+        device: torch.device | str = "cpu",
+        *,
+        hidden: tuple[int, ...] = (),
+        layers: tuple[int, ...] | None = None,
+        embeds: torch.Tensor | None = None,
+        embed_rows: list[int] | None = None,
+    ) -> None:
+        self.spans = spans
+        self.device = torch.device(device)
+        self.hidden = hidden
+        self.layers = layers
+        self.embeds = embeds
+        self.embed_rows = embed_rows
+        self.offsets: list[int] = []
+        total = 0
+        for span in spans:
+            self.offsets.append(total)
+            total += len(span.tokens)
+        self.num_rows = total
+        self.plan: dict = {}
+
+    @cached_property
+    def input_ids(self) -> torch.Tensor:
+        return torch.tensor([t for span in self.spans for t in span.tokens], dtype=torch.long, device=self.device)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        rows = [p for span in self.spans for p in span.positions()]
+        return torch.tensor(rows, dtype=torch.long, device=self.device)
+
+    @cached_property
+    def logit_rows(self) -> torch.Tensor:
+        rows = [offset + row for span, offset in zip(self.spans, self.offsets) for row in span.logits]
+        return torch.tensor(rows, dtype=torch.long, device=self.device)
+
+    @property
+    def num_logits(self) -> int:
+        return sum(len(span.logits) for span in self.spans)
+
+
+@dataclass(slots=True)
+class Output:
+    """A forward's result: float32 ``logits`` [logit rows, vocabulary]; ``hidden[layer]`` [rows, hidden size]."""
+
+    logits: torch.Tensor
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,123 @@
+"""Drafts and verdicts: what a drafter proposes for one sequence and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+POINT_MASS = -1
+
+
+class Trial(NamedTuple):
+    """One draw under a parent: the node that holds its token, and the row of ``Draft.q`` it was drawn from."""
+
+    node: int
+    row: int = POINT_MASS
+
+
+@dataclass(slots=True)
+class Draft:
+    """A tree of proposed tokens behind the last committed one.
+
+    ``parents[i] < i``; -1 is the root, the last committed token. Nodes of equal path are one node; trials are
+    never merged: ``trials[parent + 1]`` lists, in the order drawn, every draw made under that parent, because
+    recursive rejection is biased when repeated draws of one token collapse into one (SpecInfer, arXiv
+    2305.09781). ``q`` is [rows, vocabulary] float probabilities, possibly shared with other drafts of the
+    round; a trial without a row is a point mass.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    trials: list[list[Trial]] = field(default_factory=list)
+    q: torch.Tensor | None = None
+    method: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def chain(cls, tokens: Seq[int], q: torch.Tensor | None = None, rows: Seq[int] | None = None) -> Draft:
+        """One branch. ``rows[i]`` is the row of ``q`` that token i was drawn from (None: point masses)."""
+        count = len(tokens)
+        rows = rows if rows is not None else [POINT_MASS] * count
+        trials = [[Trial(i, rows[i])] for i in range(count)]
+        trials.append([])
+        return cls(list(tokens), list(range(-1, count - 1)), trials, q)
+
+    @classmethod
+    def tree(cls, tokens: Seq[int], parents: Seq[int]) -> Draft:
+        """Point-mass trials in node order; nodes must be distinct among siblings."""
+        draft = cls()
+        for token, parent in zip(tokens, parents, strict=True):
+            draft.add(token, parent)
+        if len(draft) != len(tokens):
+            raise ValueError("two siblings carry the same token")
+        return draft
+
+    def add(self, token: int, parent: int = -1, row: int = POINT_MASS) -> int:
+        """Record one draw of ``token`` under ``parent``; returns its node, an existing one if the path exists."""
+        if not self.trials:
+            self.trials.append([])
+        for trial in self.trials[parent + 1]:
+            if self.tokens[trial.node] == token:
+                self.trials[parent + 1].append(Trial(trial.node, row))
+                return trial.node
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.trials.append([])
+        self.trials[parent + 1].append(Trial(node, row))
+        return node
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    def children(self, parent: int) -> dict[int, int]:
+        """Token -> node of the parent's children."""
+        return {self.tokens[trial.node]: trial.node for trial in self.trials[parent + 1]} if self.trials else {}
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root's child down to ``node``."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def path_tokens(self, node: int) -> list[int]:
+        return [self.tokens[i] for i in self.path(node)]
+
+    def depths(self) -> list[int]:
+        """Depth of every node; the root's children have depth 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the round decided for one sequence: the accepted path and the token that follows it.
+
+    ``tested`` counts drafted positions whose drafted prefix was accepted (the first rejected one included),
+    ``matched`` how many of them were accepted, and ``overlap`` sums sum_x min(p, q) over them (Leviathan et al.
+    2023, corollary 3.6; a point mass counts p(x)).
+    """
+
+    path: list[int] = field(default_factory=list)
+    token: int | None = None
+    tested: int = 0
+    matched: int = 0
+    overlap: float = 0.0
+    error: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    """The tokens to emit: the path's, then ``token``; shorter after a stop inside."""
+    accepted: int = 0
+    """How many of ``tokens`` were drafted."""
+    stop: object = None
+    hidden: torch.Tensor | None = None
+    logprobs: list | None = None

@@ -1,0 +1,170 @@
+"""Any transformers decoder that uses the library's attention interface, run over ragged batches.
+
+An attention function of ours is registered under the name ``forerun``; the stock model is called with
+``input_ids`` [1, rows], ``position_ids`` [1, rows] and the forward's context as a keyword, which reaches the
+attention function untouched. No mask is ever built by transformers: rows see what the batch says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from forerun.attention.sdpa import SdpaAttention
+from forerun.cache.pool import KVShape
+from forerun.core.batch import Batch, Output
+from forerun.core.errors import ModelError
+from forerun.models import activations
+from forerun.models.base import INVARIANT_KEYS, INVARIANT_ROWS, ModelInfo, pad_rows
+
+NAME = "forerun"
+
+HARMLESS = frozenset(
+    {
+        "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
+        "return_dict", "is_causal", "position_embeddings", "past_key_values", "past_key_value", "logits_to_keep",
+        "training", "layer_idx", "output_router_logits", "labels", "num_items_in_batch", "input_ids",
+        "cos", "sin", "rotary_pos_emb", "attention_mask", "head_mask", "encoder_hidden_states", "inputs_embeds",
+        "mm_token_type_ids", "token_type_ids", "per_layer_inputs",
+    }
+)  # fmt: skip
+
+
+class _Context:
+    """What one forward hands to every attention layer."""
+
+    __slots__ = ("attention", "batch")
+
+    def __init__(self, batch: Batch, attention: SdpaAttention) -> None:
+        self.batch = batch
+        self.attention = attention
+
+
+class _Probe:
+    """Stands in for the context once, to learn each layer's KV shape and keywords."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, KVShape] = {}
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    forerun: _Context | _Probe | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls: query [1, heads, rows, width]."""
+    unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in HARMLESS)
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} asks attention for {', '.join(unknown)}, which forerun does not implement"
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or forerun is None:
+        raise ModelError(f"{type(module).__name__} does not pass its layer or its keywords on to attention")
+    if isinstance(forerun, _Probe):
+        forerun.shapes[layer] = KVShape(key.shape[1], key.shape[3], value.shape[3])
+        out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        return out, None
+    out = forerun.attention.run(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        forerun.batch,
+        scale,
+        sliding_window,
+        softcap,
+    )
+    return out.view(1, query.shape[2], query.shape[1], -1), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+
+class HFModel:
+    """A transformers causal LM behind the engine's protocol."""
+
+    def __init__(self, module: PreTrainedModel, *, name: str, eos_ids: frozenset[int], invariant: bool) -> None:
+        self.module = module.eval()
+        self.row_multiple = INVARIANT_ROWS if invariant else 1
+        self.key_multiple = INVARIANT_KEYS if invariant else 1
+        self._rows_bias = 0
+        config = module.config.get_text_config()
+        activations.make_row_independent(module)
+        device = module.device
+        self.info = ModelInfo(
+            name=name,
+            architecture=type(module).__name__,
+            path="hf",
+            vocab_size=module.get_output_embeddings().weight.shape[0],
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            max_len=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
+            kv_shapes=self._probe(module, device),
+            dtype=module.dtype,
+            device=device,
+            eos_ids=eos_ids,
+        )
+
+    @staticmethod
+    @torch.inference_mode()
+    def _probe(module: PreTrainedModel, device: torch.device) -> tuple[KVShape, ...]:
+        probe = _Probe()
+        ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+        module(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, forerun=probe)
+        if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
+            raise ModelError(
+                f"{type(module).__name__} does not use transformers' attention interface in every layer; "
+                "forerun cannot run it"
+            )
+        return tuple(probe.shapes[layer] for layer in range(len(probe.shapes)))
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: SdpaAttention) -> Output:
+        if batch.layers is not None:
+            raise ModelError("a forward through some of the layers needs the native path (Llama family)")
+        cache.begin(batch)
+        ids = pad_rows(batch.input_ids, self.row_multiple)
+        positions = pad_rows(batch.positions, self.row_multiple)
+        inputs: dict[str, Any] = {"input_ids": ids[None]}
+        if batch.embeds is not None:
+            embeds = self.embed(ids)
+            embeds[batch.embed_rows] = batch.embeds.to(embeds.dtype)
+            inputs = {"inputs_embeds": embeds[None]}
+        wanted = batch.num_logits
+        rows = pad_rows(batch.logit_rows, self.row_multiple) if wanted else batch.positions[:0]
+        out = self.module(
+            **inputs,
+            position_ids=positions[None],
+            use_cache=False,
+            output_hidden_states=bool(batch.hidden),
+            logits_to_keep=rows,
+            forerun=_Context(batch, cache),
+        )
+        cache.finish(batch)
+        hidden = {layer: out.hidden_states[layer][0, : batch.num_rows] for layer in batch.hidden}
+        return Output(out.logits[0, :wanted].float(), hidden)
+
+    @torch.inference_mode()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.module.get_input_embeddings()(ids).clone()
+
+    @torch.inference_mode()
+    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.module.get_output_embeddings()(hidden).float()
