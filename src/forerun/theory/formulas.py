@@ -1,0 +1,332 @@
+"""The quantities that say when speculation pays, as pure functions.
+
+Source: Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023,
+arXiv 2211.17192), called [L] below; section, equation and theorem numbers are that paper's.
+
+Symbols and units, the same in every function:
+
+- ``alpha``: probability that one drafted token is accepted, in [0, 1]; positions count as independent (section 3.1).
+- ``gamma``: drafted tokens per round, an integer >= 0; 0 is plain decoding.
+- ``c``: time of one draft step over the time of one plain target step, >= 0, no unit (definition 3.7).
+- ``c_hat``: arithmetic operations per token of the draft over those of the target, >= 0, no unit (definition 3.10).
+- ``lenience``: l in (0, 1]; 1 is lossless (appendix A.5).
+- ``p``, ``q``: target and draft distributions, after warping; the last dimension is the vocabulary, the others are a
+  batch and broadcast. Tensors or nested sequences of floats; results are float64 tensors without the last dimension
+  (``float()`` reads the result of a single pair).
+
+Bad arguments raise :class:`~forerun.core.errors.ConfigError`. ``alpha = 1`` is the limit, taken exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import SupportsFloat, SupportsIndex
+
+import torch
+
+from forerun.core.errors import ConfigError
+
+Distribution = torch.Tensor | Sequence[float] | Sequence[Sequence[float]]
+
+_SUM_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}  # any other type: 1e-6
+
+
+# ---------------------------------------------------------------------------------------------- checking arguments
+
+
+def _number(name: str, value: SupportsFloat, low: float, high: float = math.inf, *, above: bool = False) -> float:
+    """``value`` as a finite float in [low, high], or in (low, high] with ``above``."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{name} must be one number, not {type(value).__name__}") from None
+    if math.isfinite(number) and low <= number <= high and not (above and number == low):
+        return number
+    if high < math.inf:
+        allowed = f"in {'(' if above else '['}{low:g}, {high:g}]"
+    else:
+        allowed = f"finite and {'>' if above else '>='} {low:g}"
+    raise ConfigError(f"{name} must be {allowed}, got {number:g}")
+
+
+def _count(name: str, value: SupportsIndex, low: int = 0) -> int:
+    """``value`` as an integer >= low."""
+    try:
+        count = operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        count = None
+    if count is None or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer, not {type(value).__name__}")
+    if count < low:
+        raise ConfigError(f"{name} must be >= {low}, got {count}")
+    return count
+
+
+def _tensor(name: str, value: Distribution | float) -> torch.Tensor:
+    """``value`` as a real tensor, its type kept."""
+    try:
+        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{name} must be a tensor or a rectangular sequence of floats") from None
+    if tensor.is_complex():
+        raise ConfigError(f"{name} must be real, got {tensor.dtype}")
+    return tensor
+
+
+def _rows(name: str, value: Distribution) -> torch.Tensor:
+    """``value`` as float64 rows over the vocabulary: no negative entry, every row sums to 1."""
+    tensor = _tensor(name, value)
+    if tensor.dim() == 0:
+        raise ConfigError(f"{name} must have a vocabulary dimension, got a single number")
+    rows = tensor.to(torch.float64)
+    plain = rows.detach()
+    if not bool((plain >= 0).all()):  # also catches NaN
+        raise ConfigError(f"{name} must not have negative or NaN entries")
+    off = (plain.sum(-1) - 1).abs()
+    if bool((off > _SUM_TOLERANCE.get(tensor.dtype, 1e-6)).any()):
+        raise ConfigError(f"{name} must sum to 1 over its last dimension, a row is off by {float(off.max()):.3g}")
+    return rows
+
+
+def _pair(p: Distribution, q: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
+    """``p`` and ``q`` checked, on the device of ``p`` and of one shape."""
+    target, draft = _rows("p", p), _rows("q", q)
+    if target.shape[-1] != draft.shape[-1]:
+        raise ConfigError(f"p and q must share a vocabulary, got {target.shape[-1]} and {draft.shape[-1]} entries")
+    try:
+        shape = torch.broadcast_shapes(target.shape, draft.shape)
+    except RuntimeError:
+        raise ConfigError(f"p and q do not broadcast: {tuple(target.shape)} and {tuple(draft.shape)}") from None
+    return target.expand(shape), draft.to(target.device).expand(shape)
+
+
+# ---------------------------------------------------------------------------------------- acceptance: from p and q
+
+
+def acceptance_probability(p_x: torch.Tensor | float, q_x: torch.Tensor | float, lenience: float = 1.0) -> torch.Tensor:
+    """Probability of keeping a drafted token x: ``min(1, p(x) / (l q(x)))``.
+
+    Takes the two probabilities of the drafted token itself, element by element; ``q_x > 0`` because x was drawn
+    from q. [L] section 2.3; lenience as in A.5. A float64 tensor of probabilities.
+    """
+    ratio = _number("lenience", lenience, 0, 1, above=True)
+    target, draft = _tensor("p_x", p_x).to(torch.float64), _tensor("q_x", q_x).to(torch.float64)
+    if not bool(((target >= 0) & (target <= 1)).all()):
+        raise ConfigError("p_x must be in [0, 1]")
+    if not bool(((draft > 0) & (draft <= 1)).all()):
+        raise ConfigError("q_x must be in (0, 1]: a token is drafted only where q is positive")
+    return (target / (ratio * draft.to(target.device))).clamp(max=1.0)
+
+
+def acceptance_rate(p: Distribution, q: Distribution) -> torch.Tensor:
+    """beta, the probability that a token drawn from q is kept: ``sum_x min(p(x), q(x))``, in [0, 1].
+
+    [L] definition 3.1 and theorem 3.5. The mean over prefixes is alpha (corollary 3.6). A point mass at x gives p(x).
+    """
+    target, draft = _pair(p, q)
+    return torch.minimum(target, draft).sum(-1).clamp(max=1.0)
+
+
+def d_lk(p: Distribution, q: Distribution) -> torch.Tensor:
+    """The divergence D_LK: ``sum_x |p(x) - (p(x) + q(x)) / 2|``, in [0, 1]; it is the total variation distance.
+
+    [L] definition 3.2; ``1 - d_lk == acceptance_rate`` (lemma 3.3), symmetric, 0 iff p = q, 1 iff the supports are
+    disjoint (corollary 3.4).
+    """
+    target, draft = _pair(p, q)
+    return (target - (target + draft) / 2).abs().sum(-1).clamp(max=1.0)
+
+
+def rejection_sampling_rate(p: Distribution, q: Distribution) -> torch.Tensor:
+    """Acceptance of non-iterative rejection sampling: ``1 / M`` with ``M = max_x p(x) / q(x)``, in [0, 1].
+
+    [L] appendix A.2, ``sum_x p(x) min_x' q(x') / p(x')``, the minimum over the support of p. Never above
+    :func:`acceptance_rate`, often far below: one token that q underrates spoils every other token.
+    """
+    target, draft = _pair(p, q)
+    ratios = torch.where(target > 0, draft / target, torch.inf)
+    return ratios.amin(-1).clamp(max=1.0)
+
+
+# ------------------------------------------------------------------------------------------ lenience (appendix A.5)
+
+
+def lenient_acceptance_rate(p: Distribution, q: Distribution, lenience: float) -> torch.Tensor:
+    """Acceptance with lenience l: ``sum_x min(p(x) / l, q(x))``, in [0, 1]; l = 1 is :func:`acceptance_rate`.
+
+    [L] appendix A.5. Not lossless below 1: see :func:`lenient_token_bound`.
+    """
+    ratio = _number("lenience", lenience, 0, 1, above=True)
+    target, draft = _pair(p, q)
+    return torch.minimum(target / ratio, draft).sum(-1).clamp(max=1.0)
+
+
+def lenient_token_bound(p: Distribution, lenience: float) -> torch.Tensor:
+    """The most that lenience l may make of each token's probability: ``min(1, p(x) / l)``, of p's shape.
+
+    [L] appendix A.5. There is no lower bound: a token that q never drafts can lose most of its probability.
+    """
+    ratio = _number("lenience", lenience, 0, 1, above=True)
+    return (_rows("p", p) / ratio).clamp(max=1.0)
+
+
+def lenient_token_law(p: Distribution, q: Distribution, lenience: float) -> torch.Tensor:
+    """What a lenient step emits: ``min(p/l, q) + (1 - alpha_l) * norm(max(0, p - q))``, of the pair's full shape.
+
+    [L] algorithm 1 with q multiplied by l in the comparison only (A.5); the residual stays the lossless one, which
+    keeps the bound ``p(x) / l`` and gives the least distance from p: total variation ``alpha_l - alpha_1`` exactly.
+    l = 1 gives p.
+    """
+    ratio = _number("lenience", lenience, 0, 1, above=True)
+    target, draft = _pair(p, q)
+    kept = torch.minimum(target / ratio, draft)
+    residual = (target - draft).clamp(min=0.0)
+    mass = residual.sum(-1, keepdim=True)
+    rejected = (1 - kept.sum(-1, keepdim=True)).clamp(min=0.0)
+    return kept + rejected * residual / torch.where(mass > 0, mass, 1.0)
+
+
+def lenient_argmax_mask(p: Distribution, lenience: float) -> torch.Tensor:
+    """Which drafted tokens pass at temperature 0: ``p(x) >= l * max p``, boolean, of p's shape.
+
+    p is the distribution before standardising to its argmax. [L] appendix A.5 prints ``<=``, which would keep the
+    unlikely tokens and drop the best one; l = 1 leaves the argmax alone (all of them where several tie).
+    """
+    ratio = _number("lenience", lenience, 0, 1, above=True)
+    target = _rows("p", p)
+    return target >= ratio * target.amax(-1, keepdim=True)
+
+
+# ------------------------------------------------------------------------------------------------ tokens per round
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Mean tokens that one round emits, the corrected or bonus token included: ``(1 - alpha^(gamma+1)) / (1 - alpha)``.
+
+    [L] equation 1 (also Stratos, "Speculative Decoding", section 1.1.1). In [1, gamma + 1]; alpha = 1 gives gamma + 1.
+    """
+    rate, length = _number("alpha", alpha, 0, 1), _count("gamma", gamma)
+    if rate == 0 or length == 0:
+        return 1.0
+    if rate == 1:
+        return float(length + 1)
+    tokens = -math.expm1((length + 1) * math.log(rate)) / (1 - rate)  # exact to rounding near alpha = 1 too
+    return min(tokens, length + 1.0)
+
+
+def expected_accepted(alpha: float, depth: int) -> float:
+    """Mean drafted tokens that one round keeps: ``alpha + alpha^2 + ... + alpha^depth``, in [0, depth].
+
+    ``sum_(k < depth) k alpha^k (1 - alpha) + depth alpha^depth``; one less than [L] equation 1.
+    At depth 4 it is 0.94, 1.77 and 3.10 for alpha 0.5, 0.7 and 0.9.
+    """
+    rate, length = _number("alpha", alpha, 0, 1), _count("depth", depth)
+    return rate * expected_tokens(rate, length - 1) if length else 0.0
+
+
+def alpha_from_tokens(mean_tokens: float, gamma: int) -> float:
+    """The alpha whose :func:`expected_tokens` is ``mean_tokens`` (measured tokens per round, in [1, gamma + 1]).
+
+    The inverse of [L] equation 1, to rounding; ``gamma >= 1``, since a round without a draft says nothing of alpha.
+    Where counts per position are at hand, accepted over judged tokens (the match rate) is the better estimate.
+    """
+    length = _count("gamma", gamma, 1)
+    tokens = _number("mean_tokens", mean_tokens, 1, length + 1)
+    low, high = 0.0, 1.0
+    if tokens in (1.0, length + 1.0):
+        return low if tokens == 1.0 else high
+    while low < (middle := (low + high) / 2) < high:
+        if expected_tokens(middle, length) < tokens:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def oracle_tokens(alpha: float) -> float:
+    """Mean tokens per round if an oracle chose each round's length: ``1 / (1 - alpha)``; infinite at alpha = 1.
+
+    [L] section 3.5: the limit of :func:`expected_tokens` for a long draft, so also the bound on the walltime
+    improvement of any draft of negligible cost (section 3.6).
+    """
+    rate = _number("alpha", alpha, 0, 1)
+    return math.inf if rate == 1 else 1 / (1 - rate)
+
+
+# -------------------------------------------------------------------------------------------------- time and work
+
+
+def predicted_speedup(alpha: float, gamma: int, c: float, verify_cost: float) -> float:
+    """Speed over plain decoding with a measured verification: ``expected_tokens / (gamma c + verify_cost)``.
+
+    ``verify_cost``: time of a target forward of gamma + 1 rows over one of 1 row, > 0, no unit. [L] theorem 3.8 is
+    the case 1. For a rule other than the token level's, pass its match rate as alpha.
+    """
+    length = _count("gamma", gamma)
+    time = length * _number("c", c, 0) + _number("verify_cost", verify_cost, 0, above=True)
+    return expected_tokens(alpha, length) / time
+
+
+def walltime_improvement(alpha: float, gamma: int, c: float) -> float:
+    """Speed over plain decoding: ``(1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + 1))``; verification is free.
+
+    [L] theorem 3.8: gamma + 1 rows cost the target as much time as one. 1 at gamma = 0.
+    """
+    return predicted_speedup(alpha, gamma, c, 1.0)
+
+
+def guaranteed_improvement(alpha: float, c: float) -> float:
+    """Speed over plain decoding that the best gamma is sure to reach: ``(1 + alpha) / (1 + c)``, at least 1.
+
+    [L] corollary 3.9, theorem 3.8 at gamma = 1. Above 1 iff alpha > c; otherwise drafting nothing gives 1.
+    """
+    return max(1.0, (1 + _number("alpha", alpha, 0, 1)) / (1 + _number("c", c, 0)))
+
+
+def oracle_improvement(alpha: float, c: float) -> float:
+    """Speed over plain decoding if an oracle drafted only what will be kept: ``1 / (1 - alpha + alpha min(c, 1))``.
+
+    Follows from [L] section 3.5: a round emits 1 / (1 - alpha) tokens for alpha / (1 - alpha) draft steps and one
+    verification (still run, footnote 4); at c > 1 the oracle drafts nothing. A bound on any length policy where
+    verification is free; infinite at alpha = 1 and c = 0.
+    """
+    rate, cost = _number("alpha", alpha, 0, 1), min(1.0, _number("c", c, 0))
+    time_per_token = 1 - rate + rate * cost
+    return math.inf if time_per_token == 0 else 1 / time_per_token
+
+
+def operations_increase(alpha: float, gamma: int, c_hat: float) -> float:
+    """Arithmetic operations per token over plain decoding's: ``(gamma c_hat + gamma + 1) / expected_tokens``.
+
+    [L] theorem 3.11. At least 1: wasted rows and the draft's own work; 1 at gamma = 0.
+    """
+    length, work = _count("gamma", gamma), _number("c_hat", c_hat, 0)
+    return (length * work + length + 1) / expected_tokens(alpha, length)
+
+
+def memory_access_factor(alpha: float, gamma: int) -> float:
+    """By what factor reads of the target's weights and KV shrink per token: :func:`expected_tokens`.
+
+    [L] section 3.4: they are read once per round, whatever its length. The draft's own reads are not counted.
+    """
+    return expected_tokens(alpha, gamma)
+
+
+def best_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
+    """The draft length with the greatest :func:`walltime_improvement`, in [0, max_gamma]; the shorter of two equals.
+
+    [L] section 3.5. The improvement rises to one peak and then falls, and token gamma + 1 pays iff
+    ``alpha^(gamma+1) (gamma c + 1) > c * expected_tokens(alpha, gamma)``. 0 iff alpha <= c (or alpha = 0); where
+    longer is always better (c = 0, or alpha = 1 with c < 1) the answer is ``max_gamma``: pass what the engine allows.
+    """
+    rate, cost, longest = _number("alpha", alpha, 0, 1), _number("c", c, 0), _count("max_gamma", max_gamma)
+    if rate <= cost or rate == 0:
+        return 0
+    if cost == 0 or rate == 1:
+        return longest
+    gamma, tokens, power = 0, 1.0, rate
+    while gamma < longest and power * (gamma * cost + 1) > cost * tokens:
+        gamma, tokens, power = gamma + 1, tokens + power, power * rate
+    return gamma

@@ -1,0 +1,399 @@
+"""The formulas against the references' printed numbers, against enumeration, and against their own laws."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import forerun.theory as theory
+from forerun.core.errors import ConfigError
+from forerun.theory import (
+    acceptance_probability,
+    acceptance_rate,
+    alpha_from_tokens,
+    best_gamma,
+    d_lk,
+    expected_accepted,
+    expected_tokens,
+    guaranteed_improvement,
+    lenient_acceptance_rate,
+    lenient_argmax_mask,
+    lenient_token_bound,
+    lenient_token_law,
+    memory_access_factor,
+    operations_increase,
+    oracle_improvement,
+    oracle_tokens,
+    predicted_speedup,
+    rejection_sampling_rate,
+    walltime_improvement,
+)
+
+# ---------------------------------------------------------------------------------------------- printed numbers
+
+# Reference 002, Table 1: alpha, gamma, operations, speed (c = c_hat = 0).
+TABLE_1 = [
+    (0.6, 2, 1.53, 1.96),
+    (0.7, 3, 1.58, 2.53),
+    (0.8, 2, 1.23, 2.44),
+    (0.8, 5, 1.63, 3.69),
+    (0.9, 2, 1.11, 2.71),
+    (0.9, 10, 1.60, 6.86),
+]
+
+# Reference 002, Table 4: gamma, alpha, c, EXP.
+TABLE_4 = [
+    (7, 0.75, 0.02, 3.2), (7, 0.80, 0.04, 3.3), (7, 0.82, 0.11, 2.5),
+    (7, 0.62, 0.02, 2.3), (5, 0.68, 0.04, 2.4), (3, 0.71, 0.11, 2.0),
+    (5, 0.65, 0.02, 2.4), (5, 0.73, 0.04, 2.6), (3, 0.74, 0.11, 2.0),
+    (5, 0.53, 0.02, 1.9), (3, 0.55, 0.04, 1.8), (3, 0.56, 0.11, 1.6),
+]  # fmt: skip
+
+# notes/algorithms.md, C1: best speed-up and its gamma by c (rows) and alpha .6, .7, .8, .9 (columns).
+BEST = {
+    0.02: [(2.17, 6), (2.76, 8), (3.82, 11), (6.37, 19)],
+    0.05: [(1.92, 4), (2.35, 6), (3.09, 8), (4.67, 13)],
+    0.10: [(1.67, 3), (1.98, 4), (2.47, 6), (3.43, 10)],
+    0.20: [(1.40, 2), (1.58, 3), (1.87, 4), (2.37, 7)],
+    0.385: [(1.16, 1), (1.24, 2), (1.38, 2), (1.61, 4)],
+}
+
+
+@pytest.mark.parametrize(("alpha", "gamma", "operations", "speed"), TABLE_1)
+def test_table_1_to_the_digit(alpha, gamma, operations, speed):
+    assert f"{operations_increase(alpha, gamma, 0):.2f}" == f"{operations:.2f}"
+    assert f"{walltime_improvement(alpha, gamma, 0):.2f}" == f"{speed:.2f}"
+
+
+@pytest.mark.parametrize(("gamma", "alpha", "c", "printed"), TABLE_4)
+def test_table_4_expected_column(gamma, alpha, c, printed):
+    assert abs(walltime_improvement(alpha, gamma, c) - printed) < 0.1
+    # Two rows (1.93 as 2.0, 1.54 as 1.6) need the rounding of alpha and c themselves; all twelve then agree.
+    low = walltime_improvement(alpha - 0.005, gamma, c + 0.005)
+    high = walltime_improvement(alpha + 0.005, gamma, c - 0.005)
+    assert low < printed + 0.05
+    assert high > printed - 0.05
+
+
+@pytest.mark.parametrize(("c", "column"), [(c, column) for c in BEST for column in range(4)])
+def test_best_gamma_table(c, column):
+    alpha, (speed, gamma) = (0.6, 0.7, 0.8, 0.9)[column], BEST[c][column]
+    assert best_gamma(alpha, c) == gamma
+    assert f"{walltime_improvement(alpha, gamma, c):.2f}" == f"{speed:.2f}"
+
+
+def test_a_one_to_three_pair_needs_a_high_alpha():
+    best = {a: walltime_improvement(a, best_gamma(a, 0.385), 0.385) for a in (0.859, 0.86, 0.974, 0.975, 0.999)}
+    assert best[0.859] < 1.5 <= best[0.86]
+    assert best[0.974] < 2.0 <= best[0.975]
+    assert best[0.999] < 2.5
+
+
+def test_bigram_draft_of_section_3_6():
+    assert f"{walltime_improvement(0.2, 3, 0):.2f}" == "1.25"
+    assert oracle_tokens(0.2) == pytest.approx(1.25)
+
+
+def test_lenience_speeds_of_appendix_a5():
+    for alpha, printed in [(0.75, 3.3), (0.8, 3.9), (0.87, 4.9)]:  # temperature 0, gamma 8
+        assert f"{walltime_improvement(alpha, 8, 0.015):.1f}" == f"{printed:.1f}"
+    for alpha, printed in [(0.62, 2.5), (0.71, 3.1), (0.76, 3.6), (0.84, 5.0)]:  # no gamma is printed, and no gamma
+        best = walltime_improvement(alpha, best_gamma(alpha, 0.015), 0.015)  # reaches these at c = 0.015: 4 to 7 % off
+        assert 0.93 < best / printed < 0.97
+
+
+@pytest.mark.parametrize(("alpha", "kept"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
+def test_reference_004_expectations_corrected(alpha, kept):
+    by_length = sum(k * alpha**k * (1 - alpha) for k in range(4)) + 4 * alpha**4
+    assert expected_accepted(alpha, 4) == pytest.approx(by_length, abs=1e-12)
+    assert f"{expected_accepted(alpha, 4):.2f}" == f"{kept:.2f}"
+    assert predicted_speedup(alpha, 4, 0.0, 1.3) == pytest.approx((kept + 1) / 1.3, abs=0.005)
+
+
+def test_reference_004_drafting_can_hurt():
+    assert predicted_speedup(0.2, 4, 0.0, 1.3) < 1 < walltime_improvement(0.2, 4, 0.0)
+
+
+def test_reference_003_length():
+    assert expected_tokens(0.8, 10) == pytest.approx(4.57, abs=0.005)  # printed as "> 4"
+
+
+def test_reference_000_worked_table():
+    draft = torch.tensor([0.72, 0.54, 0.81, 0.62], dtype=torch.float64)
+    target = torch.tensor([0.85, 0.60, 0.31, 0.70], dtype=torch.float64)
+    accept = acceptance_probability(target, draft)
+    assert [f"{float(a):.2f}" for a in accept] == ["1.00", "1.00", "0.38", "1.00"]  # the fourth is never reached
+    assert float(accept[:3].prod()) == pytest.approx(0.31 / 0.81)
+    assert float(acceptance_probability(0.31, 0.81, lenience=0.3)) == 1.0
+
+
+def test_corollary_3_9():
+    for alpha, c in itertools.product((0.0, 0.05, 0.3, 0.62, 0.9, 1.0), (0.0, 0.02, 0.3, 0.9, 1.5)):
+        best = walltime_improvement(alpha, best_gamma(alpha, c), c)
+        floor = guaranteed_improvement(alpha, c)
+        assert best >= floor - 1e-12
+        assert (floor > 1) == (best > 1) == (best_gamma(alpha, c) > 0) == (alpha > c)
+        if alpha > c:
+            assert floor == pytest.approx(walltime_improvement(alpha, 1, c))
+
+
+def test_oracle_gains_up_to_sixty_percent():
+    alphas, costs = [a / 100 for a in range(30, 100)], (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+    gains = [
+        oracle_improvement(a, c) / walltime_improvement(a, best_gamma(a, c), c)
+        for a, c in itertools.product(alphas, costs)
+    ]
+    assert min(gains) >= 1
+    assert 1.5 < max(gains) < 1.6  # section 3.5: "up to ~60% higher"
+
+
+# ------------------------------------------------------------------------------------------------------- limits
+
+
+def test_alpha_one_is_the_exact_limit():
+    for gamma in (0, 1, 5, 1000):
+        assert expected_tokens(1.0, gamma) == gamma + 1
+        assert expected_accepted(1, gamma) == gamma
+        assert operations_increase(1.0, gamma, 0.0) == 1.0
+        assert expected_tokens(1 - 1e-16, gamma) == pytest.approx(gamma + 1, rel=1e-12)
+    assert oracle_tokens(1.0) == math.inf
+    assert oracle_improvement(1.0, 0.0) == math.inf
+    assert walltime_improvement(1.0, 4, 0.25) == 2.5
+
+
+def test_gamma_zero_is_plain_decoding():
+    for alpha in (0.0, 1e-300, 0.37, 1.0):
+        assert expected_tokens(alpha, 0) == walltime_improvement(alpha, 0, 7.0) == 1.0
+        assert operations_increase(alpha, 0, 7.0) == memory_access_factor(alpha, 0) == 1.0
+        assert expected_accepted(alpha, 0) == 0.0
+
+
+def test_best_gamma_and_other_ends():
+    assert best_gamma(0.3, 0.3) == best_gamma(0.0, 0.0) == best_gamma(1.0, 1.0) == 0
+    assert best_gamma(0.1, 0.0, max_gamma=7) == best_gamma(1.0, 0.5, max_gamma=7) == 7
+    assert best_gamma(0.9, 0.02, max_gamma=12) == 12
+    assert best_gamma(0.9, 0.02, max_gamma=0) == 0
+    assert (alpha_from_tokens(1, 5), alpha_from_tokens(6, 5)) == (0.0, 1.0)
+    assert oracle_improvement(1.0, 0.385) == pytest.approx(1 / 0.385)
+
+
+# ------------------------------------------------------------------------------------- enumeration and Monte Carlo
+
+
+def _random_pair(seed, vocabulary, batch=()):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.rand(2, *batch, vocabulary, dtype=torch.float64, generator=generator) ** 3
+    return (rows / rows.sum(-1, keepdim=True)).unbind(0)
+
+
+def _enumerate_round(p, q, gamma):
+    """Mean tokens of Algorithm 1 by every draft and every accept pattern, for p and q without context."""
+    mean = 0.0
+    for draft in itertools.product(range(len(p)), repeat=gamma):
+        for accepts in itertools.product((True, False), repeat=gamma):
+            weight = math.prod(q[x] for x in draft)
+            for x, accepted in zip(draft, accepts):
+                keep = min(1.0, p[x] / q[x])
+                weight *= keep if accepted else 1 - keep
+            mean += weight * (1 + len(list(itertools.takewhile(bool, accepts))))
+    return mean
+
+
+@pytest.mark.parametrize(("seed", "gamma"), [(0, 1), (1, 2), (2, 3), (3, 4)])
+def test_equation_1_against_enumeration(seed, gamma):
+    p, q = _random_pair(seed, 3)
+    alpha = float(acceptance_rate(p, q))
+    assert expected_tokens(alpha, gamma) == pytest.approx(_enumerate_round(p.tolist(), q.tolist(), gamma), abs=1e-12)
+
+
+def test_equation_1_against_monte_carlo():
+    generator = torch.Generator().manual_seed(11)
+    kept = (torch.rand(200_000, 6, dtype=torch.float64, generator=generator) < 0.7).long().cumprod(-1).sum(-1) + 1
+    error = float(kept.double().std()) / math.sqrt(len(kept))
+    assert float(kept.double().mean()) == pytest.approx(expected_tokens(0.7, 6), abs=4 * error)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rejection_sampling_of_appendix_a2(seed):
+    p, q = _random_pair(seed, 6)
+    bound = float((p / q).max())
+    enumerated = sum(qx * (px / (bound * qx)) for px, qx in zip(p.tolist(), q.tolist()))
+    rate = float(rejection_sampling_rate(p, q))
+    assert rate == pytest.approx(enumerated, abs=1e-12)
+    assert rate <= float(acceptance_rate(p, q))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.multinomial(q, 100_000, replacement=True, generator=generator)
+    uniform = torch.rand(len(x), dtype=torch.float64, generator=generator)
+    for scale, expected in [(bound, rate), (1.0, float(acceptance_rate(p, q)))]:
+        measured = (uniform < p[x] / (scale * q[x])).double().mean()
+        assert float(measured) == pytest.approx(expected, abs=4 * math.sqrt(0.25 / len(x)))
+
+
+def test_rejection_sampling_support():
+    assert float(rejection_sampling_rate([0.5, 0.5, 0.0], [0.9, 0.0, 0.1])) == 0.0
+    assert float(rejection_sampling_rate([0.5, 0.5, 0.0], [0.25, 0.5, 0.25])) == 0.5
+    assert float(rejection_sampling_rate([0.5, 0.5], [0.5, 0.5])) == 1.0
+
+
+def test_lenient_argmax_keeps_the_best_token():
+    p = torch.tensor([[0.1, 0.6, 0.3], [0.4, 0.2, 0.4]])
+    assert lenient_argmax_mask(p, 1.0).tolist() == [[False, True, False], [True, False, True]]
+    assert lenient_argmax_mask(p, 0.4).tolist() == [[False, True, True], [True, True, True]]
+
+
+# ---------------------------------------------------------------------------------------------------- properties
+
+rates = st.floats(0, 1)
+lengths = st.integers(0, 64)
+costs = st.floats(0, 2)
+leniences = st.floats(0.01, 1)
+
+
+@st.composite
+def pairs(draw):
+    size = draw(st.integers(2, 6))
+    weights = st.lists(st.floats(0, 1).map(lambda w: 0.0 if w < 1e-6 else w), min_size=size, max_size=size)
+    rows = [draw(weights.filter(lambda w: sum(w) > 0)) for _ in range(2)]
+    return [torch.tensor([w / sum(row) for w in row], dtype=torch.float64) for row in rows]
+
+
+quick = settings(max_examples=80, deadline=None)
+
+
+@quick
+@given(rates, rates, lengths)
+def test_tokens_grow_with_alpha(first, second, gamma):
+    low, high = sorted((first, second))
+    assert 1 <= expected_tokens(low, gamma) <= expected_tokens(high, gamma) * (1 + 1e-12)
+    assert expected_tokens(high, gamma) <= gamma + 1
+    assert expected_tokens(high, gamma) <= oracle_tokens(high) * (1 + 1e-12)
+    assert expected_tokens(low, gamma) == pytest.approx(1 + expected_accepted(low, gamma), rel=1e-12)
+    assert expected_tokens(low, gamma) == pytest.approx(math.fsum(low**k for k in range(gamma + 1)), rel=1e-12)
+
+
+@quick
+@given(rates, costs)
+def test_best_gamma_beats_its_neighbours(alpha, c):
+    gamma = best_gamma(alpha, c, max_gamma=50)
+    best = walltime_improvement(alpha, gamma, c)
+    for other in range(51):
+        assert best >= walltime_improvement(alpha, other, c) * (1 - 1e-12)
+    assert best <= oracle_improvement(alpha, c) * (1 + 1e-12)
+
+
+@quick
+@given(rates, lengths, costs)
+def test_work_and_time(alpha, gamma, c):
+    assert operations_increase(alpha, gamma, c) >= 1 - 1e-12
+    assert predicted_speedup(alpha, gamma, c, 1.0) == walltime_improvement(alpha, gamma, c)
+    assert predicted_speedup(alpha, gamma, c, 1.4) <= walltime_improvement(alpha, gamma, c)
+
+
+@quick
+@given(rates, st.integers(1, 64))
+def test_alpha_from_tokens_inverts(alpha, gamma):
+    assert alpha_from_tokens(expected_tokens(alpha, gamma), gamma) == pytest.approx(alpha, abs=1e-9)
+
+
+@quick
+@given(pairs())
+def test_divergence(pair):
+    p, q = pair
+    assert float(d_lk(p, q)) == pytest.approx(float(d_lk(q, p)), abs=1e-15)
+    assert 0 <= float(d_lk(p, q)) <= 1
+    assert 1 - float(d_lk(p, q)) == pytest.approx(float(acceptance_rate(p, q)), abs=1e-12)
+    assert float(rejection_sampling_rate(p, q)) <= float(acceptance_rate(p, q)) + 1e-12
+    assert float(d_lk(p, p)) == 0
+    assert float(d_lk([1.0, 0.0], [0.0, 1.0])) == 1  # disjoint
+
+
+@quick
+@given(pairs(), leniences)
+def test_lenient_law(pair, lenience):
+    p, q = pair
+    law = lenient_token_law(p, q, lenience)
+    alpha, strict = float(lenient_acceptance_rate(p, q, lenience)), float(acceptance_rate(p, q))
+    assert float(law.sum()) == pytest.approx(1, abs=1e-12)
+    assert bool((law <= lenient_token_bound(p, lenience) + 1e-12).all())
+    assert alpha >= strict - 1e-12
+    assert float(d_lk(p, law)) == pytest.approx(alpha - strict, abs=1e-9)
+    assert float(lenient_acceptance_rate(p, q, 1.0)) == strict
+    assert torch.allclose(lenient_token_law(p, q, 1.0), p, atol=1e-12, rtol=0)
+    drafted = q > 0
+    kept = (q[drafted] * acceptance_probability(p[drafted], q[drafted], lenience)).sum()
+    assert float(kept) == pytest.approx(alpha, abs=1e-12)
+
+
+# ------------------------------------------------------------------------------------------- batches and arguments
+
+
+def test_batches_and_types():
+    p, q = _random_pair(5, 7, (2, 3))
+    rows = acceptance_rate(p, q)
+    assert rows.shape == (2, 3)
+    assert rows.dtype == torch.float64
+    assert float(rows[1, 2]) == pytest.approx(float(acceptance_rate(p[1, 2].tolist(), q[1, 2].numpy())), abs=1e-15)
+    assert lenient_token_law(p, q[0, 0], 0.5).shape == (2, 3, 7)
+    assert rejection_sampling_rate(p[0, 0], q).shape == (2, 3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        narrow = acceptance_rate(torch.rand(50, 4096).softmax(-1).to(dtype), torch.rand(50, 4096).softmax(-1).to(dtype))
+        assert bool((narrow <= 1).all())
+    assert float(acceptance_rate(p[0, 0], torch.nn.functional.one_hot(torch.tensor(3), 7))) == float(p[0, 0, 3])
+
+
+def test_numbers_of_other_kinds():
+    alpha = acceptance_rate([0.7, 0.3], [0.5, 0.5])
+    value = predicted_speedup(alpha, np.int64(4), np.float32(0.5), torch.tensor(1.0))
+    assert type(value) is float
+    assert value == pytest.approx(expected_tokens(0.8, 4) / 3)
+    assert type(operations_increase(alpha, torch.tensor(2), 0)) is float
+
+
+half = [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: expected_tokens(1.01, 3), r"alpha must be in \[0, 1\], got 1.01"),
+        (lambda: expected_tokens(math.nan, 3), "alpha must be in"),
+        (lambda: expected_tokens(half, 3), "alpha must be one number"),
+        (lambda: expected_tokens(torch.tensor(half), 3), "alpha must be one number"),
+        (lambda: expected_tokens(0.5, -1), "gamma must be >= 0, got -1"),
+        (lambda: expected_tokens(0.5, 2.0), "gamma must be an integer, not float"),
+        (lambda: expected_tokens(0.5, True), "gamma must be an integer, not bool"),
+        (lambda: expected_accepted(0.5, -1), "depth must be >= 0"),
+        (lambda: walltime_improvement(0.5, 2, -0.1), "c must be finite and >= 0, got -0.1"),
+        (lambda: walltime_improvement(0.5, 2, math.inf), "c must be finite"),
+        (lambda: predicted_speedup(0.5, 2, 0.1, 0), "verify_cost must be finite and > 0, got 0"),
+        (lambda: operations_increase(0.5, 2, -1), "c_hat must be finite and >= 0"),
+        (lambda: best_gamma(0.5, 0.1, max_gamma=-1), "max_gamma must be >= 0"),
+        (lambda: alpha_from_tokens(2.0, 0), "gamma must be >= 1"),
+        (lambda: alpha_from_tokens(4.5, 3), r"mean_tokens must be in \[1, 4\]"),
+        (lambda: lenient_acceptance_rate(half, half, 0.0), r"lenience must be in \(0, 1\], got 0"),
+        (lambda: lenient_token_law(half, half, 1.5), "lenience must be in"),
+        (lambda: acceptance_rate([0.5, 0.6], half), "p must sum to 1 over its last dimension, a row is off by 0.1"),
+        (lambda: acceptance_rate(half, [1.5, -0.5]), "q must not have negative or NaN entries"),
+        (lambda: acceptance_rate(half, [math.nan, 1.0]), "q must not have negative or NaN entries"),
+        (lambda: acceptance_rate(half, 1.0), "q must have a vocabulary dimension"),
+        (lambda: acceptance_rate(half, [[0.5], [0.2, 0.3]]), "q must be a tensor or a rectangular sequence"),
+        (lambda: acceptance_rate(half, [1.0]), "share a vocabulary, got 2 and 1"),
+        (lambda: acceptance_rate([half] * 2, [half] * 3), "do not broadcast"),
+        (lambda: acceptance_rate(half, torch.ones(2, dtype=torch.complex64)), "q must be real"),
+        (lambda: acceptance_probability(0.5, 0.0), "q_x must be in"),
+        (lambda: acceptance_probability(1.5, 0.5), "p_x must be in"),
+    ],
+)
+def test_bad_arguments_in_one_line(call, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_public_names():
+    assert theory.__all__ == sorted(theory.__all__)
+    assert all(callable(getattr(theory, name)) for name in theory.__all__)
