@@ -1,0 +1,113 @@
+"""Linear layers without modules: plain, or with weights packed once for oneDNN.
+
+A bfloat16 layer of few rows is bound by reading its weights; oneDNN reads packed ones at nearly the memory's
+speed and serves every row count from one packing. The two operations are private to torch, so each is tried
+before it is used and the plain path remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from forerun.core.errors import ConfigError
+
+WEIGHTS = ("auto", "plain", "packed")
+PACK_FROM = 256 * 256
+"""Fewest weights for which packing pays: a packed call has some 10 us of fixed cost."""
+
+
+class Linear(Protocol):
+    """y = x W^T + b for x [rows, inputs]."""
+
+    kind: str
+    """How the weights are stored, for ``ModelInfo.path``."""
+    nbytes: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Plain:
+    """``F.linear``."""
+
+    __slots__ = ("bias", "kind", "nbytes", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.kind = "plain"
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Packed:
+    """oneDNN's own weight layout; the plain copy is not kept."""
+
+    __slots__ = ("bias", "call", "kind", "nbytes", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = pack(weight)
+        self.bias = bias
+        self.kind = "packed"
+        self.nbytes = weight.nbytes
+        self.call = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x, self.weight, self.bias, "none", [], "")
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch on this processor runs packed layers of ``dtype`` natively and correctly."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    try:
+        ops = torch.ops.mkldnn
+        if dtype is torch.bfloat16 and not ops._is_mkldnn_bf16_supported():
+            return False
+        with torch.inference_mode():
+            weight = (torch.arange(64 * 32, dtype=torch.float32).view(64, 32) % 7).to(dtype)
+            x = (torch.arange(3 * 32, dtype=torch.float32).view(3, 32) % 5).to(dtype)
+            got = Packed(weight, None)(x)
+            return torch.allclose(got.float(), F.linear(x.float(), weight.float()), rtol=1e-2)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def packs(dtype: torch.dtype, device: torch.device, weights: str) -> bool:
+    """Whether layers are packed under the option ``weights``; an explicit wish that cannot be met is an error."""
+    if weights not in WEIGHTS:
+        raise ConfigError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+    if weights == "plain":
+        return False
+    possible = device.type == "cpu" and can_pack(dtype)
+    if weights == "packed" and not possible:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"weights='packed' needs a CPU on which torch packs {name}; use weights='auto'")
+    return possible
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, packed: bool) -> Linear:
+    """The layer for ``weight`` [outputs, inputs]; small ones stay plain."""
+    if packed and weight.numel() >= PACK_FROM:
+        return Packed(weight, bias)
+    return Plain(weight.contiguous(), bias)
+
+
+def describe(layers: Sequence[Linear], dtype: torch.dtype) -> str:
+    """Such as ``packed bfloat16``: the way most of the weights are stored."""
+    sizes: dict[str, int] = {}
+    for layer in layers:
+        sizes[layer.kind] = sizes.get(layer.kind, 0) + layer.nbytes
+    kind = max(sizes, key=lambda name: sizes[name])
+    return f"{kind} {str(dtype).removeprefix('torch.')}" if kind in ("plain", "packed") else kind

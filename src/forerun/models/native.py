@@ -1,0 +1,253 @@
+"""The Llama family without modules: Llama, Mistral, Qwen2, Qwen3, SmolLM and SmolLM3.
+
+Same arithmetic as transformers up to rounding: query, key and value are one matrix, gate and up another; rotary
+tables are computed once; nothing in the loop is an ``nn.Module``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from forerun.attention.sdpa import SdpaAttention
+from forerun.cache.pool import KVShape
+from forerun.core.batch import Batch, Output
+from forerun.core.errors import ModelError
+from forerun.models import activations
+from forerun.models.base import INVARIANT_KEYS, INVARIANT_ROWS, ModelInfo, pad_rows
+from forerun.models.linear import Linear, describe, make_linear, packs
+from forerun.models.rotary import ROPE_TYPES, Rotary
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+
+
+def applies(config: PretrainedConfig) -> str | None:
+    """None if the native path runs such a checkpoint, otherwise the reason why it does not."""
+    kind = config.model_type
+    if kind not in FAMILIES:
+        return f"{kind} is not of the Llama family"
+    if FAMILIES[kind] not in (config.architectures or [FAMILIES[kind]]):
+        return f"{', '.join(config.architectures or [])} is not {FAMILIES[kind]}"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"activation {config.hidden_act!r}"
+    if getattr(config, "quantization_config", None) is not None:
+        return "a quantized checkpoint"
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        return f"rope type {rope.get('rope_type')!r}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in rope.values()):
+        return "partial or per-layer rotary embeddings"
+    return None
+
+
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
+
+    __slots__ = ("eps", "half", "weight")
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        width = weight.shape[-1]
+        self.half = weight.dtype != torch.float32
+        self.weight = weight.float() * width**0.5
+        self.eps = eps * width
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float() if self.half else x
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        norm = wide * norm.mul_(norm).add_(self.eps).rsqrt_()
+        return norm.mul_(self.weight).to(x.dtype)
+
+
+class _Layer:
+    """One decoder layer's weights."""
+
+    __slots__ = ("down", "gate_up", "norm_attention", "norm_mlp", "norm_qk", "out", "qkv", "rope", "window")
+
+    norm_attention: RMSNorm
+    norm_mlp: RMSNorm
+    norm_qk: RMSNorm | None
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    rope: bool
+    window: int | None
+
+
+class NativeModel:
+    """A decoder of the Llama family behind the engine's protocol. Takes over the weights of ``module``, emptying it."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        *,
+        name: str,
+        eos_ids: frozenset[int],
+        invariant: bool,
+        weights: str = "auto",
+        quantization: str | None = None,
+    ) -> None:
+        config = module.config
+        reason = applies(config)
+        if reason is not None:
+            raise ModelError(f"the native path does not run this checkpoint: {reason}; use the transformers path")
+        self.row_multiple = INVARIANT_ROWS if invariant else 1
+        self.key_multiple = INVARIANT_KEYS if invariant else 1
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.scale = self.width**-0.5
+        self.dtype, self.device = module.dtype, module.device
+        self._silu: Callable[[torch.Tensor], torch.Tensor] = activations.silu if invariant else F.silu
+        self._packed = packs(self.dtype, self.device, weights)
+        self._rotary = Rotary(config, self.width, self.dtype, self.device)
+        eps = config.rms_norm_eps
+        with torch.inference_mode():
+            backbone: Any = module.model
+            self._layers = [self._layer(layer, config, eps) for layer in backbone.layers]
+            self._norm = RMSNorm(_take([backbone.norm.weight])[0], eps)
+            head = module.get_output_embeddings()
+            self._embedding = backbone.embed_tokens.weight.detach().clone()
+            self._head = make_linear(head.weight.detach(), _bias([head]), packed=self._packed)
+            _empty([*module.parameters()])
+        shape = KVShape(self.kv_heads, self.width, self.width)
+        self.info = ModelInfo(
+            name=name,
+            architecture=type(module).__name__,
+            path=f"native, {describe(list(self.linears()), self.dtype)}",
+            vocab_size=self._embedding.shape[0],
+            hidden_size=config.hidden_size,
+            num_layers=len(self._layers),
+            max_len=int(config.max_position_embeddings),
+            kv_shapes=(shape,) * len(self._layers),
+            dtype=self.dtype,
+            device=self.device,
+            eos_ids=eos_ids,
+        )
+
+    def _layer(self, module: Any, config: PretrainedConfig, eps: float) -> _Layer:
+        layer = _Layer()
+        attention, mlp = module.self_attn, module.mlp
+        layer.window = getattr(attention, "sliding_window", None)
+        if config.model_type == "mistral":
+            layer.window = config.sliding_window
+        layer.rope = bool(getattr(attention, "use_rope", True))
+        layer.norm_qk = None
+        if hasattr(attention, "q_norm"):
+            query, key = _take([attention.q_norm.weight, attention.k_norm.weight])
+            stacked = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
+            layer.norm_qk = RMSNorm(self._rotary.arrange(stacked), eps)
+        query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
+        bias = _bias([query, key, value])
+        weight = self._arrange(torch.cat(_take([query.weight, key.weight, value.weight])))
+        layer.qkv = self._linear(weight, bias if bias is None else self._arrange(bias))
+        layer.out = self._linear(_take([attention.o_proj.weight])[0], _bias([attention.o_proj]))
+        bias = _bias([mlp.gate_proj, mlp.up_proj])
+        layer.gate_up = self._linear(torch.cat(_take([mlp.gate_proj.weight, mlp.up_proj.weight])), bias)
+        layer.down = self._linear(_take([mlp.down_proj.weight])[0], _bias([mlp.down_proj]))
+        layer.norm_attention = RMSNorm(_take([module.input_layernorm.weight])[0], eps)
+        layer.norm_mlp = RMSNorm(_take([module.post_attention_layernorm.weight])[0], eps)
+        return layer
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return make_linear(weight, bias, packed=self._packed)
+
+    def _arrange(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the joint qkv matrix (or its bias) with each query and key head in the rotary table's order."""
+        turned = (self.heads + self.kv_heads) * self.width
+        heads = rows[:turned].view(self.heads + self.kv_heads, self.width, -1).transpose(1, 2)
+        heads = self._rotary.arrange(heads).transpose(1, 2).reshape(rows[:turned].shape)
+        return torch.cat([heads, rows[turned:]])
+
+    def linears(self) -> Iterable[Linear]:
+        for layer in self._layers:
+            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+        yield self._head
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: SdpaAttention) -> Output:
+        cache.begin(batch)
+        x = self._inputs(batch)
+        angles = self._rotary.angles(batch, x.shape[0])
+        hidden: dict[int, torch.Tensor] = {}
+        wanted = batch.hidden
+        for index in range(len(self._layers)) if batch.layers is None else batch.layers:
+            if index in wanted:
+                hidden[index] = x[: batch.num_rows]
+            x = self._run(self._layers[index], index, x, angles, batch, cache)
+        cache.finish(batch)
+        last = len(self._layers)
+        if last in wanted:
+            x = self._norm(x)
+            hidden[last] = x[: batch.num_rows]
+        return Output(self._logits(x, batch, normed=last in wanted), hidden)
+
+    def _inputs(self, batch: Batch) -> torch.Tensor:
+        x = F.embedding(pad_rows(batch.input_ids, self.row_multiple), self._embedding)
+        if batch.embeds is not None:
+            x[batch.embed_rows] = batch.embeds.to(x.dtype)
+        return x
+
+    def _run(
+        self, layer: _Layer, index: int, x: torch.Tensor, angles: Any, batch: Batch, cache: SdpaAttention
+    ) -> torch.Tensor:
+        rows, heads, width = x.shape[0], self.heads, self.width
+        turned = heads + self.kv_heads
+        qkv = layer.qkv(layer.norm_attention(x)).view(rows, -1, width)
+        qk = qkv[:, :turned]
+        if layer.norm_qk is not None:
+            qk = layer.norm_qk(qk)
+        if layer.rope:
+            qk = self._rotary.turn(qk, angles)
+        out = cache.run(index, qk[:, :heads], qk[:, heads:], qkv[:, turned:], batch, self.scale, layer.window)
+        x = layer.out(out).add_(x)
+        gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, dim=-1)
+        return layer.down(self._silu(gate).mul_(up)).add_(x)
+
+    def _logits(self, x: torch.Tensor, batch: Batch, *, normed: bool) -> torch.Tensor:
+        count = batch.num_logits
+        if not count:
+            return x.new_zeros(0, self.info.vocab_size, dtype=torch.float32)
+        if any(len(span.logits) != span.count for span in batch.spans):
+            x = x.index_select(0, pad_rows(batch.logit_rows, self.row_multiple))
+        if not normed:
+            x = self._norm(x)
+        return self._head(x)[:count].float()
+
+    @torch.inference_mode()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self._embedding)
+
+    @torch.inference_mode()
+    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = pad_rows(hidden.to(self.dtype), self.row_multiple)
+        return self._head(rows)[: hidden.shape[0]].float()
+
+
+def _take(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in parameters]
+
+
+def _bias(modules: list[nn.Linear]) -> torch.Tensor | None:
+    """The modules' biases end to end; a missing one counts as zeros beside others."""
+    if all(module.bias is None for module in modules):
+        return None
+    parts = [m.weight.new_zeros(m.weight.shape[0]) if m.bias is None else m.bias for m in modules]
+    return torch.cat(parts).detach().clone()
+
+
+def _empty(parameters: list[nn.Parameter]) -> None:
+    """Give up the storage of parameters that have been fused, so that memory does not double."""
+    for parameter in parameters:
+        parameter.data = parameter.data.new_empty(0)
