@@ -1,0 +1,31 @@
+"""The target's word on a round's drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft
+
+
+@dataclass(slots=True)
+class Scores:
+    """Logits of every drafted position, for the sequences that decode this round.
+
+    ``first[s]`` is sequence s's root row (what follows its last committed token); the row of node i is
+    ``first[s] + 1 + i``. ``raw`` [rows, vocabulary] holds the model's float32 logits or None where nobody asked;
+    ``warped`` [rows, vocabulary] those of the sampled distribution (banned tokens at -inf).
+    """
+
+    sequences: list[Sequence]
+    drafts: list[Draft]
+    first: list[int]
+    warped: torch.Tensor
+    raw: torch.Tensor | None = None
+    _probs: torch.Tensor | None = field(default=None, repr=False)
+
+    def row(self, index: int, node: int) -> int:
+        """Row that predicts what follows ``node`` (-1: the root) of the index-th sequence."""
+        return self.first[index] + 1 + node

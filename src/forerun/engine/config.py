@@ -1,0 +1,96 @@
+"""Engine options. Flags of the commands are made from these fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from forerun.core.errors import ConfigError
+from forerun.speculate.accept import rules
+from forerun.speculate.draft import DrafterConfig, drafters
+from forerun.speculate.length import policies
+
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """A parsed ``speculative_config``: vLLM's keys, plus ``accept`` (a rule) and ``length`` (a policy).
+
+    Raises ConfigError for an unknown method, rule or policy, and for a key that belongs to another method.
+    """
+
+    method: str = NONE
+    accept: str = "coupled"
+    length: str = "fixed"
+    drafter: DrafterConfig | None = None
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig:
+        if options is None:
+            return cls()
+        if isinstance(options, SpeculativeConfig):
+            return options
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"speculative_config must be a mapping, not {type(options).__name__}")
+        rest = dict(options)
+        method = rest.pop("method", None)
+        if method is None:
+            method = "draft_model" if "model" in rest else None
+        if method is None:
+            raise ConfigError("speculative_config needs a 'method'")
+        accept, length = rest.pop("accept", "coupled"), rest.pop("length", "fixed")
+        rule, _ = rules[accept], policies[length]
+        if method == NONE:
+            if rest:
+                raise ConfigError(f"speculative_config: method 'none' has no option {sorted(rest)[0]!r}")
+            return cls(NONE, accept, length)
+        config = drafters[method].config_class.from_dict(method, rest)
+        if config.tree is not None and not rule.trees:
+            raise ConfigError(f"accept={accept!r} works on chains; remove 'tree' or choose another rule")
+        return cls(method, accept, length, config)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs a model. Every field is a keyword of ``LLM`` and a flag of the commands."""
+
+    model: str = field(default="forerun:target", metadata={"help": "checkpoint folder or hub id"})
+    tokenizer: str | None = field(default=None, metadata={"help": "another checkpoint's tokenizer"})
+    dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's), float32, bfloat16 or float16"})
+    device: str | None = field(default=None, metadata={"help": "cpu or cuda; the GPU if there is one"})
+    invariant: bool | None = field(
+        default=None, metadata={"help": "bit-equal logits with and without speculation; on by default on CPU"}
+    )
+    model_path: str = field(default="auto", metadata={"help": "code that runs the model: auto, native or hf"})
+    weights: str = field(default="auto", metadata={"help": "weight layout on CPU: auto, packed or plain"})
+    quantization: str | None = field(default=None, metadata={"help": "quantize the target's weights"})
+    max_model_len: int | None = field(default=None, metadata={"help": "longest prompt plus output, in tokens"})
+    max_num_seqs: int = field(default=8, metadata={"help": "requests decoded together"})
+    max_num_batched_tokens: int = field(default=2048, metadata={"help": "rows of one forward"})
+    page_size: int | None = field(default=None, metadata={"help": "tokens per KV page; none: one slot per request"})
+    num_pages: int | None = field(default=None, metadata={"help": "KV pages of the target; none: enough for all"})
+    seed: int | None = field(default=None, metadata={"help": "seed of requests that name none"})
+    logprobs_mode: str = field(
+        default="raw_logprobs", metadata={"help": "raw_logprobs (the model's) or processed_logprobs (as sampled)"}
+    )
+    trace: bool = field(default=False, metadata={"help": "record every round of every request"})
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size", "num_pages"):
+            value = getattr(self, name)
+            optional = name in ("max_model_len", "page_size", "num_pages")
+            if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+                continue
+            raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
+        if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+            raise ConfigError(f"logprobs_mode must be raw_logprobs or processed_logprobs, not {self.logprobs_mode!r}")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        known = {f.name for f in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown engine option {name!r}; there are {', '.join(sorted(known))}")
+        return cls(**options)

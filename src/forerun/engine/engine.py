@@ -1,0 +1,292 @@
+"""The engine: ``add``, ``step``, ``abort``. A step is schedule, round, publish."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from forerun.core.errors import RequestError
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
+from forerun.engine.logprobs import TokenLogprobs, emitted_logprobs, prompt_logprobs
+from forerun.engine.metrics import EngineStats, RequestMetrics
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.stop import ABORT, Finish, Stopper
+from forerun.engine.trace import TraceRound
+from forerun.models.base import Model, new_cache
+from forerun.models.tokenizer import Detokenizer
+from forerun.sampling.draw import Sampler
+from forerun.sampling.noise import fold
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.accept import rules
+from forerun.speculate.draft import DraftContext, drafters
+from forerun.speculate.draft.router import Router
+from forerun.speculate.length import policies
+from forerun.speculate.round import Round, speculate
+from forerun.speculate.verify.score import Target
+
+
+@dataclass(eq=False)
+class Job:
+    """One sequence in flight, and everything about it that is not tokens."""
+
+    sequence: Sequence
+    stopper: Stopper
+    detokenizer: Detokenizer | None
+    metrics: RequestMetrics
+    index: int = 0
+    finish: Finish | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    trace: list[TraceRound] = field(default_factory=list)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.sequence.tokens[self.sequence.num_prompt :]
+
+    @property
+    def text(self) -> str:
+        """The answer so far; a stop string is cut off."""
+        if self.detokenizer is None:
+            return ""
+        text = self.detokenizer.text
+        return text if self.finish is None or self.finish.cut is None else text[: self.finish.cut]
+
+
+@dataclass(slots=True)
+class Update:
+    """What a step gave one sequence."""
+
+    job: Job
+    tokens: list[int]
+    accepted: int
+    finish: Finish | None
+
+
+class Engine:
+    """Runs one target with any number of drafters over many requests at once."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        speculative: SpeculativeConfig | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.speculative = speculative or SpeculativeConfig()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.max_model_len = min(model.info.max_len, self.config.max_model_len or model.info.max_len)
+        self.sampler = Sampler(model.info.vocab_size, model.info.device)
+        self.rule = rules[self.speculative.accept]()
+        drafter_config = self.speculative.drafter
+        self.max_nodes = drafter_config.max_nodes() if drafter_config is not None else 0
+        self.policy = policies[self.speculative.length](
+            drafter_config.num_speculative_tokens if drafter_config is not None else 0
+        )
+        self.router = Router(self._drafters())
+        cache = new_cache(
+            model,
+            max_seqs=self.config.max_num_seqs,
+            max_len=self.max_model_len,
+            page_size=self.config.page_size,
+            num_pages=self.config.num_pages,
+            slack=self.max_nodes,
+        )
+        self.target = Target(model, cache, self.router.hidden)
+        self.scheduler = Scheduler(
+            cache.pool,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_nodes=self.max_nodes,
+            on_preempt=self._preempted,
+        )
+        self.stats = EngineStats()
+        self.jobs: dict[int, Job] = {}
+        self._ids = itertools.count()
+
+    def _drafters(self) -> dict[str, Any]:
+        spec = self.speculative
+        if spec.method == NONE or spec.drafter is None:
+            return {}
+        context = DraftContext(
+            target=self.model,
+            sampler=self.sampler,
+            rule=self.rule,
+            tokenizer=self.tokenizer,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            dtype=self.config.dtype,
+            options={
+                "page_size": self.config.page_size,
+                "model_path": self.config.model_path,
+                "weights": self.config.weights,
+            },
+        )
+        return {spec.method: drafters[spec.method](spec.drafter, context)}
+
+    def add(self, prompt: Seq[int], params: SamplingParams, *, speculate: bool = True) -> list[Job]:
+        """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run."""
+        params = self._check(prompt, params)
+        seed = params.seed if params.seed is not None else self.config.seed
+        seed = seed if seed is not None else secrets.randbits(63)
+        limit = self.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt) + params.max_tokens)
+        jobs = []
+        for index in range(params.n):
+            sequence = Sequence(
+                id=next(self._ids),
+                tokens=list(prompt),
+                num_prompt=len(prompt),
+                params=params,
+                seed=seed if index == 0 else fold(seed, index),
+                eos_ids=self.model.info.eos_ids,
+                max_tokens=limit,
+                drafter=next(iter(self.router.drafters), None) if speculate else None,
+            )
+            detokenizer = None
+            if self.tokenizer is not None:
+                detokenizer = Detokenizer(self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+            stopper = Stopper(sequence, detokenizer)
+            job = Job(sequence, stopper, detokenizer, RequestMetrics(start=self.clock()), index)
+            self.scheduler.add(sequence)
+            self.jobs[sequence.id] = job
+            jobs.append(job)
+        self.stats.prompt_tokens += len(prompt)
+        return jobs
+
+    def _check(self, prompt: Seq[int], params: SamplingParams) -> SamplingParams:
+        if not len(prompt):
+            raise RequestError("the prompt is empty: give at least one token")
+        size = self.model.info.vocab_size
+        for token in prompt:
+            if not isinstance(token, int) or not 0 <= token < size:
+                raise RequestError(f"token id {token!r} is outside the vocabulary of {size}")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; max_model_len {self.max_model_len} leaves no room"
+            )
+        for token in [*(params.logit_bias or ()), *(params.stop_token_ids or ())]:
+            if int(token) >= size:
+                raise RequestError(f"token id {token} is outside the vocabulary of {size}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer")
+        if params.bad_words:
+            params = replace(params, bad_words_ids=self._bad_words(params.bad_words))
+        return params
+
+    def _bad_words(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of each word, with and without a space before it (as vLLM)."""
+        if self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer")
+        found = set()
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                found.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
+        return tuple(sorted(ids for ids in found if ids))
+
+    def abort(self, job: Job) -> None:
+        """End a request now and free everything it holds."""
+        if job.finish is None:
+            self._end(job, Finish(ABORT))
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """One round for everyone who is scheduled: schedule, speculate, publish."""
+        began = self.clock()
+        sequences = self.scheduler.schedule()
+        if not sequences:
+            return []
+        prefilling = {s.id for s in sequences if s.scheduled > 1}
+        result = speculate(sequences, self.target, self.router, self.rule, self.policy, self.sampler, self._clip)
+        updates = self._publish(sequences, prefilling, result)
+        self.stats.rounds += 1
+        self.stats.draft_seconds += result.draft_seconds
+        self.stats.verify_seconds += result.verify_seconds
+        self.stats.accept_seconds += result.accept_seconds
+        inside = result.draft_seconds + result.verify_seconds + result.accept_seconds
+        self.stats.host_seconds += self.clock() - began - inside
+        return updates
+
+    def _clip(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
+        self.jobs[sequence.id].stopper.clip(draft, verdict)
+
+    def _publish(self, sequences: Seq[Sequence], prefilling: set[int], result: Round) -> list[Update]:
+        now = self.clock()
+        updates = []
+        for index, (sequence, draft, verdict) in enumerate(zip(sequences, result.drafts, result.verdicts)):
+            job = self.jobs[sequence.id]
+            if job.sequence.params.prompt_logprobs is not None and sequence.num_output <= len(verdict.tokens):
+                prompt_logprobs(job, result.verification, index, sequence)
+            if verdict.token is None:
+                continue
+            if sequence.params.logprobs is not None and verdict.tokens:
+                job.logprobs.extend(emitted_logprobs(result.verification, index, verdict, self.config.logprobs_mode))
+            self._count(job, draft, verdict, sequence.id in prefilling, now)
+            if verdict.stop is not None:
+                self._end(job, job.stopper.finish, now)
+            updates.append(Update(job, verdict.tokens, verdict.accepted, job.finish))
+        return updates
+
+    def _count(self, job: Job, draft: Draft, verdict: Verdict, prefill: bool, now: float) -> None:
+        metrics, stats = job.metrics, self.stats
+        if job.metrics.first_token is None:
+            metrics.first_token = now
+        metrics.draft_error = self.router.failures.get(job.sequence.id)
+        if not prefill:
+            metrics.add(draft, verdict)
+        if self.config.trace:
+            job.trace.append(TraceRound.of(draft, verdict))
+        stats.generated_tokens += len(verdict.tokens)
+        if len(draft):
+            stats.num_drafts += 1
+            stats.num_draft_tokens += len(draft)
+            stats.num_accepted_tokens += verdict.accepted
+            stats.accepted_per_pos.extend([0] * (verdict.accepted - len(stats.accepted_per_pos)))
+            for position in range(verdict.accepted):
+                stats.accepted_per_pos[position] += 1
+
+    def _end(self, job: Job, finish: Finish | None, now: float | None = None) -> None:
+        job.finish = finish
+        job.metrics.end = now if now is not None else self.clock()
+        if job.detokenizer is not None:
+            job.detokenizer.finish()
+        self.scheduler.remove(job.sequence)
+        self.router.release(job.sequence)
+        self.router.failures.pop(job.sequence.id, None)
+        del self.jobs[job.sequence.id]
+
+    def _preempted(self, sequence: Sequence) -> None:
+        self.router.release(sequence)
+        job = self.jobs[sequence.id]
+        job.metrics.preemptions += 1
+        if not sequence.num_output:
+            job.prompt_logprobs = None
+        self.stats.preemptions += 1
+
+    def check(self) -> None:
+        """Raise AssertionError if an idle engine still holds pages."""
+        self.target.cache.pool.check()
+        if not self.busy and self.target.cache.pool.tables:
+            raise AssertionError(f"idle, but sequences {sorted(self.target.cache.pool.tables)} hold pages")
+
+    @property
+    def identity(self) -> bool:
+        """Whether the same seed gives the same tokens as plain decoding: a coupled rule on bit-equal logits."""
+        return self.rule.identity and self.model.row_multiple > 1

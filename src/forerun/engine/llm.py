@@ -1,0 +1,155 @@
+"""``LLM``: prompts in, texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.core.errors import ConfigError, RequestError
+from forerun.engine.config import EngineConfig, SpeculativeConfig
+from forerun.engine.engine import Engine, Job, Update
+from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.metrics import RequestMetrics
+from forerun.engine.trace import TraceRound
+from forerun.models.load import load_model
+from forerun.models.tokenizer import load_tokenizer
+from forerun.sampling.params import SamplingParams
+
+Prompt = str | Mapping[str, Any] | Seq[int]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One of a request's n answers."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    """The stop string or token id that ended it; an error's text where ``finish_reason`` is ``error``."""
+    logprobs: list[TokenLogprobs] | None = None
+    trace: list[TraceRound] | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt's answers and what speculation did for them."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class LLM:
+    """A model that generates text, with speculation where asked for.
+
+    ``model`` is a folder or hub id (default: the bundled target). ``speculative_config`` has vLLM's keys, plus
+    ``accept`` and ``length``; None decodes plainly. Other keywords are the fields of ``EngineConfig``. Raises
+    ForerunError subclasses for what cannot be loaded or honoured.
+    """
+
+    def __init__(
+        self,
+        model: str = "forerun:target",
+        *,
+        speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig.from_options({"model": str(model), **options})
+        self.speculative = SpeculativeConfig.parse(speculative_config)
+        config = self.config
+        loaded = load_model(
+            config.model,
+            dtype=config.dtype,
+            device=config.device,
+            invariant=config.invariant,
+            model_path=config.model_path,
+            weights=config.weights,
+            quantization=config.quantization,
+            max_model_len=config.max_model_len,
+        )
+        self.tokenizer = load_tokenizer(config.tokenizer or config.model)
+        self.engine = Engine(loaded, self.tokenizer, config, self.speculative)
+
+    @property
+    def model(self) -> Any:
+        return self.engine.model
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it has one, and its token ids."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt_token_ids", "prompt"}
+            if unknown or not prompt:
+                raise RequestError(f"a prompt mapping has 'prompt_token_ids' or 'prompt', not {sorted(prompt)}")
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            return self.encode(prompt["prompt"])
+        if isinstance(prompt, Seq):
+            return None, list(prompt)
+        raise RequestError(f"a prompt is a string, a list of token ids or a mapping, not {type(prompt).__name__}")
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
+        on_update: Callable[[Update], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt, in order; ``max_num_seqs`` are decoded at a time.
+
+        ``sampling_params`` is one for all prompts or a list of one each. ``speculate=False`` decodes these prompts
+        plainly, for comparison. ``on_update`` sees every round's new tokens. Nothing is started unless every
+        prompt is valid.
+        """
+        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        params = self._params(sampling_params, len(batch))
+        encoded = [self.encode(prompt) for prompt in batch]
+        requests: list[list[Job]] = []
+        try:
+            for (_, ids), options in zip(encoded, params):
+                requests.append(self.engine.add(ids, options, speculate=speculate))
+            while self.engine.busy:
+                for update in self.engine.step():
+                    if on_update is not None:
+                        on_update(update)
+        except BaseException:
+            for job in [job for jobs in requests for job in jobs]:
+                self.engine.abort(job)
+            raise
+        return [self._output(text, ids, jobs) for (text, ids), jobs in zip(encoded, requests)]
+
+    @staticmethod
+    def _params(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * count
+        if len(given) != count:
+            raise ConfigError(f"{len(given)} sampling_params for {count} prompts: give one, or one each")
+        return list(given)
+
+    def _output(self, text: str | None, ids: list[int], jobs: list[Job]) -> RequestOutput:
+        outputs = []
+        for job in jobs:
+            assert job.finish is not None
+            outputs.append(
+                CompletionOutput(
+                    index=job.index,
+                    text=job.text,
+                    token_ids=job.output_ids,
+                    finish_reason=job.finish.reason,
+                    stop_reason=job.finish.stopped_by,
+                    logprobs=job.logprobs if job.sequence.params.logprobs is not None else None,
+                    trace=job.trace if self.config.trace else None,
+                )
+            )
+        return RequestOutput(
+            text, ids, outputs, RequestMetrics.merged([job.metrics for job in jobs]), jobs[0].prompt_logprobs
+        )

@@ -1,0 +1,62 @@
+"""Log-probabilities of emitted and prompt tokens: always the target's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Verdict
+from forerun.speculate.verify.score import Verification
+
+if TYPE_CHECKING:
+    from forerun.engine.engine import Job
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log-probability (natural log) and rank (1: the likeliest), and the likeliest tokens'."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
+def _describe(logits: torch.Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
+    """``logits`` [len(tokens), vocabulary]."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    ranks = (logprobs > chosen).sum(dim=1) + 1
+    top = logprobs.topk(min(count, logprobs.shape[1]), dim=1) if count else None
+    result = []
+    for i, token in enumerate(tokens):
+        best = dict(zip(top.indices[i].tolist(), top.values[i].tolist())) if top is not None else {}
+        result.append(TokenLogprobs(token, float(chosen[i, 0]), int(ranks[i]), best))
+    return result
+
+
+def emitted_logprobs(result: Verification, index: int, verdict: Verdict, mode: str) -> list[TokenLogprobs]:
+    """Of the tokens that a round emitted for the index-th sequence; ``raw_logprobs`` are the model's own,
+    ``processed_logprobs`` those of the distribution that was sampled."""
+    scores = result.scores
+    place = result.deciding.index(index)
+    nodes = [-1, *verdict.path][: len(verdict.tokens)]
+    rows = [scores.row(place, node) for node in nodes]
+    source = scores.warped if mode == "processed_logprobs" or scores.raw is None else scores.raw
+    count = scores.sequences[place].params.logprobs
+    return _describe(source[rows], verdict.tokens, count)
+
+
+def prompt_logprobs(job: Job, result: Verification, index: int, sequence: Sequence) -> None:
+    """Append those of the prompt tokens whose logits this prefill chunk produced (the first has none)."""
+    span = result.batch.spans[index]
+    found = job.prompt_logprobs if job.prompt_logprobs is not None else [None]
+    first = result.logit_first[index]
+    following = sequence.tokens[span.start + 1 : min(span.start + span.count + 1, sequence.num_prompt)]
+    rows = result.output.logits[first : first + len(following)]
+    if following and len(found) == span.start + 1:
+        found.extend(_describe(rows, following, sequence.params.prompt_logprobs))
+    job.prompt_logprobs = found

@@ -1,0 +1,157 @@
+"""What speculation did for a request. Definitions are in docs/tour.md."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from forerun.core.tree import Draft, Verdict
+
+
+@dataclass
+class RequestMetrics:
+    """Counts of one request; rates are None where nothing was drafted."""
+
+    rounds: int = 0
+    """Target forwards that decoded for this request, prefill left out."""
+    num_drafts: int = 0
+    """Rounds that carried a draft."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    """Entry j: how many drafts had exactly j tokens accepted."""
+    tested: int = 0
+    matched: int = 0
+    overlap: float = 0.0
+    decode_tokens: int = 0
+    """Tokens emitted by those rounds."""
+    start: float = 0.0
+    first_token: float | None = None
+    end: float | None = None
+    draft_error: str | None = None
+    """Why this request lost its drafter, if it did; it went on as plain decoding."""
+    preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV a prefix hit supplied."""
+
+    def add(self, draft: Draft, verdict: Verdict) -> None:
+        """Count one decoding round."""
+        self.rounds += 1
+        self.decode_tokens += len(verdict.tokens)
+        if not len(draft):
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += len(draft)
+        self.num_accepted_draft_tokens += verdict.accepted
+        missing = verdict.accepted + 1 - len(self.acceptance_histogram)
+        self.acceptance_histogram.extend([0] * missing)
+        self.acceptance_histogram[verdict.accepted] += 1
+        self.tested += verdict.tested
+        self.matched += verdict.matched
+        self.overlap += verdict.overlap
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens per drafted round, the target's own included (vLLM's definition)."""
+        return 1 + self.num_accepted_draft_tokens / self.num_drafts if self.num_drafts else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        return self.decode_tokens / self.rounds if self.rounds else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def alpha(self) -> float | None:
+        """Mean of sum min(p, q) over drafted positions whose drafted prefix was accepted (Leviathan et al. 2023,
+        corollary 3.6)."""
+        return self.overlap / self.tested if self.tested else None
+
+    @property
+    def match_rate(self) -> float | None:
+        """The same positions' accepted share under the rule in use."""
+        return self.matched / self.tested if self.tested else None
+
+    @property
+    def seconds(self) -> float | None:
+        return self.end - self.start if self.end is not None else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoded tokens over decoding time: from the first token to the last."""
+        if self.end is None or self.first_token is None or self.end <= self.first_token or not self.decode_tokens:
+            return None
+        return self.decode_tokens / (self.end - self.first_token)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return self.first_token - self.start if self.first_token is not None else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields of ``generate --json``'s ``metrics``."""
+        names = [
+            "tokens_per_second",
+            "rounds",
+            "mean_acceptance_length",
+            "tokens_per_round",
+            "draft_acceptance_rate",
+            "alpha",
+            "match_rate",
+            "acceptance_histogram",
+            "num_drafts",
+            "num_draft_tokens",
+            "num_accepted_draft_tokens",
+            "time_to_first_token",
+            "preemptions",
+            "num_cached_tokens",
+            "draft_error",
+        ]
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def merged(cls, parts: list[RequestMetrics]) -> RequestMetrics:
+        """One request's metrics from its n sequences."""
+        if len(parts) == 1:
+            return parts[0]
+        total = cls(start=min(p.start for p in parts))
+        for part in parts:
+            for name in ("rounds", "num_drafts", "num_draft_tokens", "num_accepted_draft_tokens", "tested", "matched",
+                         "overlap", "decode_tokens", "preemptions", "num_cached_tokens"):  # fmt: skip
+                setattr(total, name, getattr(total, name) + getattr(part, name))
+            for j, count in enumerate(part.acceptance_histogram):
+                if j >= len(total.acceptance_histogram):
+                    total.acceptance_histogram.append(0)
+                total.acceptance_histogram[j] += count
+            total.draft_error = total.draft_error or part.draft_error
+        firsts = [p.first_token for p in parts if p.first_token is not None]
+        ends = [p.end for p in parts if p.end is not None]
+        total.first_token, total.end = min(firsts, default=None), max(ends, default=None)
+        return total
+
+
+@dataclass
+class EngineStats:
+    """Totals of an engine since it started; seconds by phase."""
+
+    rounds: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    host_seconds: float = 0.0
+    """Scheduling, stopping, detokenizing and publishing: a step outside the round."""
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    """Prompt tokens looked up in, and found in, the prefix cache."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

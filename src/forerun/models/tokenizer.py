@@ -1,0 +1,86 @@
+"""Tokenizers: loading, compatibility of a pair, and text as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from forerun.core.errors import ConfigError, ModelError
+from forerun.models.base import ModelInfo
+
+
+def load_tokenizer(path_or_id: str | Path) -> Any:
+    """The checkpoint's tokenizer. Raises ModelError."""
+    from forerun.models.load import resolve
+
+    folder = resolve(path_or_id)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder} has no usable tokenizer: {str(error).splitlines()[0]}") from error
+
+
+def check_compatible(target: Any, draft: Any, target_info: ModelInfo, draft_info: ModelInfo) -> None:
+    """Raise ConfigError, naming the first difference, unless both map the same ids to the same tokens.
+
+    Padding ids do not matter, nor do logits beyond the tokenizer; vocabulary entries and EOS ids do.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours != theirs:
+        by_id = {i: t for t, i in ours.items()}
+        other = {i: t for t, i in theirs.items()}
+        for i in range(max(max(by_id, default=0), max(other, default=0)) + 1):
+            if by_id.get(i) != other.get(i):
+                raise ConfigError(
+                    f"the draft's tokenizer differs from the target's: id {i} is {by_id.get(i)!r} in {target_info.name} "
+                    f"and {other.get(i)!r} in {draft_info.name}"
+                )
+    if target_info.eos_ids != draft_info.eos_ids:
+        raise ConfigError(
+            f"the draft ends texts with other ids than the target: {sorted(draft_info.eos_ids)} in {draft_info.name}, "
+            f"{sorted(target_info.eos_ids)} in {target_info.name}"
+        )
+
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """Text of a growing token list, decoded a window at a time: the whole reply is never decoded again.
+
+    A window starts at a token where the text so far was complete; text that ends inside a character is held back.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Seq[int] = (), *, skip_special_tokens: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.skip = skip_special_tokens
+        self.text = ""
+        self._window = list(prompt[-6:])
+        self._known = self._decode(self._window)
+
+    def _decode(self, tokens: Seq[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=self.skip, clean_up_tokenization_spaces=False)
+
+    def push(self, tokens: Seq[int]) -> str:
+        """Add tokens; returns the text that became certain."""
+        start = len(self.text)
+        for token in tokens:
+            self._window.append(token)
+            decoded = self._decode(self._window)
+            if decoded.endswith(REPLACEMENT) and len(self._window) < 24:
+                continue
+            self.text += decoded[len(self._known) :]
+            self._window = self._window[-6:]
+            self._known = self._decode(self._window)
+        return self.text[start:]
+
+    def finish(self) -> str:
+        """The rest, incomplete characters included."""
+        decoded = self._decode(self._window)
+        rest = decoded[len(self._known) :]
+        self._known = decoded
+        self.text += rest
+        return rest

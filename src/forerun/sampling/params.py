@@ -1,0 +1,127 @@
+"""Sampling options of one request; names and defaults are vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from forerun.core.errors import ConfigError
+
+
+def _number(name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < low or value > high or (open_low and value == low):
+        bounds = f"{'above' if open_low else 'at least'} {low:g}" + (
+            f" and at most {high:g}" if high < math.inf else ""
+        )
+        raise ConfigError(f"{name} must be a number {bounds}, not {value!r}")
+
+
+def _integer(name: str, value: Any, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one request. Every option works under speculation.
+
+    Order of the transforms, as in vLLM: logit bias, bad words and min_tokens; penalties (repetition over prompt
+    and output, presence and frequency over output); temperature; min-p; top-k; top-p. ``temperature`` 0 is
+    greedy. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh one. Raises ConfigError for a value out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not appear; filled from ``bad_words`` by the engine, which has the tokenizer."""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1)
+        _number("temperature", self.temperature, 0.0)
+        _integer("top_k", self.top_k, -1)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(1 << 63))
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0)
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Normalise the collections, so that equal options compare equal."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if any(not isinstance(text, str) or not text for text in stop):
+            raise ConfigError("stop must be a non-empty string or a list of them")
+        ids = tuple(self.stop_token_ids or ())
+        for token in ids:
+            _integer("stop_token_ids", token, 0)
+        bias: dict[int, float] = {}
+        for token, value in (self.logit_bias or {}).items():
+            try:
+                bias[int(token)] = float(value)
+            except (TypeError, ValueError):
+                raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}") from None
+            if int(token) < 0 or math.isnan(bias[int(token)]):
+                raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}")
+        words = tuple(self.bad_words or ())
+        if any(not isinstance(word, str) or not word for word in words):
+            raise ConfigError("bad_words must be a list of non-empty strings")
+        for name, value in (
+            ("stop", stop),
+            ("stop_token_ids", ids),
+            ("logit_bias", bias or None),
+            ("bad_words", words),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on which tokens came before, beyond the model itself."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def edits(self) -> bool:
+        """Whether raw logits are changed before the temperature."""
+        return self.penalised or bool(self.logit_bias) or bool(self.bad_words_ids) or self.min_tokens > 0
+
+    @property
+    def filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in fields(cls)]

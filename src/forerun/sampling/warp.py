@@ -1,0 +1,164 @@
+"""From logits to the distribution that is sampled. One code for the target's p and the drafter's q; every row has
+its own request's options and its own context, drafted tokens before it included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from forerun.core.sequence import Sequence
+
+NEG_INF = float("-inf")
+
+
+@dataclass(slots=True)
+class Row:
+    """What one row of logits predicts: the token after ``sequence.tokens`` and the drafted ``path`` behind them."""
+
+    sequence: Sequence
+    path: Seq[int] = ()
+    temperature: float | None = None
+    """Overrides the request's temperature (a drafter's own)."""
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the predicted token."""
+        return len(self.sequence.tokens) + len(self.path)
+
+    @property
+    def heat(self) -> float:
+        params = self.sequence.params
+        if self.temperature is None or params.greedy:
+            return params.temperature
+        return self.temperature
+
+
+def warp(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+    """Float32 [rows, vocabulary] logits whose softmax is the sampled distribution; banned tokens are -inf.
+
+    ``logits`` may be changed in place. A greedy row is edited (bias, penalties, bans) but neither scaled nor
+    filtered: its argmax is what is sampled.
+    """
+    logits = edit(logits, rows)
+    hot = [i for i, row in enumerate(rows) if row.heat not in (0.0, 1.0)]
+    if hot:
+        scale = torch.ones(len(rows), 1)
+        for i in hot:
+            scale[i] = rows[i].heat
+        logits = logits / scale.to(logits.device)
+    chosen = [i for i, row in enumerate(rows) if row.heat > 0.0 and row.sequence.params.filters]
+    if chosen:
+        picked = logits if len(chosen) == len(rows) else logits[chosen]
+        kept = _filter(picked, [rows[i].sequence.params for i in chosen])
+        if len(chosen) == len(rows):
+            return kept
+        logits = logits.clone() if not hot else logits
+        logits[chosen] = kept
+    return logits
+
+
+def edit(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+    """Logit bias, bans and penalties, row by row for the requests that ask for them."""
+    for i, row in enumerate(rows):
+        params = row.sequence.params
+        if params.edits:
+            _bias_and_ban(logits[i], row)
+            if params.penalised:
+                _penalise(logits[i], row)
+    return logits
+
+
+def _bias_and_ban(logits: torch.Tensor, row: Row) -> None:
+    sequence, params = row.sequence, row.sequence.params
+    if params.logit_bias:
+        ids = torch.tensor([t for t in params.logit_bias if t < logits.shape[0]], device=logits.device)
+        values = [params.logit_bias[int(t)] for t in ids.tolist()]
+        logits[ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+    banned = set()
+    if sequence.num_output + len(row.path) < params.min_tokens:
+        banned.update(sequence.eos_ids, params.stop_token_ids)
+    if params.bad_words_ids:
+        longest = max(len(word) for word in params.bad_words_ids) - 1
+        context = _output_tail(row, longest)
+        for word in params.bad_words_ids:
+            before = len(word) - 1
+            if before <= len(context) and tuple(context[len(context) - before :]) == word[:-1]:
+                banned.add(word[-1])
+    if banned:
+        logits[[t for t in banned if t < logits.shape[0]]] = NEG_INF
+
+
+def _output_tail(row: Row, count: int) -> list[int]:
+    """The last ``count`` tokens before the row, prompt included."""
+    tail = row.sequence.tokens[max(0, len(row.sequence.tokens) - count) :] + list(row.path)
+    return tail[max(0, len(tail) - count) :]
+
+
+def _penalise(logits: torch.Tensor, row: Row) -> None:
+    sequence, params = row.sequence, row.sequence.params
+    size = logits.shape[0]
+    output = sequence.tokens[sequence.num_prompt :] + list(row.path)
+    counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=size)[:size].to(logits.device)
+    if params.repetition_penalty != 1.0:
+        seen = counts > 0
+        prompt = torch.tensor(sequence.tokens[: sequence.num_prompt], dtype=torch.long, device=logits.device)
+        seen[prompt[prompt < size]] = True
+        scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        logits.copy_(torch.where(seen, scaled, logits))
+    if params.frequency_penalty:
+        logits -= params.frequency_penalty * counts
+    if params.presence_penalty:
+        logits -= params.presence_penalty * (counts > 0)
+
+
+_QUICK = 256
+
+
+def _filter(logits: torch.Tensor, params: Seq) -> torch.Tensor:
+    """min-p, then top-k, then top-p: -inf outside. Ties with the last kept token are kept."""
+    device = logits.device
+    size = logits.shape[1]
+    floor = torch.full((len(params), 1), NEG_INF, device=device)
+    if any(p.min_p > 0 for p in params):
+        ratio = torch.tensor([p.min_p for p in params], device=device)[:, None]
+        floor = torch.maximum(floor, logits.amax(dim=1, keepdim=True) + ratio.log())
+    ks = [min(p.top_k, size) if p.top_k > 0 else size for p in params]
+    if min(ks) < size:
+        widest = max(k for k in ks if k < size)
+        values = logits.topk(widest, dim=1).values
+        last = torch.tensor([min(k, widest) - 1 for k in ks], device=device)[:, None]
+        cut = values.gather(1, last)
+        cut[torch.tensor([k == size for k in ks], device=device)] = NEG_INF
+        floor = torch.maximum(floor, cut)
+    nucleus = [i for i, p in enumerate(params) if p.top_p < 1.0]
+    if nucleus:
+        kept = logits[nucleus].masked_fill(logits[nucleus] < floor[nucleus], NEG_INF)
+        cut = _top_p_floor(kept, torch.tensor([params[i].top_p for i in nucleus], device=device))
+        floor[nucleus] = torch.maximum(floor[nucleus], cut)
+    return logits.masked_fill(logits < floor, NEG_INF)
+
+
+def _top_p_floor(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """[rows, 1]: the smallest logit of the smallest set whose probability reaches top_p.
+
+    The first candidates usually suffice; a row whose mass lies deeper is sorted whole. Which way is taken depends
+    on that row alone.
+    """
+    total = torch.logsumexp(logits, dim=1, keepdim=True)
+    values = logits.topk(min(_QUICK, logits.shape[1]), dim=1).values
+    mass = (values - total).exp().cumsum(dim=1)
+    cut = _first_reaching(values, mass, top_p)
+    if values.shape[1] < logits.shape[1]:
+        short = (mass[:, -1] < top_p).nonzero()[:, 0]
+        if len(short):
+            values = logits[short].sort(dim=1, descending=True).values
+            mass = (values - total[short]).exp().cumsum(dim=1)
+            cut[short] = _first_reaching(values, mass, top_p[short])
+    return cut
+
+
+def _first_reaching(values: torch.Tensor, mass: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    last = (mass < top_p[:, None]).sum(dim=1).clamp(max=values.shape[1] - 1)
+    return values.gather(1, last[:, None])

@@ -1,0 +1,40 @@
+"""``coupled``: sample the target as if there were no draft, and follow the child that equals its token.
+
+The target's token at an absolute position is argmax(log p + g), g being Gumbel noise keyed by (seed, position)
+alone; drafters use the same g (the coupling of Daliri et al., arXiv 2408.07978, with one noise for every child).
+So the same seed gives the same tokens with or without speculation, for any drafter, tree, batch or policy.
+"""
+
+from __future__ import annotations
+
+from forerun.core.scores import Scores
+from forerun.core.tree import Verdict
+from forerun.sampling.draw import Sampler
+from forerun.speculate.accept.base import Rule, fault, measure, overlaps, row_contexts, rules
+
+
+@rules.register("coupled")
+class Coupled(Rule):
+    name = "coupled"
+    identity = True
+    needs_q = False
+
+    def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
+        rows = row_contexts(scores)
+        top = sampler.shared(scores.warped, rows).max(dim=1)
+        best, choice = top.values.tolist(), top.indices.tolist()
+        overlap = overlaps(scores, rows, choice) if any(scores.drafts) else {}
+        verdicts = []
+        for index, draft in enumerate(scores.drafts):
+            path: list[int] = []
+            node: int | None = -1
+            row = scores.row(index, -1)
+            error = fault(best[row])
+            while (node := draft.children(node).get(choice[row])) is not None:
+                path.append(node)
+                row = scores.row(index, node)
+                error = error or fault(best[row])
+            verdict = Verdict(path=path, token=choice[row], error=error)
+            measure(verdict, scores, index, overlap)
+            verdicts.append(verdict)
+        return verdicts

@@ -1,0 +1,202 @@
+"""What a drafter is. To add one: a config class, ``propose``, and a name; see docs/add_a_drafter.md."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from forerun.core.errors import ConfigError
+from forerun.core.registry import Registry
+from forerun.core.sequence import Sequence
+from forerun.core.tree import POINT_MASS, Draft, Verdict
+from forerun.models.base import Model
+from forerun.sampling.draw import Sampler, node_key, probabilities
+from forerun.sampling.noise import DRAFT
+from forerun.sampling.warp import Row, warp
+
+if TYPE_CHECKING:
+    from forerun.speculate.accept.base import Rule
+    from forerun.speculate.verify.score import Verification
+
+drafters: Registry[Drafter] = Registry("method", "forerun.drafters")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Options every drafter has; a drafter's own extend it. Field names are the keys of ``speculative_config``."""
+
+    num_speculative_tokens: int = 3
+    """Tokens drafted per round; with ``tree``, its depth."""
+    tree: tuple[int, ...] | None = None
+    """Children per node at each depth, e.g. (4, 2, 1, 1); None: a chain."""
+    draft_temperature: float | None = None
+    """Temperature of q where it should differ from the request's (lossless: q is what tokens are drawn from)."""
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+            raise ConfigError(f"num_speculative_tokens must be an integer of at least 1, not {k!r}")
+        if self.tree is not None:
+            shape = tuple(self.tree)
+            if not shape or any(not isinstance(w, int) or w < 1 for w in shape):
+                raise ConfigError(f"tree must list how many children each depth has, e.g. [4, 2, 1], not {self.tree!r}")
+            object.__setattr__(self, "tree", shape)
+            object.__setattr__(self, "num_speculative_tokens", len(shape))
+        if self.draft_temperature is not None and not self.draft_temperature > 0:
+            raise ConfigError(f"draft_temperature must be above 0, not {self.draft_temperature!r}")
+
+    @classmethod
+    def from_dict(cls, method: str, options: dict[str, Any]) -> DrafterConfig:
+        """Build from ``speculative_config`` keys; a key of another method is an error that names it."""
+        known = {field.name for field in fields(cls)}
+        for key in options:
+            if key not in known:
+                owners = [n for n in drafters if key in {f.name for f in fields(drafters[n].config_class)}]
+                hint = f" (it belongs to {', '.join(owners)})" if owners else ""
+                raise ConfigError(
+                    f"speculative_config: method {method!r} has no option {key!r}{hint}; it has {', '.join(sorted(known))}"
+                )
+        return cls(**options)
+
+    def width(self, depth: int) -> int:
+        """Children of a node at ``depth`` (the root has depth 0)."""
+        return self.tree[depth] if self.tree is not None else 1
+
+    def max_nodes(self) -> int:
+        """Most nodes a draft can have."""
+        total, level = 0, 1
+        for depth in range(self.num_speculative_tokens):
+            level *= self.width(depth)
+            total += level
+        return total
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter asks of the target; the engine serves needs, never names."""
+
+    hidden: tuple[int, ...] = ()
+    """Layers whose outputs (of every committed token) it wants in ``Verdict.hidden``; -1 is the last."""
+    model: bool = False
+    """It calls the target's embedding, head or forward itself."""
+
+
+@dataclass
+class DraftContext:
+    """What the engine gives a drafter when it is built."""
+
+    target: Model
+    sampler: Sampler
+    rule: Rule
+    tokenizer: Any
+    max_num_seqs: int
+    max_model_len: int
+    target_path: Path | None = None
+    dtype: str = "auto"
+    options: dict[str, Any] | None = None
+    """Engine options that apply to a draft model too (``weights``, ``page_size``, ...)."""
+
+
+C = TypeVar("C", bound=DrafterConfig)
+
+
+class Drafter(ABC, Generic[C]):
+    """Proposes drafts for a batch of sequences.
+
+    ``propose`` first feeds itself whatever committed tokens it has not seen (``sequence.tokens[self.length:]``):
+    first prefill, full acceptance, a round without a draft and preemption are then one case. A sequence may get
+    an empty draft; it then decodes plainly.
+    """
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
+    needs: Needs = Needs()
+
+    def __init__(self, config: C, context: DraftContext) -> None:
+        self.config = config
+        self.context = context
+
+    @abstractmethod
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """One draft per sequence, none deeper than its budget (at least 1)."""
+
+    def observe(
+        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+    ) -> None:
+        """See what became of a round, for every sequence of this drafter (prefill rounds included). The sequences'
+        tokens are already extended. A drafter with a cache truncates it here."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence: it ended, or was preempted."""
+
+    def cached_tokens(self, sequence: Sequence) -> list[int] | None:
+        """The tokens this drafter has state for; None if it keeps none. Always a prefix of the committed ones."""
+        return None
+
+
+class Chooser:
+    """Draws children from a drafter's logits in the way the acceptance rule needs.
+
+    Under ``coupled``: the top-k of log q + g with the target's own noise. Under rules that compare p and q: draws
+    of q with noise of their own, and the exact q rows are kept. Greedy requests: the top-k of log q, point masses.
+    """
+
+    def __init__(self, sampler: Sampler, rule: Rule, temperature: float | None = None) -> None:
+        self.sampler = sampler
+        self.rule = rule
+        self.temperature = temperature
+
+    def row(self, sequence: Sequence, path: Seq[int] = ()) -> Row:
+        return Row(sequence, path, self.temperature)
+
+    def align(self, logits: torch.Tensor) -> torch.Tensor:
+        """Cut or pad logits to the target's vocabulary; ids the drafter lacks get probability 0."""
+        size = self.sampler.vocab_size
+        if logits.shape[1] > size:
+            return logits[:, :size]
+        if logits.shape[1] < size:
+            return torch.nn.functional.pad(logits, (0, size - logits.shape[1]), value=float("-inf"))
+        return logits
+
+    def choose(
+        self, logits: torch.Tensor, rows: Seq[Row], parents: Seq[int], width: int = 1
+    ) -> tuple[list[list[int]], torch.Tensor | None, list[int]]:
+        """Children of each row, in trial order: ids, q [rows, vocabulary] (None if no row needs it), and each row's
+        row of q (a point mass for greedy requests)."""
+        warped = warp(self.align(logits), rows)
+        hot = any(row.heat > 0.0 for row in rows)
+        q_rows = [i if row.heat > 0.0 else POINT_MASS for i, row in enumerate(rows)]
+        q = probabilities(warped) if hot else None
+        if not self.rule.needs_q or not hot:
+            return self._top(self.sampler.shared(warped, rows), width), q, q_rows
+        roots = [len(row.sequence.tokens) for row in rows]
+
+        def keys(trial: int) -> list[int | None]:
+            return [
+                node_key(DRAFT, row, root, parent, trial) if row.heat > 0.0 else None
+                for row, root, parent in zip(rows, roots, parents)
+            ]
+
+        if width == 1 or not self.rule.replacement:
+            return self._top(self.sampler.perturb(warped, keys(0)), width), q, q_rows
+        draws = [self.sampler.perturb(warped, keys(trial)).argmax(dim=1).tolist() for trial in range(width)]
+        top = self._top(warped, width)
+        ids = [[d[i] for d in draws] if row.heat > 0.0 else top[i] for i, row in enumerate(rows)]
+        return ids, q, q_rows
+
+    @staticmethod
+    def _top(scores: torch.Tensor, width: int) -> list[list[int]]:
+        """The best ``width`` ids of each row that are permitted at all."""
+        if width == 1:
+            return [[token] for token in scores.argmax(dim=1).tolist()]
+        top = scores.topk(min(width, scores.shape[1]), dim=1)
+        finite = top.values > float("-inf")
+        return [
+            [token for token, good in zip(ids, kept) if good]
+            for ids, kept in zip(top.indices.tolist(), finite.tolist())
+        ]

@@ -1,0 +1,89 @@
+"""Requests that chose different drafters share a round: the router hands each its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+from forerun.speculate.draft.base import Drafter
+from forerun.speculate.verify.score import Verification
+
+log = logging.getLogger("forerun")
+
+
+class Router:
+    """Several drafters behind one ``propose``; caps budgets at what a request may still emit.
+
+    A drafter that raises loses its sequences: they go on as plain decoding, ``failures`` says why, and the error is
+    logged. One broken drafter never costs a request its answer.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter]) -> None:
+        self.drafters = dict(drafters)
+        self.failures: dict[int, str] = {}
+
+    @property
+    def hidden(self) -> tuple[int, ...]:
+        return tuple(sorted({layer for drafter in self.drafters.values() for layer in drafter.needs.hidden}))
+
+    def _groups(self, sequences: Seq[Sequence]) -> dict[str, list[int]]:
+        groups: dict[str, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            if sequence.drafter is not None:
+                groups.setdefault(sequence.drafter, []).append(index)
+        return groups
+
+    @staticmethod
+    def cap(sequence: Sequence, budget: int) -> int:
+        """The budget that leaves room for the token after the draft, within the request's own bound. Prefill drafts
+        nothing, so that the first token does not wait for a drafter's own prefill."""
+        if not sequence.decodes or sequence.scheduled > 1:
+            return 0
+        if sequence.max_draft is not None:
+            budget = min(budget, sequence.max_draft)
+        return max(0, min(budget, sequence.remaining - 1))
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        drafts = [Draft() for _ in sequences]
+        for name, indices in self._groups(sequences).items():
+            drafter = self.drafters[name]
+            limit = drafter.config.num_speculative_tokens
+            asked = [(i, min(limit, self.cap(sequences[i], budgets[i]))) for i in indices]
+            asked = [(i, budget) for i, budget in asked if budget > 0]
+            if not asked:
+                continue
+            chosen = [sequences[i] for i, _ in asked]
+            try:
+                proposed = drafter.propose(chosen, [budget for _, budget in asked])
+            except Exception as error:  # noqa: BLE001 - a drafter is a plug-in; its requests must survive it
+                self._fail(drafter, [sequences[i] for i in indices], error)
+                continue
+            for (i, _), draft in zip(asked, proposed, strict=True):
+                draft.method = draft.method or name
+                drafts[i] = draft
+        return drafts
+
+    def observe(
+        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+    ) -> None:
+        for name, indices in self._groups(sequences).items():
+            drafter = self.drafters[name]
+            chosen = [sequences[i] for i in indices]
+            try:
+                drafter.observe(chosen, [drafts[i] for i in indices], [verdicts[i] for i in indices], result)
+            except Exception as error:  # noqa: BLE001 - as in propose
+                self._fail(drafter, chosen, error)
+
+    def _fail(self, drafter: Drafter, sequences: Seq[Sequence], error: Exception) -> None:
+        log.error("drafter %s failed; its requests go on without speculation", drafter.name, exc_info=error)
+        for sequence in sequences:
+            self.failures[sequence.id] = f"{type(error).__name__}: {error}"
+            sequence.drafter = None
+            drafter.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        for drafter in self.drafters.values():
+            drafter.release(sequence)

@@ -1,0 +1,24 @@
+"""Keep the accepted path in the cache, drop the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from forerun.cache.pool import Pages, Pool
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+
+
+def roll_back(pool: Pool, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict]) -> None:
+    """After a forward: each cache holds the committed tokens up to, not including, the newly sampled one.
+
+    A chain is truncated; a tree's accepted entries are moved together first.
+    """
+    for sequence, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
+        start = sequence.cached + sequence.scheduled
+        kept = verdict.path[: verdict.accepted]
+        if draft.is_chain:
+            Pages.truncate(pool, sequence.id, start + len(kept))
+        else:
+            pool.keep(sequence.id, start, kept)
+        sequence.cached = start + len(kept)

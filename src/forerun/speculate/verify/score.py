@@ -1,0 +1,64 @@
+"""One target forward for all drafts, prefill chunks included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from forerun.attention.sdpa import SdpaAttention
+from forerun.core.batch import Batch, Output
+from forerun.core.scores import Scores
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft
+from forerun.models.base import Model
+from forerun.sampling.warp import warp
+from forerun.speculate.accept.base import row_contexts
+from forerun.speculate.verify.pack import pack
+
+
+@dataclass(slots=True)
+class Target:
+    """The model that is spoken for, and its cache."""
+
+    model: Model
+    cache: SdpaAttention
+    hidden: tuple[int, ...] = ()
+    """Layers whose hidden states the drafters asked for."""
+
+
+@dataclass(slots=True)
+class Verification:
+    """A round's forward: scores of the sequences that decode, and what prefill produced."""
+
+    scores: Scores
+    deciding: list[int]
+    """Which of the round's sequences ``scores`` covers."""
+    batch: Batch
+    output: Output
+    logit_first: list[int]
+    """Per sequence of the round: the first of its rows in ``output.logits``."""
+
+
+def verify(target: Target, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Verification:
+    """Feed every sequence's scheduled tokens and draft; warp the rows that decide."""
+    wants_prompt = [s.params.prompt_logprobs is not None and s.num_output == 0 for s in sequences]
+    spans = pack(sequences, drafts, prompt_logits=wants_prompt)
+    batch = Batch(spans, target.model.info.device, hidden=target.hidden)
+    output = target.model.forward(batch, target.cache)
+    deciding, first, keep, logit_first = [], [], [], []
+    cursor = 0
+    for index, (sequence, span, draft) in enumerate(zip(sequences, spans, drafts)):
+        logit_first.append(cursor)
+        if sequence.decodes:
+            deciding.append(index)
+            first.append(len(keep))
+            skipped = len(span.logits) - 1 - len(draft)
+            keep.extend(range(cursor + skipped, cursor + len(span.logits)))
+        cursor += len(span.logits)
+    logits = output.logits if len(keep) == output.logits.shape[0] else output.logits[keep]
+    chosen = [sequences[i] for i in deciding]
+    scores = Scores(chosen, [drafts[i] for i in deciding], first, logits)
+    if any(s.params.logprobs is not None or s.params.edits for s in chosen):
+        scores.raw, scores.warped = logits, logits.clone()
+    scores.warped = warp(scores.warped, row_contexts(scores))
+    return Verification(scores, deciding, batch, output, logit_first)
