@@ -1,0 +1,17 @@
+"""The bundled models: a Python-code target, its draft, and heads. They are plain files of this package."""
+
+from pathlib import Path
+
+from forerun.core.errors import ModelError
+
+
+def names() -> list[str]:
+    """Names of the bundled models, sorted."""
+    return sorted(config.parent.name for config in Path(__file__).parent.glob("*/config.json"))
+
+
+def path(name: str) -> Path:
+    """Folder of a bundled model, which transformers can load."""
+    if name not in names():
+        raise ModelError(f"no bundled model is called {name!r}; there are: {', '.join(names()) or 'none'}")
+    return Path(__file__).parent / name

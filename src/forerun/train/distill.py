@@ -1,0 +1,181 @@
+"""`forerun train draft_model`: a draft model distilled from its target.
+
+The draft learns the target's distributions over the corpus and, on-policy, over text that the target wrote itself,
+because that is what it will draft for (DistillSpec, arXiv 2310.08461).
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from forerun import pretrained
+from forerun.core.errors import ConfigError, ModelError
+from forerun.train import corpus as corpora
+from forerun.train import loop
+from forerun.train.checkpoint import RECORD, round_weights, save_model
+from forerun.train.config import RunConfig, Shape
+from forerun.train.losses import LOSSES, overlap
+from forerun.train.rollout import continue_prompts, rollout_stream
+from forerun.train.target import forward, held_out_losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(RunConfig):
+    """What `forerun train draft_model` is told; `held_out` counts where the target's record names no files."""
+
+    target: Path | None = None  # folder of the target; none means the bundled one
+    loss: str = "lk"  # kl, lk or tv_ce
+    generated_tokens: int = 400_000  # text that the target writes before training; 0 for none
+    generated_share: float = 0.5  # share of the training sequences that come from it
+    greedy_share: float = 0.3  # share of it written at temperature 0, the rest at 1
+    shape: Shape = field(default_factory=lambda: Shape(128, 2, 2, 1, 384, 2048))
+    tokens: int = 6_000_000
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ConfigError(f"loss must be one of {', '.join(sorted(LOSSES))}, not {self.loss!r}")
+        if self.generated_tokens < 0:
+            raise ConfigError(f"generated_tokens must not be negative, not {self.generated_tokens}")
+        for name in ("generated_share", "greedy_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sequences of two streams: `share` of every batch comes from the second."""
+
+    first: loop.Batches
+    second: loop.Batches
+    share: float
+
+    def batch(self, consumed: int, rows: int, length: int) -> Tensor:
+        """Token ids, int64 [rows, length + 1]."""
+        others = round(rows * self.share)
+        parts = [
+            stream.batch(int(consumed * share), count, length)
+            for stream, share, count in ((self.first, 1 - self.share, rows - others), (self.second, self.share, others))
+            if count
+        ]
+        return torch.cat(parts)
+
+
+def train_draft_model(config: DistillConfig) -> Path:
+    """Distils a draft; gives its folder, which transformers can load."""
+    settings = config.settings()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    folder = config.target or pretrained.path("target")
+    target, tokenizer = load_target(folder)
+    train_files, held_out = _split(config, folder)
+    stream = corpora.encode_files(train_files, tokenizer, config.seed)
+    test = corpora.encode_files(held_out, tokenizer, config.seed)
+    batches: loop.Batches = corpora.TokenStream(stream, config.seed)
+    if config.generated_tokens and config.generated_share:
+        generated = _generated(config, target, stream)
+        batches = Mixture(batches, corpora.TokenStream(generated, config.seed), config.generated_share)
+    draft = config.shape.build(target.config.vocab_size, tokenizer.eos_token_id, config.seed)
+    distance = LOSSES[config.loss]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            p_logits = forward(target, batch[:, :-1])
+        return distance(p_logits, forward(model, batch[:, :-1])).mean()
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return acceptance(target, model, _rows(test[:16_385], settings.length))
+
+    state = loop.run(draft, batches, loss, settings, evaluate)
+    round_weights(draft)
+    record = {
+        "kind": "draft_model",
+        "corpus": corpora.describe(config.corpus),
+        "seed": config.seed,
+        "tokens": state.tokens,
+        "steps": state.steps,
+        "seconds": round(state.seconds),
+        "parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "held_out_loss": held_out_losses(draft, test, settings),
+        "alpha": measure_alpha(target, draft, test, config.seed),
+        "recipe": config.recipe(),
+    }
+    return save_model(draft, tokenizer, config.out, record)
+
+
+def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen target, bfloat16, and its tokenizer, which must have an EOS token to separate documents."""
+    try:
+        target = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"{folder} is not a model that can be loaded: {str(error).splitlines()[0]}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer in {folder} has no EOS token to separate documents with")
+    return target.eval().requires_grad_(False), tokenizer
+
+
+@torch.no_grad()
+def acceptance(target: nn.Module, draft: nn.Module, tokens: Tensor, skip: int = 0) -> dict[str, float]:
+    """alpha of a draft over sequences, int64 [rows, length]: means over the positions from `skip` on.
+
+    `t1` is the mean of sum min(p, q) at temperature 1, `t0` the share of positions where both have the same argmax.
+    """
+    draft.eval()
+    overlaps, matches, count = 0.0, 0.0, 0
+    for part in tokens.split(8):
+        p_logits, q_logits = forward(target, part)[:, skip:], forward(draft, part)[:, skip:]
+        overlaps += float(overlap(p_logits, q_logits).sum())
+        matches += float((p_logits.argmax(-1) == q_logits.argmax(-1)).sum())
+        count += p_logits.shape[0] * p_logits.shape[1]
+    return {"t1": overlaps / count, "t0": matches / count}
+
+
+def measure_alpha(target: PreTrainedModel, draft: nn.Module, test: Tensor, seed: int) -> dict[str, dict[str, float]]:
+    """alpha over held-out text, and over what the target writes after held-out prompts at temperatures 1 and 0."""
+    prompt, new = 64, 128
+    result = {"held_out_text": acceptance(target, draft, _rows(test, 512))}
+    prompts = _rows(test, prompt)[:: max(1, len(test) // prompt // 64)]
+    for temperature in (1.0, 0.0):
+        text = continue_prompts(target, prompts, new, temperature, seed)
+        result[f"generated_at_{temperature:.0f}"] = acceptance(target, draft, text, skip=prompt - 1)
+    return result
+
+
+def _rows(stream: Tensor, length: int) -> Tensor:
+    """A stream cut into whole rows, int64 [rows, length]; one short row if that is all there is."""
+    length = min(length, len(stream))
+    return stream[: len(stream) // length * length].long().view(-1, length)
+
+
+def _split(config: DistillConfig, folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files that the target was trained on and those that it was not, as its record says."""
+    files = corpora.list_files(config.corpus)
+    record = json.loads((folder / RECORD).read_text(encoding="utf-8")) if (folder / RECORD).exists() else {}
+    names = {config.corpus / name for name in record.get("held_out_files", ())}
+    held_out = [path for path in files if path in names]
+    if not held_out:
+        return corpora.split_files(files, config.held_out, config.seed)
+    return [path for path in files if path not in names], held_out
+
+
+def _generated(config: DistillConfig, target: PreTrainedModel, stream: Tensor) -> Tensor:
+    """On-policy text, int32 [tokens], written once per run."""
+    path = config.out / "run" / "generated.pt"
+    if config.resume and path.exists():
+        return torch.load(path, weights_only=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    greedy = int(config.generated_tokens * config.greedy_share)
+    parts = [
+        rollout_stream(target, stream, tokens, temperature, config.seed, config.pause_file, config.progress)
+        for tokens, temperature in ((greedy, 0.0), (config.generated_tokens - greedy, 1.0))
+        if tokens
+    ]
+    generated = torch.cat(parts)
+    torch.save(generated, path)
+    return generated

@@ -1,0 +1,247 @@
+"""The training loop shared by everything that is trained: schedule, optimizers, checkpoints, progress, pauses.
+
+A run is a function of its settings: which sequences a step sees depends on the tokens consumed before it, so a run that
+was stopped goes on from its checkpoint as if it had not been.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from forerun.core.errors import ConfigError, ForerunError
+
+CHECKPOINT = "checkpoint.pt"
+LOG = "log.jsonl"
+
+
+class Batches(Protocol):
+    """Where sequences come from, as a function of the tokens consumed so far."""
+
+    def batch(self, consumed: int, rows: int, length: int) -> Tensor:
+        """Token ids, int64 [rows, length + 1]."""
+        ...
+
+
+LossFunction = Callable[[nn.Module, Tensor], Tensor]
+"""(model, token ids [rows, length + 1]) -> mean loss of these rows, a scalar with a gradient."""
+
+Evaluation = Callable[[nn.Module], Mapping[str, float]]
+"""Figures of a model for the log, such as its held-out loss."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How long, how fast and in what portions a model is trained. Everything is counted in tokens."""
+
+    out: Path  # folder of the checkpoint and of the log
+    tokens: int  # tokens of the whole run; on resume a smaller number starts the decay earlier
+    batch_tokens: int = 8192  # tokens of one optimizer step
+    micro_tokens: int = 4096  # tokens of one forward and backward pass
+    length: int = 512  # tokens of a training sequence
+    long_length: int = 2048  # tokens of a sequence in the last part of the run
+    long_share: float = 0.1  # share of the run's tokens that comes in long sequences
+    matrix_lr: float = 0.01  # peak learning rate of Muon, for hidden matrices; 0 gives them to AdamW
+    lr: float = 3e-3  # peak learning rate of AdamW, for everything else
+    weight_decay: float = 0.1
+    warmup_share: float = 0.02  # share of the run's tokens over which the learning rate rises
+    decay_share: float = 0.2  # share of the run's tokens over which the learning rate falls to zero
+    clip: float = 1.0  # largest norm of the gradient
+    seed: int = 0
+    threads: int = 2  # CPU threads; 0 leaves torch's choice
+    resume: bool = True  # go on from a checkpoint in `out` if there is one
+    checkpoint_seconds: float = 180.0
+    eval_tokens: int = 500_000  # tokens between two evaluations
+    pause_file: Path | None = None  # while this file exists the loop sleeps
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch_tokens", "micro_tokens", "length", "long_length", "eval_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("long_share", "warmup_share", "decay_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+        for name in ("matrix_lr", "lr", "weight_decay", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.clip <= 0:
+            raise ConfigError(f"clip must be positive, not {self.clip}")
+
+    def scale(self, consumed: int) -> float:
+        """Factor of the learning rates after `consumed` tokens: up, flat, down to zero (a trapezium)."""
+        warmup = (consumed + self.batch_tokens) / max(1.0, self.warmup_share * self.tokens)
+        decay = (self.tokens - consumed) / max(1.0, self.decay_share * self.tokens)
+        return max(0.0, min(warmup, decay, 1.0))
+
+    def length_at(self, consumed: int) -> int:
+        """Tokens of the sequences of the step that starts after `consumed` tokens."""
+        return self.long_length if consumed >= (1 - self.long_share) * self.tokens else self.length
+
+
+@dataclass
+class State:
+    """What a run has done so far."""
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0  # time spent in steps: pauses and evaluations are not counted
+
+
+def run(
+    model: nn.Module,
+    batches: Batches,
+    loss_function: LossFunction,
+    settings: LoopSettings,
+    evaluate: Evaluation | None = None,
+) -> State:
+    """Trains the parameters of `model` that require gradients until `settings.tokens` tokens are consumed."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    optimizers = make_optimizers(model, settings)
+    state = State()
+    if settings.resume and (settings.out / CHECKPOINT).exists():
+        state = load_checkpoint(settings.out / CHECKPOINT, model, optimizers)
+    log = _Log(settings.out / LOG, fresh=state.steps == 0)
+    saved, evaluated = time.monotonic(), state.tokens
+    with _progress(settings) as bar:
+        task = bar.add_task("training", total=settings.tokens, completed=state.tokens, note="")
+        while state.tokens < settings.tokens:
+            wait_while_paused(settings.pause_file)
+            loss, norm = _step(model, batches, loss_function, optimizers, settings, state)
+            log.write(step=state.steps, tokens=state.tokens, loss=loss, norm=norm, seconds=state.seconds)
+            note = f"loss {loss:.3f}  {state.tokens / state.seconds:.0f} tokens/s"
+            bar.update(task, completed=min(state.tokens, settings.tokens), note=note)
+            if evaluate and (state.tokens - evaluated >= settings.eval_tokens or state.tokens >= settings.tokens):
+                evaluated = state.tokens
+                log.write(step=state.steps, tokens=state.tokens, seconds=state.seconds, **evaluate(model))
+            if time.monotonic() - saved > settings.checkpoint_seconds:
+                save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
+                saved = time.monotonic()
+    save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
+    return state
+
+
+def _step(
+    model: nn.Module,
+    batches: Batches,
+    loss_function: LossFunction,
+    optimizers: list[torch.optim.Optimizer],
+    settings: LoopSettings,
+    state: State,
+) -> tuple[float, float]:
+    """One optimizer step; gives the mean loss and the norm of the gradient and advances `state`."""
+    started = time.monotonic()
+    length = settings.length_at(state.tokens)
+    rows = max(1, settings.batch_tokens // length)
+    portion = max(1, settings.micro_tokens // length)
+    model.train()
+    total = 0.0
+    for part in batches.batch(state.tokens, rows, length).split(portion):
+        loss = loss_function(model, part) * (len(part) / rows)
+        loss.backward()
+        total += loss.item()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    norm = float(nn.utils.clip_grad_norm_(parameters, settings.clip))
+    if not (total == total and norm < float("inf")):
+        raise ForerunError(f"training diverged at step {state.steps}: loss {total}, gradient norm {norm}; lower the lr")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * settings.scale(state.tokens)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    state.tokens += rows * length
+    state.steps += 1
+    state.seconds += time.monotonic() - started
+    return total, norm
+
+
+def make_optimizers(model: nn.Module, settings: LoopSettings) -> list[torch.optim.Optimizer]:
+    """Muon for hidden matrices and AdamW for embeddings, output layers, vectors and scalars.
+
+    Muon's update is scaled to AdamW's root mean square (arXiv 2502.16982), so both rates are of one kind.
+    """
+    outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        hidden = parameter.ndim == 2 and id(parameter) not in outer and "lm_head" not in name
+        (matrices if hidden and settings.matrix_lr > 0 else others).append(parameter)
+    if not matrices and not others:
+        raise ConfigError("the model has no trainable parameters")
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        options: dict[str, Any] = {"weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(torch.optim.Muon([{"params": matrices, "peak_lr": settings.matrix_lr}], **options))
+    if others:
+        groups = [
+            {"params": [p for p in others if p.ndim >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        groups = [{**group, "peak_lr": settings.lr} for group in groups if group["params"]]
+        optimizers.append(torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True))
+    return optimizers
+
+
+def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: State) -> None:
+    """Writes everything that the run needs to go on; the file is replaced whole or not at all."""
+    content = {
+        "model": {name: p.detach() for name, p in model.named_parameters() if p.requires_grad},
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "state": vars(state),
+    }
+    temporary = path.with_suffix(".tmp")
+    torch.save(content, temporary)
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
+    """Restores model and optimizers in place; gives what the run had done."""
+    try:
+        content = torch.load(path, weights_only=True)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if parameters.keys() != content["model"].keys():
+            raise KeyError("other parameters")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(content["model"][name])
+        for optimizer, saved in zip(optimizers, content["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return State(**content["state"])
+    except Exception as error:
+        raise ConfigError(f"{path} does not fit this run ({error}); use another out folder or resume=False") from error
+
+
+def wait_while_paused(pause_file: Path | None) -> None:
+    """Sleeps as long as the file exists."""
+    while pause_file is not None and pause_file.exists():
+        time.sleep(1.0)
+
+
+class _Log:
+    """One JSON object per line; a run that goes on adds to its log."""
+
+    def __init__(self, path: Path, fresh: bool) -> None:
+        self._path = path
+        if fresh:
+            path.write_text("", encoding="utf-8")
+
+    def write(self, **figures: float) -> None:
+        rounded = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rounded) + "\n")
+
+
+def _progress(settings: LoopSettings) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
+    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), disable=not settings.progress)

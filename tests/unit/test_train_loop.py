@@ -1,0 +1,151 @@
+"""The training loop: schedule, resumption, pauses, bad input."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from forerun.core.errors import ConfigError, ForerunError
+from forerun.train.corpus import TokenStream
+from forerun.train.loop import LoopSettings, make_optimizers, run, wait_while_paused
+
+VOCABULARY = 11
+
+
+class Bigram(nn.Module):
+    """Next-token logits from the last token: an embedding, a hidden matrix and an output layer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.lm_head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.lm_head(torch.tanh(self.hidden(self.embedding(tokens))))
+
+
+def loss(model, batch):
+    return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def stream():
+    return TokenStream((torch.arange(500) * 7 % VOCABULARY).int(), seed=3)
+
+
+def settings(out, tokens=160, **others):
+    options = {"batch_tokens": 40, "micro_tokens": 20, "length": 10, "long_length": 20, "warmup_share": 0.5}
+    options.update(threads=1, progress=False, out=out, tokens=tokens, eval_tokens=80)
+    return LoopSettings(**{**options, **others})
+
+
+def parameters(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_schedule_rises_stays_and_falls_to_zero(tmp_path):
+    plan = settings(tmp_path, tokens=1000, batch_tokens=10, warmup_share=0.1, decay_share=0.2)
+    assert [plan.scale(at) for at in (0, 40, 90, 500, 800, 900, 990, 1000)] == pytest.approx(
+        [0.1, 0.5, 1, 1, 1, 0.5, 0.05, 0]
+    )
+
+
+def test_a_shorter_run_starts_its_decay_earlier(tmp_path):
+    assert settings(tmp_path, tokens=1000).scale(600) == 1
+    assert settings(tmp_path, tokens=700).scale(600) == pytest.approx(100 / 140)
+
+
+def test_long_sequences_come_last(tmp_path):
+    plan = settings(tmp_path, tokens=1000, long_share=0.25)
+    assert (plan.length_at(0), plan.length_at(749), plan.length_at(750)) == (10, 10, 20)
+
+
+@pytest.mark.parametrize("matrix_lr", [0.01, 0.0])
+def test_a_run_that_was_interrupted_ends_where_an_uninterrupted_one_does(tmp_path, matrix_lr):
+    whole, part, rest = Bigram(), Bigram(), Bigram(seed=1)
+    run(whole, stream(), loss, settings(tmp_path / "whole", matrix_lr=matrix_lr))
+
+    class Interrupted(Exception):
+        pass
+
+    class Breaking(TokenStream):
+        def batch(self, consumed, rows, length):
+            if consumed >= 80:
+                raise Interrupted
+            return super().batch(consumed, rows, length)
+
+    broken = settings(tmp_path / "parts", matrix_lr=matrix_lr, checkpoint_seconds=0)
+    with pytest.raises(Interrupted):
+        run(part, Breaking(stream().tokens, 3), loss, broken)
+    state = run(rest, stream(), loss, settings(tmp_path / "parts", matrix_lr=matrix_lr))
+    assert (state.tokens, state.steps) == (160, 4)
+    assert torch.equal(parameters(whole), parameters(rest))
+    assert not torch.equal(parameters(part), parameters(rest))
+
+
+def test_the_log_has_every_step_and_the_evaluations(tmp_path):
+    run(Bigram(), stream(), loss, settings(tmp_path), evaluate=lambda model: {"figure": 1.5})
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert [line["tokens"] for line in lines if "figure" in line] == [80, 160]
+
+
+def test_training_learns_the_stream(tmp_path):
+    model = Bigram()
+    before = loss(model, stream().batch(0, 8, 10)).item()
+    run(model, stream(), loss, settings(tmp_path, tokens=4000, lr=0.03, long_share=0, warmup_share=0.1))
+    assert loss(model, stream().batch(0, 8, 10)).item() < 0.3 * before
+
+
+def test_frozen_parameters_stay_and_only_hidden_matrices_go_to_muon(tmp_path):
+    model = Bigram()
+    model.embedding.requires_grad_(False)
+    before = model.embedding.weight.clone()
+    muon, adamw = make_optimizers(model, settings(tmp_path))
+    assert [id(p) for group in muon.param_groups for p in group["params"]] == [id(model.hidden.weight)]
+    assert sum(len(group["params"]) for group in adamw.param_groups) == 3
+    run(model, stream(), loss, settings(tmp_path))
+    assert torch.equal(before, model.embedding.weight)
+
+
+def test_a_model_without_trainable_parameters_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="no trainable parameters"):
+        make_optimizers(Bigram().requires_grad_(False), settings(tmp_path))
+
+
+def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
+    run(Bigram(), stream(), loss, settings(tmp_path))
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt does not fit this run"):
+        run(nn.Sequential(Bigram()), stream(), loss, settings(tmp_path))
+    run(nn.Sequential(Bigram()), stream(), lambda m, b: loss(m[0], b), settings(tmp_path, resume=False))
+
+
+def test_divergence_is_reported(tmp_path):
+    with pytest.raises(ForerunError, match="diverged at step 0"):
+        run(Bigram(), stream(), lambda model, batch: loss(model, batch) * float("nan"), settings(tmp_path))
+
+
+def test_the_loop_waits_while_the_pause_file_exists(tmp_path, monkeypatch):
+    pause, naps = tmp_path / "PAUSE", []
+    pause.touch()
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            pause.unlink()
+
+    monkeypatch.setattr("forerun.train.loop.time.sleep", nap)
+    wait_while_paused(pause)
+    wait_while_paused(None)
+    assert len(naps) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("tokens", 0), ("length", 0), ("lr", -1.0), ("decay_share", 2.0), ("clip", 0.0)]
+)
+def test_bad_settings_are_named(tmp_path, option, value):
+    with pytest.raises(ConfigError, match=option):
+        settings(tmp_path, **{option: value})

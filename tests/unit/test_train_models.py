@@ -1,0 +1,133 @@
+"""Both training commands end to end on a tiny corpus."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from forerun.core.errors import ConfigError, ModelError
+from forerun.train.config import Shape
+from forerun.train.corpus import TokenStream
+from forerun.train.distill import DistillConfig, Mixture, acceptance, train_draft_model
+from forerun.train.rollout import continue_prompts
+from forerun.train.target import TargetConfig, held_out_loss, train_target
+
+TINY = Shape(hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=48, positions=64)
+SMALL = {"batch_tokens": 256, "length": 32, "threads": 1, "progress": False, "held_out": 2, "eval_tokens": 10_000}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(6):
+        text = "".join(f"def name_{number}_{i}(a, b):\n    return a + b * {i}\n\n\n" for i in range(60))
+        (folder / f"file{number}.py").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("target")
+    return train_target(TargetConfig(out=out, corpus=corpus, tokens=12_000, vocab_size=300, shape=TINY, **SMALL))
+
+
+@pytest.fixture(scope="module")
+def draft(corpus, target, tmp_path_factory):
+    out = tmp_path_factory.mktemp("draft")
+    config = DistillConfig(
+        out=out, target=target, corpus=corpus, tokens=6_000, generated_tokens=2_000, shape=TINY, **{**SMALL, "eval_tokens": 256}
+    )
+    return train_draft_model(config)
+
+
+def test_the_target_is_a_checkpoint_that_transformers_loads(target):
+    model = AutoModelForCausalLM.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert model.dtype == torch.bfloat16
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert len(tokenizer) == model.config.vocab_size == 300
+    assert tokenizer.model_max_length == model.config.max_position_embeddings == 64
+    assert tokenizer.decode(tokenizer("def f(x):\n    pass")["input_ids"]) == "def f(x):\n    pass"
+    assert (target / "model.safetensors").is_file()
+
+
+def test_the_record_says_what_the_saved_model_does(target, corpus):
+    record = json.loads((target / "training.json").read_text())
+    assert record["tokens"] >= 12_000
+    assert record["recipe"]["shape"]["hidden_size"] == 32
+    assert record["held_out_loss"]["32"] < 4.0 < torch.log(torch.tensor(300.0))
+    assert len(record["held_out_files"]) == 2
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    stream = [
+        token
+        for name in record["held_out_files"]
+        for token in [*tokenizer.encode((corpus / name).read_text()), tokenizer.eos_token_id]
+    ]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    measured = held_out_loss(model, torch.tensor(stream), 32)
+    assert measured == pytest.approx(record["held_out_loss"]["32"], abs=0.02)
+
+
+def test_the_draft_is_distilled_and_its_record_says_how_well(draft, target):
+    record = json.loads((draft / "training.json").read_text())
+    assert AutoModelForCausalLM.from_pretrained(draft).config.vocab_size == 300
+    assert set(record["alpha"]) == {"held_out_text", "generated_at_1", "generated_at_0"}
+    assert all(0 < value <= 1 for figures in record["alpha"].values() for value in figures.values())
+    lines = [json.loads(line) for line in (draft / "run" / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.7 * losses[0]
+    evaluations = [line["t1"] for line in lines if "t1" in line]
+    assert evaluations[-1] > evaluations[0] + 0.05
+
+
+def test_a_finished_run_is_resumed_without_training_again(draft, target, corpus):
+    before = (draft / "model.safetensors").read_bytes()
+    config = DistillConfig(
+        out=draft, target=target, corpus=corpus, tokens=6_000, generated_tokens=2_000, shape=TINY, **SMALL
+    )
+    train_draft_model(config)
+    assert (draft / "model.safetensors").read_bytes() == before
+
+
+def test_a_model_agrees_with_itself(target):
+    model = AutoModelForCausalLM.from_pretrained(target)
+    tokens = torch.randint(300, (3, 20), generator=torch.Generator().manual_seed(0))
+    assert acceptance(model, model, tokens) == {"t1": pytest.approx(1.0, abs=1e-5), "t0": 1.0}
+
+
+def test_continuations_repeat_by_seed_and_greedy_ones_are_the_argmax(target):
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    prompts = torch.randint(300, (2, 5), generator=torch.Generator().manual_seed(1))
+    greedy = continue_prompts(model, prompts, 6, 0.0, seed=0)
+    assert torch.equal(greedy[:, :5], prompts)
+    with torch.no_grad():
+        assert torch.equal(model(greedy).logits.argmax(-1)[:, 4:-1], greedy[:, 5:])
+    sampled = continue_prompts(model, prompts, 6, 1.0, seed=4)
+    assert torch.equal(sampled, continue_prompts(model, prompts, 6, 1.0, seed=4))
+    assert not torch.equal(sampled, continue_prompts(model, prompts, 6, 1.0, seed=5))
+
+
+def test_a_mixture_has_the_asked_share():
+    low, high = TokenStream(torch.zeros(200).int(), 0), TokenStream(torch.ones(200).int(), 0)
+    batch = Mixture(low, high, 0.25).batch(0, 8, 10)
+    assert batch[:, 0].tolist() == [0] * 6 + [1] * 2
+
+
+def test_bad_options_are_named(tmp_path, corpus):
+    with pytest.raises(ConfigError, match="loss must be one of kl, lk, tv_ce, not 'tv'"):
+        DistillConfig(out=tmp_path, loss="tv")
+    with pytest.raises(ConfigError, match="generated_share must be between 0 and 1"):
+        DistillConfig(out=tmp_path, generated_share=1.5)
+    with pytest.raises(ConfigError, match="vocab_size must be at least 257"):
+        TargetConfig(out=tmp_path, vocab_size=100)
+    with pytest.raises(ConfigError, match="heads a multiple of kv_heads"):
+        Shape(heads=6, kv_heads=4)
+    with pytest.raises(ConfigError, match="does not exist"):
+        train_target(TargetConfig(out=tmp_path, corpus=tmp_path / "nowhere"))
+
+
+def test_a_target_that_cannot_be_loaded_is_an_error(tmp_path, corpus):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is not a model that can be loaded"):
+        train_draft_model(DistillConfig(out=tmp_path / "out", target=tmp_path, corpus=corpus))
