@@ -71,15 +71,18 @@ class Gumbel:
 
     def rows(self, keys: Sequence[int]) -> torch.Tensor:
         """Float32 [len(keys), vocabulary]."""
-        missing = [key for key in dict.fromkeys(keys) if key not in self._rows]
+        missing = []
+        for key in dict.fromkeys(keys):
+            if key in self._rows:
+                self._rows.move_to_end(key)
+            else:
+                missing.append(key)
         if missing:
             fresh = self._compute(missing)
             if len(missing) == len(keys):
                 self._remember(missing, fresh)
                 return fresh
             self._remember(missing, fresh, room=len(keys))
-        for key in keys:
-            self._rows.move_to_end(key)
         if len(keys) == 1:
             return self._rows[keys[0]][None]
         return torch.stack([self._rows[key] for key in keys])
