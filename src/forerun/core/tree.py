@@ -76,6 +76,11 @@ class Draft:
     def is_chain(self) -> bool:
         return all(parent == i - 1 for i, parent in enumerate(self.parents))
 
+    @property
+    def depth(self) -> int:
+        """Nodes on the longest path."""
+        return max(self.depths(), default=0)
+
     def children(self, parent: int) -> dict[int, int]:
         """Token -> node of the parent's children."""
         return {self.tokens[trial.node]: trial.node for trial in self.trials[parent + 1]} if self.trials else {}
@@ -118,6 +123,8 @@ class Verdict:
     """The tokens to emit: the path's, then ``token``; shorter after a stop inside."""
     accepted: int = 0
     """How many of ``tokens`` were drafted."""
+    fed: int = 0
+    """Committed tokens that the target read this round: 1 in plain decoding, more in prefill."""
     stop: object = None
     hidden: torch.Tensor | None = None
     logprobs: list | None = None

@@ -29,7 +29,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import DraftContext, drafters
 from forerun.speculate.draft.router import Router
-from forerun.speculate.length import policies
+from forerun.speculate.length import Setting, policies
 from forerun.speculate.round import Round, speculate
 from forerun.speculate.verify.score import Target
 
@@ -92,10 +92,9 @@ class Engine:
         self.rule = rules[self.speculative.accept]()
         drafter_config = self.speculative.drafter
         self.max_nodes = drafter_config.max_nodes() if drafter_config is not None else 0
-        self.policy = policies[self.speculative.length](
-            drafter_config.num_speculative_tokens if drafter_config is not None else 0
-        )
         self.router = Router(self._drafters())
+        nodes = {name: drafter.config.nodes_by_depth() for name, drafter in self.router.drafters.items()}
+        self.policy = policies[self.speculative.length](Setting(nodes, model.row_multiple))
         cache = new_cache(
             model,
             max_seqs=self.config.max_num_seqs,
@@ -217,10 +216,11 @@ class Engine:
         result = speculate(sequences, self.target, self.router, self.rule, self.policy, self.sampler, self._clip)
         updates = self._publish(sequences, prefilling, result)
         self.stats.rounds += 1
-        self.stats.draft_seconds += result.draft_seconds
-        self.stats.verify_seconds += result.verify_seconds
-        self.stats.accept_seconds += result.accept_seconds
-        inside = result.draft_seconds + result.verify_seconds + result.accept_seconds
+        seconds = result.seconds
+        self.stats.draft_seconds += seconds.draft
+        self.stats.verify_seconds += seconds.verify
+        self.stats.accept_seconds += seconds.accept
+        inside = seconds.draft + seconds.verify + seconds.accept
         self.stats.host_seconds += self.clock() - began - inside
         return updates
 
@@ -269,6 +269,7 @@ class Engine:
             job.detokenizer.finish()
         self.scheduler.remove(job.sequence)
         self.router.release(job.sequence)
+        self.policy.release(job.sequence)
         self.router.failures.pop(job.sequence.id, None)
         del self.jobs[job.sequence.id]
 

@@ -8,6 +8,26 @@ from typing import Any
 from forerun.core.tree import Draft, Verdict
 
 
+REPORTED = (
+    "tokens_per_second",
+    "rounds",
+    "mean_acceptance_length",
+    "tokens_per_round",
+    "draft_acceptance_rate",
+    "alpha",
+    "match_rate",
+    "acceptance_histogram",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+    "time_to_first_token",
+    "preemptions",
+    "num_cached_tokens",
+    "draft_error",
+)
+"""The fields of ``generate --json``'s ``metrics``, in order."""
+
+
 @dataclass
 class RequestMetrics:
     """Counts of one request; rates are None where nothing was drafted."""
@@ -92,24 +112,7 @@ class RequestMetrics:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields of ``generate --json``'s ``metrics``."""
-        names = [
-            "tokens_per_second",
-            "rounds",
-            "mean_acceptance_length",
-            "tokens_per_round",
-            "draft_acceptance_rate",
-            "alpha",
-            "match_rate",
-            "acceptance_histogram",
-            "num_drafts",
-            "num_draft_tokens",
-            "num_accepted_draft_tokens",
-            "time_to_first_token",
-            "preemptions",
-            "num_cached_tokens",
-            "draft_error",
-        ]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in REPORTED}
 
     @classmethod
     def merged(cls, parts: list[RequestMetrics]) -> RequestMetrics:

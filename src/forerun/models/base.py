@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,8 +91,3 @@ def pad_rows(rows: torch.Tensor, multiple: int) -> torch.Tensor:
     if not missing:
         return rows
     return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])
-
-
-def hidden_rows(output: Output, layers: Sequence[int], rows: list[int]) -> torch.Tensor:
-    """[rows, len(layers) * hidden]: the given rows of several layers' outputs, side by side."""
-    return torch.cat([output.hidden[layer][rows] for layer in layers], dim=-1)

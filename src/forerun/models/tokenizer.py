@@ -35,8 +35,8 @@ def check_compatible(target: Any, draft: Any, target_info: ModelInfo, draft_info
         for i in range(max(max(by_id, default=0), max(other, default=0)) + 1):
             if by_id.get(i) != other.get(i):
                 raise ConfigError(
-                    f"the draft's tokenizer differs from the target's: id {i} is {by_id.get(i)!r} in {target_info.name} "
-                    f"and {other.get(i)!r} in {draft_info.name}"
+                    f"the draft's tokenizer differs from the target's: id {i} is {by_id.get(i)!r} in "
+                    f"{target_info.name} and {other.get(i)!r} in {draft_info.name}"
                 )
     if target_info.eos_ids != draft_info.eos_ids:
         raise ConfigError(

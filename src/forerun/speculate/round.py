@@ -16,21 +16,19 @@ from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import Rule
 from forerun.speculate.draft.router import Router
-from forerun.speculate.length.base import LengthPolicy
+from forerun.speculate.length.base import LengthPolicy, Seconds
 from forerun.speculate.rollback.caches import roll_back
 from forerun.speculate.verify.score import Target, Verification, verify
 
 
 @dataclass(slots=True)
 class Round:
-    """What happened: one draft and one verdict per sequence, and where the time went (seconds)."""
+    """What happened: one draft and one verdict per sequence, and where the time went."""
 
     drafts: list[Draft]
     verdicts: list[Verdict]
     verification: Verification
-    draft_seconds: float
-    verify_seconds: float
-    accept_seconds: float
+    seconds: Seconds
 
 
 Clip = Callable[[Sequence, Draft, Verdict], None]
@@ -62,11 +60,12 @@ def speculate(
     roll_back(target.cache.pool, sequences, drafts, verdicts)  # 4 keep the path, drop the rest
     for sequence, verdict in zip(sequences, verdicts):
         sequence.tokens.extend(verdict.tokens)
-        sequence.scheduled = 0
+        verdict.fed, sequence.scheduled = sequence.scheduled, 0
     drafter.observe(sequences, drafts, verdicts, result)
     ended = perf_counter()
-    policy.observe(drafts, verdicts, ended - began)
-    return Round(drafts, verdicts, result, drafted - began, verified - drafted, ended - verified)
+    seconds = Seconds(drafted - began, verified - drafted, ended - verified)
+    policy.observe(sequences, drafts, verdicts, seconds)
+    return Round(drafts, verdicts, result, seconds)
 
 
 def _keep_hidden(target: Target, result: Verification, sequences: Seq[Sequence], verdicts: Seq[Verdict]) -> None:

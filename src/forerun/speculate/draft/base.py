@@ -58,22 +58,25 @@ class DrafterConfig:
             if key not in known:
                 owners = [n for n in drafters if key in {f.name for f in fields(drafters[n].config_class)}]
                 hint = f" (it belongs to {', '.join(owners)})" if owners else ""
-                raise ConfigError(
-                    f"speculative_config: method {method!r} has no option {key!r}{hint}; it has {', '.join(sorted(known))}"
-                )
+                has = ", ".join(sorted(known))
+                raise ConfigError(f"speculative_config: method {method!r} has no option {key!r}{hint}; it has {has}")
         return cls(**options)
 
     def width(self, depth: int) -> int:
         """Children of a node at ``depth`` (the root has depth 0)."""
         return self.tree[depth] if self.tree is not None else 1
 
-    def max_nodes(self) -> int:
-        """Most nodes a draft can have."""
-        total, level = 0, 1
+    def nodes_by_depth(self) -> list[int]:
+        """Entry d: how many nodes a draft of depth d has at most."""
+        totals, level = [0], 1
         for depth in range(self.num_speculative_tokens):
             level *= self.width(depth)
-            total += level
-        return total
+            totals.append(totals[-1] + level)
+        return totals
+
+    def max_nodes(self) -> int:
+        """Most nodes a draft can have."""
+        return self.nodes_by_depth()[-1]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ log = logging.getLogger("forerun")
 
 
 class Router:
-    """Several drafters behind one ``propose``; caps budgets at what a request may still emit.
+    """Several drafters behind one ``propose``.
 
     A drafter that raises loses its sequences: they go on as plain decoding, ``failures`` says why, and the error is
     logged. One broken drafter never costs a request its answer.
@@ -36,23 +36,11 @@ class Router:
                 groups.setdefault(sequence.drafter, []).append(index)
         return groups
 
-    @staticmethod
-    def cap(sequence: Sequence, budget: int) -> int:
-        """The budget that leaves room for the token after the draft, within the request's own bound. Prefill drafts
-        nothing, so that the first token does not wait for a drafter's own prefill."""
-        if not sequence.decodes or sequence.scheduled > 1:
-            return 0
-        if sequence.max_draft is not None:
-            budget = min(budget, sequence.max_draft)
-        return max(0, min(budget, sequence.remaining - 1))
-
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = [Draft() for _ in sequences]
         for name, indices in self._groups(sequences).items():
             drafter = self.drafters[name]
-            limit = drafter.config.num_speculative_tokens
-            asked = [(i, min(limit, self.cap(sequences[i], budgets[i]))) for i in indices]
-            asked = [(i, budget) for i, budget in asked if budget > 0]
+            asked = [(i, budgets[i]) for i in indices if budgets[i] > 0]
             if not asked:
                 continue
             chosen = [sequences[i] for i, _ in asked]

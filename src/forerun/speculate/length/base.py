@@ -1,9 +1,11 @@
-"""How far to draft: a budget of tokens (of depth, in a tree) per sequence and round; 0 is plain decoding."""
+"""How far to draft: a budget of depth per sequence and round; 0 is plain decoding."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 from forerun.core.registry import Registry
 from forerun.core.sequence import Sequence
@@ -12,23 +14,57 @@ from forerun.core.tree import Draft, Verdict
 policies: Registry[LengthPolicy] = Registry("length policy", "forerun.policies")
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a policy may know of the engine.
+
+    ``nodes[method][depth]`` is how many rows a draft of that depth adds to a verification; rows of one forward are
+    padded to a multiple of ``row_multiple``.
+    """
+
+    nodes: Mapping[str, Seq[int]] = field(default_factory=dict)
+    row_multiple: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Where a round's time went."""
+
+    draft: float
+    verify: float
+    accept: float
+
+
 class LengthPolicy(ABC):
     """Chooses budgets before a round and learns from it afterwards.
 
-    A policy must not look at a drafted token's value before deciding to keep it: with a q-ratio rule that biases
-    the output.
+    A policy decides before any token of the round is drawn: dropping a drafted token because of its own value would
+    bias rules that compare p with q.
     """
 
     reproducible = True
     """Budgets are a function of the tokens alone, not of measured time."""
 
-    def __init__(self, num_speculative_tokens: int) -> None:
-        self.num_speculative_tokens = num_speculative_tokens
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    def longest(self, sequence: Sequence) -> int:
+        """The deepest draft this sequence may get this round; 0 while it reads its prompt or has no drafter.
+
+        It leaves room for the token that follows the draft, and stays within the request's own bound.
+        """
+        if sequence.drafter is None or not sequence.decodes or sequence.scheduled > 1:
+            return 0
+        depth = min(len(self.setting.nodes[sequence.drafter]) - 1, sequence.remaining - 1)
+        return max(0, depth if sequence.max_draft is None else min(depth, sequence.max_draft))
 
     @abstractmethod
     def budgets(self, sequences: Seq[Sequence]) -> list[int]:
-        """One budget per sequence, from 0 to ``num_speculative_tokens``."""
+        """One budget per sequence, at most its ``longest``."""
 
     @abstractmethod
-    def observe(self, drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: float) -> None:
-        """See a round's drafts, verdicts and duration (seconds)."""
+    def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
+        """See what became of a round."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence that ended."""

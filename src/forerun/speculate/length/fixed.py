@@ -1,4 +1,4 @@
-"""``fixed``: every sequence drafts the same number of tokens."""
+"""``fixed``: every sequence drafts as far as its method allows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence as Seq
 
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-from forerun.speculate.length.base import LengthPolicy, policies
+from forerun.speculate.length.base import LengthPolicy, Seconds, policies
 
 
 @policies.register("fixed")
 class Fixed(LengthPolicy):
     def budgets(self, sequences: Seq[Sequence]) -> list[int]:
-        return [self.num_speculative_tokens] * len(sequences)
+        return [self.longest(sequence) for sequence in sequences]
 
-    def observe(self, drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: float) -> None:
+    def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
         pass
