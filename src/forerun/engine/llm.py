@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.config import EngineConfig, SpeculativeConfig
@@ -92,7 +92,7 @@ class LLM:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"])
             return self.encode(prompt["prompt"])
         if isinstance(prompt, Seq):
-            return None, list(prompt)
+            return None, list(cast(Seq[int], prompt))
         raise RequestError(f"a prompt is a string, a list of token ids or a mapping, not {type(prompt).__name__}")
 
     def generate(

@@ -53,7 +53,7 @@ def emitted_logprobs(result: Verification, index: int, verdict: Verdict, mode: s
 def prompt_logprobs(job: Job, result: Verification, index: int, sequence: Sequence) -> None:
     """Append those of the prompt tokens whose logits this prefill chunk produced (the first has none)."""
     span = result.batch.spans[index]
-    found = job.prompt_logprobs if job.prompt_logprobs is not None else [None]
+    found: list[TokenLogprobs | None] = job.prompt_logprobs if job.prompt_logprobs is not None else [None]
     first = result.logit_first[index]
     following = sequence.tokens[span.start + 1 : min(span.start + span.count + 1, sequence.num_prompt)]
     rows = result.output.logits[first : first + len(following)]

@@ -7,7 +7,6 @@ from typing import Any
 
 from forerun.core.tree import Draft, Verdict
 
-
 REPORTED = (
     "tokens_per_second",
     "rounds",

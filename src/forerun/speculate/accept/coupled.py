@@ -27,10 +27,9 @@ class Coupled(Rule):
         verdicts = []
         for index, draft in enumerate(scores.drafts):
             path: list[int] = []
-            node: int | None = -1
             row = scores.row(index, -1)
             error = fault(best[row])
-            while (node := draft.children(node).get(choice[row])) is not None:
+            while (node := draft.children(path[-1] if path else -1).get(choice[row])) is not None:
                 path.append(node)
                 row = scores.row(index, node)
                 error = error or fault(best[row])

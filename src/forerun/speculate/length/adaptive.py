@@ -92,7 +92,7 @@ class Adaptive(LengthPolicy):
 
     def _best(self, sequences: Seq[Sequence], longest: Seq[int], rows: int) -> list[int]:
         """The admission prefix with the most expected tokens per second."""
-        offers = []
+        offers: list[tuple[float, int, int]] = []
         for index, sequence in enumerate(sequences):
             if longest[index]:
                 rate = self.belief(sequence).rate

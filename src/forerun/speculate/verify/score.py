@@ -45,7 +45,10 @@ def verify(target: Target, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Veri
     spans = pack(sequences, drafts, prompt_logits=wants_prompt)
     batch = Batch(spans, target.model.info.device, hidden=target.hidden)
     output = target.model.forward(batch, target.cache)
-    deciding, first, keep, logit_first = [], [], [], []
+    deciding: list[int] = []
+    first: list[int] = []
+    keep: list[int] = []
+    logit_first: list[int] = []
     cursor = 0
     for index, (sequence, span, draft) in enumerate(zip(sequences, spans, drafts)):
         logit_first.append(cursor)
