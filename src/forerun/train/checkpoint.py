@@ -22,6 +22,7 @@ def save_model(
     nn.Module.to(model, torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(folder)
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return folder

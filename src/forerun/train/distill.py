@@ -99,6 +99,8 @@ def train_draft_model(config: DistillConfig) -> Path:
         "steps": state.steps,
         "seconds": round(state.seconds),
         "parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "corpus_tokens": len(stream),
+        "held_out_tokens": len(test),
         "held_out_loss": held_out_losses(draft, test, settings),
         "alpha": measure_alpha(target, draft, test, config.seed),
         "recipe": config.recipe(),
