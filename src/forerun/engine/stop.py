@@ -28,7 +28,6 @@ class Stopper:
         self.detokenizer = detokenizer
         params = sequence.params
         self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else sequence.eos_ids)
-        self.longest = max((len(text) for text in params.stop), default=0)
         self.emitted: list[int] = []
         self.finish: Finish | None = None
 
@@ -57,10 +56,10 @@ class Stopper:
             by = token if token in params.stop_token_ids else None
             return Finish(STOP, by)
         fresh = self._push(token)
-        if may_stop and self.longest and self.detokenizer is not None:
+        if may_stop and params.stop and self.detokenizer is not None:
             text = self.detokenizer.text
-            start = max(0, len(text) - len(fresh) - self.longest)
-            found = [(text.find(stop, start), stop) for stop in params.stop]
+            known = len(text) - len(fresh)
+            found = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in params.stop]
             found = [(at, stop) for at, stop in found if at >= 0]
             if found:
                 at, stop = min(found)

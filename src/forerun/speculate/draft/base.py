@@ -66,6 +66,11 @@ class DrafterConfig:
         """Children of a node at ``depth`` (the root has depth 0)."""
         return self.tree[depth] if self.tree is not None else 1
 
+    @property
+    def branches(self) -> bool:
+        """Whether drafts may branch because an option asks for it."""
+        return self.tree is not None
+
     def nodes_by_depth(self) -> list[int]:
         """Entry d: how many nodes a draft of depth d has at most."""
         totals, level = [0], 1
@@ -103,6 +108,8 @@ class DraftContext:
     dtype: str = "auto"
     options: dict[str, Any] | None = None
     """Engine options that apply to a draft model too (``weights``, ``page_size``, ...)."""
+    stream: int = 0
+    """Which of several drafters of one tree this is: their draws must be independent where p meets q."""
 
 
 C = TypeVar("C", bound=DrafterConfig)
@@ -137,9 +144,20 @@ class Drafter(ABC, Generic[C]):
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence: it ended, or was preempted."""
 
+    def rewind(self, sequence: Sequence) -> None:
+        """Tokens that were ``tentative`` have been taken back: keep no state beyond ``sequence.tokens``."""
+        self.release(sequence)
+
     def cached_tokens(self, sequence: Sequence) -> list[int] | None:
         """The tokens this drafter has state for; None if it keeps none. Always a prefix of the committed ones."""
         return None
+
+    @classmethod
+    def example(cls, target: Path, folder: Path) -> dict[str, Any]:
+        """``speculative_config`` keys of a small working instance for the checkpoint in ``target``; the conformance
+        tests build every registered drafter from them. One that needs trained weights writes random ones to
+        ``folder`` and names them here."""
+        return {}
 
 
 class Chooser:
@@ -149,10 +167,11 @@ class Chooser:
     of q with noise of their own, and the exact q rows are kept. Greedy requests: the top-k of log q, point masses.
     """
 
-    def __init__(self, sampler: Sampler, rule: Rule, temperature: float | None = None) -> None:
+    def __init__(self, sampler: Sampler, rule: Rule, temperature: float | None = None, stream: int = 0) -> None:
         self.sampler = sampler
         self.rule = rule
         self.temperature = temperature
+        self.purpose = DRAFT + (stream << 8)
 
     def row(self, sequence: Sequence, path: Seq[int] = ()) -> Row:
         return Row(sequence, path, self.temperature)
@@ -181,7 +200,7 @@ class Chooser:
 
         def keys(trial: int) -> list[int | None]:
             return [
-                node_key(DRAFT, row, root, parent, trial) if row.heat > 0.0 else None
+                node_key(self.purpose, row, root, parent, trial) if row.heat > 0.0 else None
                 for row, root, parent in zip(rows, roots, parents)
             ]
 

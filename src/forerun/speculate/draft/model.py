@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,7 +58,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             page_size=page_size,
             slack=config.max_nodes(),
         )
-        self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature)
+        self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = [Draft() for _ in sequences]
@@ -150,3 +152,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def cached_tokens(self, sequence: Sequence) -> list[int]:
         return sequence.tokens[: self.cache.pool.length(sequence.id)]
+
+    @classmethod
+    def example(cls, target: Path, folder: Path) -> dict[str, Any]:
+        return {"model": str(target)}

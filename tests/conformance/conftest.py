@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import LONGEST, Answer, answers, run
+from matrix import Case, additions
+
+from forerun.engine.config import EngineConfig, SpeculativeConfig
+from forerun.engine.engine import Engine
+from forerun.models.load import load_model
+from forerun.models.tokenizer import load_tokenizer
+from forerun.speculate.draft import drafters
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parts() -> Iterator[None]:
+    with additions():
+        yield
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_target: str) -> Callable[..., Engine]:
+    """``engine(speculative_config=None, path="native", **options)``: a fresh engine on a shared tiny model."""
+    models: dict[str, Any] = {}
+    tokenizer = load_tokenizer(tiny_target)
+
+    def build(config: dict[str, Any] | None = None, path: str = "native", **options: Any) -> Engine:
+        if path not in models:
+            models[path] = load_model(tiny_target, invariant=True, model_path=path)
+        engine_config = EngineConfig(model=tiny_target, model_path=path, **{"max_model_len": LONGEST, **options})
+        return Engine(models[path], tokenizer, engine_config, SpeculativeConfig.parse(config))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def keys(tiny_target: str, tiny_draft: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """``keys(case, **more)``: a ``speculative_config`` of the case's drafter for the tiny target."""
+    examples: dict[str, dict[str, Any]] = {}
+
+    def build(case: Case, **more: Any) -> dict[str, Any]:
+        if case.method not in examples:
+            folder = tmp_path_factory.mktemp(case.method)
+            examples[case.method] = drafters[case.method].example(Path(tiny_target), folder)
+            if case.method == "draft_model":
+                examples[case.method] = {"model": tiny_draft}  # unlike the target itself, it is sometimes wrong
+        shape = {"tree": [3, 2, 1]} if case.tree else {}
+        return {"method": case.method, **examples[case.method], **shape, **more}
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def plain(engine: Callable[..., Engine]) -> Callable[[str], list[Answer]]:
+    """``plain(path="native")``: the answers of decoding one token at a time, one request at a time."""
+    return cache(lambda path="native": answers(run(engine(path=path, max_num_seqs=1))))

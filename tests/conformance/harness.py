@@ -1,0 +1,125 @@
+"""One set of requests, and engines that must all answer it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from forerun import SamplingParams
+from forerun.cache.pool import Pages
+from forerun.engine.engine import Engine, Job
+from tiny import ALPHABET
+
+TOKENS = 64
+LONGEST = 112
+"""``max_model_len``: the longest prompt meets it before its 64 tokens are out."""
+
+PROMPTS = (
+    "hello world, hello world, hello",
+    "def parse(text):\n    return ",
+    "a",
+    "0123456789" * 6,
+    "the cat sat on the mat; the cat sat",
+)
+
+
+def options(**given: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0, "seed": 5, **given})
+
+
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+BIAS = {"logit_bias": {40: 1.5, 41: -100.0, 3: 2.0}}
+STOPS = {"stop": ["3h?R", "KK", "S"], "min_tokens": 3}
+STOP_TOKEN = {"stop_token_ids": [ALPHABET.index("*")]}
+EOS_SOON = {"ignore_eos": False, "logit_bias": {0: 3.0}, "min_tokens": 3}
+
+GREEDY = [options(), options(**PENALTIES, **BIAS), options(**STOPS), options(**EOS_SOON), options(top_k=5, top_p=0.9)]
+SAMPLED = [
+    options(temperature=0.8),
+    options(temperature=0.8, top_k=20, top_p=0.9),
+    options(temperature=0.8, min_p=0.05, **PENALTIES, bad_words=["e", "at"]),
+    options(temperature=0.8, **STOPS, **BIAS),
+    options(temperature=0.8, **EOS_SOON, top_p=0.95, max_tokens=None, n=2),
+]
+# Every prompt at T = 0 and at T = 0.8, each time with other options.
+REQUESTS = [*zip(PROMPTS, GREEDY), *zip(PROMPTS, SAMPLED), (PROMPTS[3], options()), (PROMPTS[2], options(**STOP_TOKEN))]
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    text: str
+    reason: str | None
+    stopped_by: str | int | None
+
+
+def run(
+    engine: Engine,
+    requests: Sequence[tuple[str, SamplingParams]] = REQUESTS,
+    each_round: Callable[[], None] = lambda: None,
+) -> list[Job]:
+    """Answer all requests; every round and the idle engine are checked."""
+    jobs: list[Job] = []
+    for prompt, params in requests:
+        jobs.extend(engine.add(engine.tokenizer.encode(prompt), params))
+    while engine.busy:
+        engine.step()
+        check_drafters(engine)
+        each_round()
+    check_idle(engine, jobs)
+    return jobs
+
+
+def answers(jobs: Sequence[Job]) -> list[Answer]:
+    found = []
+    for job in jobs:
+        assert job.finish is not None
+        found.append(Answer(job.output_ids, job.text, job.finish.reason, job.finish.stopped_by))
+    return found
+
+
+def check_drafters(engine: Engine) -> None:
+    """What a drafter has state for is a prefix of the committed tokens."""
+    for drafter in engine.router.drafters.values():
+        for job in engine.jobs.values():
+            known = drafter.cached_tokens(job.sequence)
+            assert known is None or known == job.sequence.tokens[: len(known)]
+        for pool in pools(drafter):
+            for job in engine.jobs.values():
+                assert pool.length(job.sequence.id) <= len(job.sequence.tokens)
+
+
+def check_idle(engine: Engine, jobs: Sequence[Job]) -> None:
+    """Nothing is left of finished requests."""
+    engine.check()
+    assert not engine.jobs
+    for drafter in engine.router.drafters.values():
+        for job in jobs:
+            assert not drafter.cached_tokens(job.sequence)
+        for pool in pools(drafter):
+            assert not pool.tables
+            pool.check()
+    for job in jobs:
+        check_metrics(job)
+
+
+def pools(drafter: Any) -> list[Pages]:
+    """Every KV pool that a drafter owns."""
+    found = []
+    for value in vars(drafter).values():
+        pool = getattr(value, "pool", value)
+        if isinstance(pool, Pages):
+            found.append(pool)
+    return found
+
+
+def check_metrics(job: Job) -> None:
+    """The counts that must agree whatever was drafted."""
+    metrics = job.metrics
+    histogram = metrics.acceptance_histogram
+    assert sum(histogram) == metrics.num_drafts <= metrics.rounds
+    assert sum(length * count for length, count in enumerate(histogram)) == metrics.num_accepted_draft_tokens
+    assert metrics.num_accepted_draft_tokens <= metrics.num_draft_tokens
+    assert metrics.num_accepted_draft_tokens <= metrics.matched <= metrics.tested
+    assert 0.0 <= metrics.overlap <= metrics.tested * (1 + 1e-6)
+    assert metrics.decode_tokens <= metrics.rounds + metrics.num_accepted_draft_tokens
+    assert metrics.decode_tokens <= len(job.output_ids)

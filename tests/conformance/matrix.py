@@ -1,0 +1,97 @@
+"""Which combinations of registered parts are tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import pytest
+from echo import Echo
+from policies import Off, Restless
+
+from forerun.core.errors import ConfigError
+from forerun.speculate.accept import rules
+from forerun.speculate.draft import drafters
+from forerun.speculate.length import policies
+
+TREE = (3, 2, 1)
+PAGE_SIZES = (None, 16)
+PATHS = ("native", "hf")
+
+
+class Case(NamedTuple):
+    """A drafter, as a chain or a tree."""
+
+    method: str
+    tree: bool
+
+    def __str__(self) -> str:
+        return f"{self.method}-{'tree' if self.tree else 'chain'}"
+
+
+class Combination(NamedTuple):
+    case: Case
+    rule: str
+    page_size: int | None
+    path: str
+    length: str
+
+    def __str__(self) -> str:
+        layout = "slotted" if self.page_size is None else f"paged{self.page_size}"
+        return f"{self.case}-{self.rule}-{layout}-{self.path}-{self.length}"
+
+
+@contextmanager
+def additions() -> Iterator[None]:
+    """The tests' own drafter and policies, registered as any other."""
+    drafters.register("echo")(Echo)
+    for policy in (Off, Restless):
+        policies.register(policy.name)(policy)
+    try:
+        yield
+    finally:
+        drafters.remove("echo")
+        for policy in (Off, Restless):
+            policies.remove(policy.name)
+
+
+def has_trees(method: str) -> bool:
+    try:
+        drafters[method].config_class(tree=TREE)
+    except ConfigError:
+        return False
+    return True
+
+
+def fits(combination: Combination) -> bool:
+    return rules[combination.rule].trees or not combination.case.tree
+
+
+def pairwise(everything: list[Any]) -> list[Any]:
+    """A subset in which every pair of values that occurs at all occurs."""
+
+    def pairs(item: Any) -> set[tuple]:
+        return {(i, item[i], j, item[j]) for i, j in combinations(range(len(item)), 2)}
+
+    missing = set().union(*map(pairs, everything))
+    chosen = []
+    while missing:
+        best = max(everything, key=lambda item: len(pairs(item) & missing))
+        missing -= pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def marked(everything: list[Any], chosen: Callable[[list[Any]], list[Any]] = pairwise) -> list[Any]:
+    """Parameters of a test: the chosen ones, and with ``--full`` the others."""
+    always = set(chosen(everything))
+    return [pytest.param(item, id=str(item), marks=() if item in always else pytest.mark.full) for item in everything]
+
+
+with additions():
+    CASES = [Case(method, tree) for method in drafters for tree in (False, True) if not tree or has_trees(method)]
+    RULES = list(rules)
+    POLICIES = [name for name in policies if name != Off.name]
+    COMBINATIONS = [c for c in map(Combination._make, product(CASES, RULES, PAGE_SIZES, PATHS, POLICIES)) if fits(c)]

@@ -1,0 +1,51 @@
+"""Every drafter under every rule, in every cache layout: the tokens of plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+from harness import REQUESTS, TOKENS, answers, run
+from matrix import CASES, COMBINATIONS, PAGE_SIZES, PATHS, Case, marked
+
+from forerun.speculate.accept import rules
+from tiny import ALPHABET
+
+
+def promised(rule: str) -> list[bool]:
+    """Per answer: whether the rule promises the tokens of plain decoding."""
+    kind = rules[rule]
+    same = [kind.identity or (kind.lossless and params.greedy) for _, params in REQUESTS for _ in range(params.n)]
+    assert any(same) == kind.lossless
+    return same
+
+
+def test_the_requests_reach_what_they_are_for(plain):
+    found = plain()
+    assert len(found) == len(promised("coupled"))
+    assert {answer.reason for answer in found} == {"stop", "length"}
+    assert {answer.stopped_by for answer in found} >= {None, ALPHABET.index("*"), "3h?R", "KK"}
+    assert any(answer.reason == "stop" and answer.stopped_by is None for answer in found)
+    assert any(answer.reason == "length" and len(answer.tokens) < TOKENS for answer in found)
+    assert sum(len(answer.tokens) == TOKENS for answer in found) >= 6
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_plain_decoding_in_batches(engine, plain, page_size, path):
+    assert answers(run(engine(page_size=page_size, path=path))) == plain(path)
+
+
+@pytest.mark.parametrize("combination", marked(COMBINATIONS))
+def test_same_tokens_as_plain_decoding(engine, keys, plain, combination):
+    case, rule, page_size, path, length = combination
+    jobs = run(engine(keys(case, accept=rule, length=length), path=path, page_size=page_size))
+    for got, wanted, same in zip(answers(jobs), plain(path), promised(rule), strict=True):
+        if same:
+            assert got == wanted
+    assert not any(job.metrics.draft_error for job in jobs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_drafter_drafts(engine, keys, case: Case):
+    jobs = run(engine(keys(case)))
+    assert sum(job.metrics.num_draft_tokens for job in jobs) > 0
+    assert sum(job.metrics.rounds for job in jobs) < sum(len(job.output_ids) for job in jobs)

@@ -1,0 +1,43 @@
+"""Tiny random checkpoints."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+EOS, UNKNOWN = "<eos>", "<unk>"
+ALPHABET = [EOS, UNKNOWN, "\n", " ", *string.ascii_letters, *string.digits, *string.punctuation]
+CONTEXT = 256
+
+
+def save_tokenizer(folder: Path, alphabet: list[str] = ALPHABET) -> None:
+    """One token per character: text is readable, and a stop string crosses tokens."""
+    model = WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token=UNKNOWN)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, unk_token=UNKNOWN)
+    fast.save_pretrained(folder)
+
+
+def tiny_llama(layers: int = 2, **options: Any) -> LlamaForCausalLM:
+    """A random Llama whose logits are peaked enough that a wrong mask or position changes its choices. Each layer
+    adds less than the one before, so that a model of the first layers resembles it."""
+    sizes = {
+        "vocab_size": len(ALPHABET), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
+        "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None, "initializer_range": 0.3,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **options}))
+    with torch.no_grad():
+        for depth, layer in enumerate(model.model.layers):
+            layer.self_attn.o_proj.weight *= 0.5**depth
+            layer.mlp.down_proj.weight *= 0.5**depth
+    return model
