@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -47,9 +48,36 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: method 'none' has no option {sorted(rest)[0]!r}")
             return cls(NONE, accept, length)
         config = drafters[method].config_class.from_dict(method, rest)
-        if config.tree is not None and not rule.trees:
-            raise ConfigError(f"accept={accept!r} works on chains; remove 'tree' or choose another rule")
+        if config.branches and not rule.trees:
+            raise ConfigError(
+                f"accept={accept!r} works on chains, but this {method!r} makes trees; choose another rule, or remove "
+                "'tree' or 'tree_nodes' if they are set"
+            )
         return cls(method, accept, length, config)
+
+    @classmethod
+    def parse_all(
+        cls, options: Mapping[str, Any] | SpeculativeConfig | Seq[Mapping[str, Any] | SpeculativeConfig] | None
+    ) -> tuple[SpeculativeConfig, ...]:
+        """One config, or several whose drafters share an engine; requests choose by method, the first by default.
+
+        Raises ConfigError unless the methods differ and rule and length policy are the same throughout.
+        """
+        several = isinstance(options, Seq) and not isinstance(options, str)
+        configs = tuple(cls.parse(item) for item in options) if several else (cls.parse(options),)  # type: ignore
+        if not configs:
+            return (cls(),)
+        methods = [config.method for config in configs]
+        if len(set(methods)) < len(methods):
+            raise ConfigError(f"each method can be loaded once, not {', '.join(methods)}")
+        for config in configs[1:]:
+            for key in ("accept", "length"):
+                if getattr(config, key) != getattr(configs[0], key):
+                    raise ConfigError(
+                        f"drafters of one engine share {key!r}: {getattr(configs[0], key)} for {methods[0]}, "
+                        f"{getattr(config, key)} for {config.method}"
+                    )
+        return configs
 
 
 @dataclass(frozen=True)

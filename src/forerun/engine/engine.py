@@ -19,7 +19,7 @@ from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.logprobs import TokenLogprobs, emitted_logprobs, prompt_logprobs
 from forerun.engine.metrics import EngineStats, RequestMetrics
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.stop import ABORT, Finish, Stopper
+from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
 from forerun.engine.trace import TraceRound
 from forerun.models.base import Model, new_cache
 from forerun.models.tokenizer import Detokenizer
@@ -46,6 +46,7 @@ class Job:
     finish: Finish | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    traced: bool = False
     trace: list[TraceRound] = field(default_factory=list)
 
     @property
@@ -79,20 +80,20 @@ class Engine:
         model: Model,
         tokenizer: Any = None,
         config: EngineConfig | None = None,
-        speculative: SpeculativeConfig | None = None,
+        speculative: SpeculativeConfig | Seq[SpeculativeConfig] | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.config = config or EngineConfig()
-        self.speculative = speculative or SpeculativeConfig()
+        configs = SpeculativeConfig.parse_all(speculative)
+        self.speculative = configs[0]
         self.model = model
         self.tokenizer = tokenizer
         self.clock = clock
         self.max_model_len = min(model.info.max_len, self.config.max_model_len or model.info.max_len)
         self.sampler = Sampler(model.info.vocab_size, model.info.device)
         self.rule = rules[self.speculative.accept]()
-        drafter_config = self.speculative.drafter
-        self.max_nodes = drafter_config.max_nodes() if drafter_config is not None else 0
-        self.router = Router(self._drafters())
+        self.max_nodes = max((c.drafter.max_nodes() for c in configs if c.drafter is not None), default=0)
+        self.router = Router(self._drafters(configs))
         nodes = {name: drafter.config.nodes_by_depth() for name, drafter in self.router.drafters.items()}
         self.policy = policies[self.speculative.length](Setting(nodes, model.row_multiple))
         cache = new_cache(
@@ -115,10 +116,7 @@ class Engine:
         self.jobs: dict[int, Job] = {}
         self._ids = itertools.count()
 
-    def _drafters(self) -> dict[str, Any]:
-        spec = self.speculative
-        if spec.method == NONE or spec.drafter is None:
-            return {}
+    def _drafters(self, configs: Seq[SpeculativeConfig]) -> dict[str, Any]:
         context = DraftContext(
             target=self.model,
             sampler=self.sampler,
@@ -133,11 +131,25 @@ class Engine:
                 "weights": self.config.weights,
             },
         )
-        return {spec.method: drafters[spec.method](spec.drafter, context)}
+        return {c.method: drafters[c.method](c.drafter, context) for c in configs if c.drafter is not None}
 
-    def add(self, prompt: Seq[int], params: SamplingParams, *, speculate: bool = True) -> list[Job]:
-        """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run."""
+    def add(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        *,
+        speculate: bool = True,
+        method: str | None = None,
+        max_draft: int | None = None,
+        trace: bool = False,
+    ) -> list[Job]:
+        """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run.
+
+        ``method`` chooses among the loaded drafters (None: the first); ``max_draft`` bounds this request's drafted
+        tokens per round; ``trace`` records its rounds.
+        """
         params = self._check(prompt, params)
+        drafter = self._choose(method, max_draft) if speculate else None
         seed = params.seed if params.seed is not None else self.config.seed
         seed = seed if seed is not None else secrets.randbits(63)
         limit = self.max_model_len
@@ -153,18 +165,31 @@ class Engine:
                 seed=seed if index == 0 else fold(seed, index),
                 eos_ids=self.model.info.eos_ids,
                 max_tokens=limit,
-                drafter=next(iter(self.router.drafters), None) if speculate else None,
+                drafter=drafter,
+                max_draft=max_draft,
             )
             detokenizer = None
             if self.tokenizer is not None:
                 detokenizer = Detokenizer(self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
             stopper = Stopper(sequence, detokenizer)
-            job = Job(sequence, stopper, detokenizer, RequestMetrics(start=self.clock()), index)
+            metrics = RequestMetrics(start=self.clock())
+            job = Job(sequence, stopper, detokenizer, metrics, index, traced=trace or self.config.trace)
             self.scheduler.add(sequence)
             self.jobs[sequence.id] = job
             jobs.append(job)
         self.stats.prompt_tokens += len(prompt)
         return jobs
+
+    def _choose(self, method: str | None, max_draft: int | None) -> str | None:
+        loaded = self.router.drafters
+        if method is None:
+            method = next(iter(loaded), None)
+        elif method not in loaded:
+            raise RequestError(f"method {method!r} is not loaded; there is {', '.join(loaded) or NONE}")
+        limit = loaded[method].config.num_speculative_tokens if method is not None else 0
+        if max_draft is not None and not 0 <= max_draft <= limit:
+            raise RequestError(f"num_speculative_tokens must be from 0 to {limit} here, not {max_draft}")
+        return method
 
     def _check(self, prompt: Seq[int], params: SamplingParams) -> SamplingParams:
         if not len(prompt):
@@ -200,6 +225,22 @@ class Engine:
         """End a request now and free everything it holds."""
         if job.finish is None:
             self._end(job, Finish(ABORT))
+
+    def fail(self, message: str) -> list[Update]:
+        """End everyone who was in the failed step; the requests that wait are not affected."""
+        jobs = [self.jobs[sequence.id] for sequence in list(self.scheduler.running)]
+        for job in jobs:
+            self._end(job, Finish(ERROR, message))
+        return [Update(job, [], 0, job.finish) for job in jobs]
+
+    def pause(self, job: Job) -> None:
+        """Take an unfinished request off the engine, its pages freed; ``resume`` queues it again, recomputed."""
+        self.scheduler.remove(job.sequence)
+        job.sequence.cached = job.sequence.scheduled = 0
+        self._preempted(job.sequence)
+
+    def resume(self, job: Job) -> None:
+        self.scheduler.add(job.sequence)
 
     @property
     def busy(self) -> bool:
@@ -251,7 +292,7 @@ class Engine:
         metrics.draft_error = self.router.failures.get(job.sequence.id)
         if not prefill:
             metrics.add(draft, verdict)
-        if self.config.trace:
+        if job.traced:
             job.trace.append(TraceRound.of(draft, verdict))
         stats.generated_tokens += len(verdict.tokens)
         if len(draft):

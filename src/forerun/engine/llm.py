@@ -49,19 +49,20 @@ class LLM:
     """A model that generates text, with speculation where asked for.
 
     ``model`` is a folder or hub id (default: the bundled target). ``speculative_config`` has vLLM's keys, plus
-    ``accept`` and ``length``; None decodes plainly. Other keywords are the fields of ``EngineConfig``. Raises
-    ForerunError subclasses for what cannot be loaded or honoured.
+    ``accept`` and ``length``; a list of them loads several drafters; None decodes plainly. Other keywords are the
+    fields of ``EngineConfig``. Raises ForerunError subclasses for what cannot be loaded or honoured.
     """
 
     def __init__(
         self,
         model: str = "forerun:target",
         *,
-        speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
+        speculative_config: Mapping[str, Any] | SpeculativeConfig | Seq[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_options({"model": str(model), **options})
-        self.speculative = SpeculativeConfig.parse(speculative_config)
+        speculative = SpeculativeConfig.parse_all(speculative_config)
+        self.speculative = speculative[0]
         config = self.config
         loaded = load_model(
             config.model,
@@ -74,7 +75,7 @@ class LLM:
             max_model_len=config.max_model_len,
         )
         self.tokenizer = load_tokenizer(config.tokenizer or config.model)
-        self.engine = Engine(loaded, self.tokenizer, config, self.speculative)
+        self.engine = Engine(loaded, self.tokenizer, config, speculative)
 
     @property
     def model(self) -> Any:
