@@ -114,6 +114,8 @@ class Engine:
         )
         self.stats = EngineStats()
         self.jobs: dict[int, Job] = {}
+        self.on_round: Callable[[Round], None] | None = None
+        """Sees every round as it ends, for measurements."""
         self._ids = itertools.count()
 
     def _drafters(self, configs: Seq[SpeculativeConfig]) -> dict[str, Any]:
@@ -263,6 +265,8 @@ class Engine:
         self.stats.accept_seconds += seconds.accept
         inside = seconds.draft + seconds.verify + seconds.accept
         self.stats.host_seconds += self.clock() - began - inside
+        if self.on_round is not None:
+            self.on_round(result)
         return updates
 
     def _clip(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
