@@ -6,7 +6,7 @@ from forerun.core.tree import Draft, Verdict
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
 from forerun.engine.metrics import RequestMetrics
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import SamplingParams, StructuredOutputsParams
 from forerun.speculate.draft import DraftContext, Drafter, DrafterConfig, Needs, drafters
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __all__ = [
     "SamplingParams",
     "Sequence",
     "SpeculativeConfig",
+    "StructuredOutputsParams",
     "Verdict",
     "__version__",
     "drafters",

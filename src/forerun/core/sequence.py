@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+
+
+class Constraint(Protocol):
+    """A grammar's view of one sequence. It looks at the sequence's committed tokens by itself."""
+
+    error: str | None
+    """What broke it; no token is permitted from then on."""
+
+    def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
+        """Bits [ceil(vocabulary / 32)] int32, the lowest bit being the lowest id, of the tokens that may follow the
+        drafted ``path``. None: the path is not permitted, so that nothing follows it."""
+
+    def forced(self, sequence: Sequence, count: int) -> list[int]:
+        """Up to ``count`` tokens about which the grammar leaves no choice."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +47,16 @@ class Sequence:
     """Which of the engine's drafters proposes for this request; None: it decodes plainly."""
     max_draft: int | None = None
     """The request's own bound on drafted tokens per round (None: the engine's)."""
+    tentative: int = 0
+    """How many of the last tokens may still be taken back: inside a staged draft, a draft model's own output."""
+    room: int | None = None
+    """Most nodes that this round has rows and pages for in its draft (None: not bounded)."""
+    priority: int = 0
+    """Lower values are served first."""
+    rank: tuple[int, int] = (0, 0)
+    """The scheduler's order: its turn in rounds, then its arrival."""
+    constraint: Constraint | None = field(default=None, repr=False)
+    """Which tokens its grammar permits; None: all."""
     hidden: Any = field(default=None, repr=False)
 
     @property

@@ -34,7 +34,9 @@ class Stopper:
     def clip(self, draft: Draft, verdict: Verdict) -> None:
         """Fill ``verdict.tokens`` with what is emitted: the path's tokens and the next one, up to a stop."""
         if verdict.error is not None:
-            verdict.stop = self.finish = Finish(ERROR, verdict.error)
+            constraint = self.sequence.constraint
+            broken = constraint.error if constraint is not None else None
+            verdict.stop = self.finish = Finish(ERROR, broken or verdict.error)
             return
         assert verdict.token is not None
         drafted = [draft.tokens[node] for node in verdict.path]
@@ -45,6 +47,19 @@ class Stopper:
                 break
         verdict.accepted = min(len(verdict.tokens), len(drafted))
         verdict.stop = self.finish
+
+    def held_back(self, text: str) -> int:
+        """How many characters at the end of ``text`` a stop string may begin with, and so must not be shown yet."""
+        params = self.sequence.params
+        if params.include_stop_str_in_output:
+            return 0
+        longest = 0
+        for stop in params.stop:
+            for count in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:count]):
+                    longest = count
+                    break
+        return longest
 
     def _check(self, token: int, num_output: int) -> Finish | None:
         params = self.sequence.params

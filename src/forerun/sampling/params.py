@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from json import dumps
 from typing import Any
 
 from forerun.core.errors import ConfigError
@@ -22,6 +23,53 @@ def _number(name: str, value: Any, low: float, high: float = math.inf, *, open_l
 def _integer(name: str, value: Any, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the answer must look like: exactly one of vLLM's kinds. Works with any drafter and acceptance rule.
+
+    ``json`` is a schema, as a mapping or as text; ``regex`` must match the whole answer; ``choice`` lists the
+    answers; ``grammar`` is Lark or GBNF; ``json_object`` permits any JSON object. Raises ConfigError for none or
+    several of them; what the grammar itself does wrong is found when a request is added.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        if len(given) != 1:
+            raise ConfigError(
+                f"structured_outputs takes exactly one of json, regex, choice, grammar and json_object, not "
+                f"{' and '.join(given) or 'none'}"
+            )
+        for name in ("regex", "grammar"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise ConfigError(f"structured_outputs: {name} must be a string")
+        if self.json is not None and not isinstance(self.json, (str, Mapping, bool)):
+            raise ConfigError("structured_outputs: json must be a schema, as a mapping or as text")
+        if self.choice is not None:
+            choice = [self.choice] if isinstance(self.choice, str) else list(self.choice)
+            if not choice or any(not isinstance(text, str) or not text for text in choice):
+                raise ConfigError("structured_outputs: choice must be a list of non-empty strings")
+            object.__setattr__(self, "choice", tuple(choice))
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Kind and text, which determine the grammar."""
+        if self.json_object:
+            return "json", '{"type": "object"}'
+        if self.json is not None:
+            return "json", self.json if isinstance(self.json, str) else dumps(self.json)
+        if self.choice is not None:
+            return "choice", dumps(self.choice)
+        if self.regex is not None:
+            return "regex", self.regex
+        return "grammar", self.grammar or ""
 
 
 @dataclass(frozen=True)
@@ -55,6 +103,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1)
@@ -69,6 +118,8 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise ConfigError("structured_outputs must be a StructuredOutputsParams")
         _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -116,7 +167,9 @@ class SamplingParams:
     @property
     def edits(self) -> bool:
         """Whether raw logits are changed before the temperature."""
-        return self.penalised or bool(self.logit_bias) or bool(self.bad_words_ids) or self.min_tokens > 0
+        if self.penalised or self.logit_bias or self.bad_words_ids:
+            return True
+        return self.min_tokens > 0 or self.structured_outputs is not None
 
     @property
     def filters(self) -> bool:

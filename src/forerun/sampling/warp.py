@@ -60,14 +60,35 @@ def warp(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
 
 
 def edit(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
-    """Logit bias, bans and penalties, row by row for the requests that ask for them."""
+    """Logit bias, bans, penalties and grammars, for the rows whose requests ask for them."""
     for i, row in enumerate(rows):
         params = row.sequence.params
         if params.edits:
             _bias_and_ban(logits[i], row)
             if params.penalised:
                 _penalise(logits[i], row)
+    _constrain(logits, rows)
     return logits
+
+
+def _constrain(logits: torch.Tensor, rows: Seq[Row]) -> None:
+    """Ban what the grammar of each row's request does not permit after the row's path."""
+    chosen, masks = [], []
+    for i, row in enumerate(rows):
+        constraint = row.sequence.constraint
+        mask = constraint.allowed(row.sequence, row.path) if constraint is not None else None
+        if mask is not None:
+            chosen.append(i)
+            masks.append(mask)
+    if not chosen:
+        return
+    words = torch.stack(masks).to(logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    if len(chosen) == len(rows):
+        logits.masked_fill_(~allowed, NEG_INF)
+    else:
+        logits[chosen] = logits[chosen].masked_fill(~allowed, NEG_INF)
 
 
 def _bias_and_ban(logits: torch.Tensor, row: Row) -> None:

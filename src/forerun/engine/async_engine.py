@@ -1,0 +1,337 @@
+"""``AsyncEngine``: one engine thread, any number of asyncio readers in front of it.
+
+The thread owns the engine; everything else talks to it through an inbox that it empties between rounds. What a round
+emits goes to each request's own stream. A reader that falls behind has its request taken off the engine until it
+has caught up, so neither memory nor other requests pay for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from forerun.core.errors import RequestError
+from forerun.engine.engine import Engine, Job, Update
+from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.stop import Finish
+from forerun.engine.trace import TraceRound
+from forerun.sampling.params import SamplingParams
+
+log = logging.getLogger("forerun")
+
+
+class QueueFullError(RequestError):
+    """As many requests wait as the queue holds; try again later."""
+
+
+class ClosedError(RequestError):
+    """The engine is draining or has ended: it takes no new requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one round added to one of a request's n answers.
+
+    ``text`` leaves out the end of the answer while it could still become a stop string. ``seconds`` is when the
+    round ended, on the engine's clock.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    round: TraceRound | None
+    finish: Finish | None
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Published:
+    """How much of a job its reader has been given."""
+
+    chars: int = 0
+    tokens: int = 0
+    logprobs: int = 0
+    rounds: int = 0
+
+
+class Stream:
+    """One request: iterate over its deltas, in the event loop that submitted it. ``abort`` ends it at once."""
+
+    def __init__(self, owner: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self.jobs: list[Job] = []
+        self.arrival = owner.engine.clock()
+        self.error: Exception | None = None
+        self._owner = owner
+        self._loop = loop
+        self._deltas: deque[Delta] = deque()
+        self._ready = asyncio.Event()
+        self._unfinished = 0
+        self._published: dict[int, _Published] = {}
+        # One writer each, so that two threads can read the difference without a lock.
+        self._produced = 0
+        self._consumed = 0
+        self._paused = False
+
+    @property
+    def backlog(self) -> int:
+        """Deltas made but not read yet."""
+        return self._produced - self._consumed
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.jobs[0].sequence.num_prompt
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self.error is not None:
+                raise self.error
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._ready.clear()
+            await self._ready.wait()
+        delta = self._deltas.popleft()
+        self._consumed += 1
+        if self._paused and self.backlog <= self._owner.max_backlog // 2:
+            self._paused = False
+            self._owner.post(lambda: self._owner.resume(self))
+        return delta
+
+    def abort(self) -> None:
+        """End the request, if it has not ended; everything it holds is free before the next round."""
+        self._owner.forget(self)
+
+    def _deliver(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        if delta.finish is not None:
+            self._unfinished -= 1
+        if not self._unfinished:
+            self._owner.forget(self)
+        self._ready.set()
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        self._owner.forget(self)
+        self._ready.set()
+
+
+OnDelta = Callable[[Stream, Delta], None]
+
+
+class AsyncEngine:
+    """Asyncio in front of an ``Engine``.
+
+    ``max_queue`` bounds the requests that wait beyond those that can run (QueueFullError above it). A request whose
+    reader leaves ``max_backlog`` rounds unread is set aside until half of them are read. ``on_delta`` sees every delta,
+    in its reader's event loop.
+    """
+
+    def __init__(
+        self, engine: Engine, *, max_queue: int = 1024, max_backlog: int = 64, on_delta: OnDelta | None = None
+    ) -> None:
+        self.engine = engine
+        self.max_queue = max_queue
+        self.max_backlog = max_backlog
+        self.on_delta = on_delta
+        self.streams: set[Stream] = set()
+        self.draining = False
+        self._by_job: dict[int, Stream] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
+        self._thread.start()
+
+    async def submit(self, prompt: Seq[int], params: SamplingParams, **choices: Any) -> Stream:
+        """Queue a request; ``choices`` are ``Engine.add``'s keywords. Raises RequestError if it cannot be run,
+        QueueFullError if too many wait and ClosedError while draining."""
+        if self.draining:
+            raise ClosedError("the server is shutting down and takes no new requests")
+        if len(self.streams) >= self.max_queue + self.engine.config.max_num_seqs:
+            raise QueueFullError(f"{self.max_queue} requests are waiting already; try again later")
+        loop = asyncio.get_running_loop()
+        stream = Stream(self, loop)
+        added: asyncio.Future[None] = loop.create_future()
+        self.streams.add(stream)
+        self.post(lambda: self._add(stream, added, prompt, params, choices))
+        try:
+            await added
+        except BaseException:
+            self.forget(stream)
+            raise
+        return stream
+
+    async def generate(self, prompt: Seq[int], params: SamplingParams, **choices: Any) -> AsyncIterator[Delta]:
+        """``submit`` and read; leaving the loop early, by ``aclose`` or cancellation, aborts the request."""
+        stream = await self.submit(prompt, params, **choices)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.abort()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests and wait for the present ones; those unfinished after ``seconds`` fail with
+        ClosedError."""
+        self.draining = True
+        ends = perf_counter() + seconds
+        while self.streams and perf_counter() < ends:
+            await asyncio.sleep(0.02)
+        for stream in list(self.streams):
+            stream._fail(ClosedError(f"the server shut down before this request ended (it had {seconds:g} s)"))
+
+    def close(self) -> None:
+        """Abort everything and end the thread."""
+        self.draining = True
+        for stream in list(self.streams):
+            self.forget(stream)
+
+        def end() -> None:
+            self._ending = True
+
+        self.post(end)
+        self._thread.join()
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run ``command`` in the engine thread, before its next round."""
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def forget(self, stream: Stream) -> None:
+        """Stop counting a request; its unfinished jobs are aborted."""
+        if stream in self.streams:
+            self.streams.discard(stream)
+            self.post(lambda: self._abort(stream))
+
+    # Below: the engine thread.
+
+    def _run(self) -> None:
+        while not self._ending:
+            with self._wake:
+                while not self._inbox and not self.engine.busy:
+                    self._wake.wait()
+                commands = list(self._inbox)
+                self._inbox.clear()
+            for command in commands:
+                command()
+            if self.engine.busy:
+                self._publish(self._step())
+
+    def _step(self) -> list[Update]:
+        try:
+            return self.engine.step()
+        except Exception as error:  # whatever broke a round must not end the server
+            log.error("a round failed; its requests end with an error", exc_info=error)
+            return self.engine.fail(f"the engine failed in this request's round: {type(error).__name__}: {error}")
+
+    def _add(
+        self, stream: Stream, added: asyncio.Future[None], prompt: Seq[int], params: SamplingParams, choices: dict
+    ) -> None:
+        if stream not in self.streams:
+            return
+        try:
+            stream.jobs = self.engine.add(prompt, params, **choices)
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever submitted the request
+            _post_to(stream._loop, partial(_settle, added, error))
+            return
+        stream._unfinished = len(stream.jobs)
+        for job in stream.jobs:
+            self._by_job[job.sequence.id] = stream
+            stream._published[job.index] = _Published()
+        _post_to(stream._loop, partial(_settle, added))
+
+    def _abort(self, stream: Stream) -> None:
+        for job in stream.jobs:
+            self._by_job.pop(job.sequence.id, None)
+            self.engine.abort(job)
+
+    def _publish(self, updates: Seq[Update]) -> None:
+        """Hand every reader its news: one wake-up per event loop and round."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
+        now = self.engine.clock()
+        for update in updates:
+            stream = self._by_job.get(update.job.sequence.id)
+            if stream is None:
+                continue
+            delta = _advance(update.job, stream._published[update.job.index], now)
+            stream._produced += 1
+            batches.setdefault(stream._loop, []).append((stream, delta))
+            if update.finish is not None:
+                del self._by_job[update.job.sequence.id]
+        for loop, batch in batches.items():
+            _post_to(loop, partial(self._deliver, batch))
+        for stream in {stream for batch in batches.values() for stream, _ in batch}:
+            if stream.backlog >= self.max_backlog and not stream._paused:
+                self._pause(stream)
+
+    def _deliver(self, batch: list[tuple[Stream, Delta]]) -> None:
+        for stream, delta in batch:
+            stream._deliver(delta)
+            if self.on_delta is not None:
+                self.on_delta(stream, delta)
+
+    def _pause(self, stream: Stream) -> None:
+        for job in stream.jobs:
+            if job.finish is None:
+                self.engine.pause(job)
+        stream._paused = True
+        if stream.backlog <= self.max_backlog // 2:  # the reader caught up before it could see the flag
+            stream._paused = False
+            self.resume(stream)
+
+    def resume(self, stream: Stream) -> None:
+        for job in stream.jobs:
+            if job.finish is None:
+                self.engine.resume(job)
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None = None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+def _post_to(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        log.debug("the event loop of a request has ended; its news are dropped")
+
+
+def _advance(job: Job, done: _Published, now: float) -> Delta:
+    """What the job has that its reader has not; runs between rounds."""
+    text = job.text
+    end = len(text)
+    if job.finish is None:
+        end -= job.stopper.held_back(text)
+    tokens = job.sequence.tokens
+    first = job.sequence.num_prompt + done.tokens
+    delta = Delta(
+        index=job.index,
+        text=text[done.chars : end],
+        token_ids=tokens[first:],
+        logprobs=job.logprobs[done.logprobs :],
+        round=job.trace[-1] if len(job.trace) > done.rounds else None,
+        finish=job.finish,
+        seconds=now,
+    )
+    done.chars, done.tokens = max(end, done.chars), len(tokens) - job.sequence.num_prompt
+    done.logprobs, done.rounds = len(job.logprobs), len(job.trace)
+    return delta

@@ -1,0 +1,178 @@
+"""Structured output: answers that a JSON schema, a regular expression, a list of choices or a grammar permits.
+
+Masks come from llguidance (https://github.com/guidance-ai/llguidance). A constraint is asked about every row on its
+own: the state after a sequence's committed tokens and the row's drafted path. It follows committed tokens as drafters
+do, by catching up, so nothing that was drafted and rejected is ever part of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from forerun.core.errors import ConfigError, RequestError
+from forerun.core.sequence import Sequence
+from forerun.sampling.params import StructuredOutputsParams
+
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON is written as ``json.dumps`` writes it, unless the schema's ``x-guidance`` says otherwise: a model that may put
+any white space between tokens may also never stop."""
+
+
+class Constraint:
+    """One sequence's place in its grammar.
+
+    ``error`` says what broke the matcher, if anything did (a grammar that grows beyond its limits): from then on no
+    token is permitted.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self.error: str | None = None
+        self._matcher = matcher
+        self._fed = 0
+        """Output tokens seen; those after the end of the text are not the matcher's."""
+        self._words = -(-vocab_size // 32)
+        self._ends = torch.zeros(self._words, dtype=torch.int32)
+        for token in eos_ids:
+            self._ends[token // 32] |= _bit(token)
+        self._masks: dict[tuple[int, ...], torch.Tensor | None] = {}
+
+    def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
+        """Bits [ceil(vocabulary / 32)] int32 of the tokens that may follow ``path``, the lowest bit being the lowest
+        id. None: ``path`` itself is not permitted, so that nothing follows it."""
+        path = self._catch_up(sequence) + tuple(path)
+        if path not in self._masks:
+            consumed = 0 if self._matcher.is_stopped() else self._matcher.try_consume_tokens(list(path))
+            ended = self._matcher.is_stopped()
+            self._masks[path] = self._mask() if consumed == len(path) or ended else None
+            self._undo(consumed)
+        return self._masks[path]
+
+    def forced(self, sequence: Sequence, count: int) -> list[int]:
+        """Up to ``count`` tokens that the grammar leaves no choice about, in the tokenizer's own spelling."""
+        consumed = 0
+        found = list(self._catch_up(sequence))
+        tentative = len(found)
+        if found:
+            consumed = self._matcher.try_consume_tokens(found)
+        while consumed == len(found) and len(found) - tentative < count:
+            more = self._matcher.compute_ff_tokens() or self._single()
+            if not more:
+                break
+            found += more
+            consumed += self._matcher.try_consume_tokens(more)
+        self._undo(consumed)
+        return found[tentative : tentative + count]
+
+    def _single(self) -> list[int]:
+        """The permitted token, if there is only one."""
+        mask = self._mask()
+        words = mask.nonzero()[:, 0].tolist()
+        if len(words) != 1:
+            return []
+        word = int(mask[words[0]]) & 0xFFFFFFFF
+        return [32 * words[0] + word.bit_length() - 1] if word & (word - 1) == 0 else []
+
+    def _catch_up(self, sequence: Sequence) -> tuple[int, ...]:
+        """Follow the committed tokens; returns those at the end that may still be taken back."""
+        committed = len(sequence.tokens) - sequence.tentative
+        fresh = sequence.tokens[sequence.num_prompt + self._fed : committed]
+        if fresh:
+            self._masks.clear()
+            self._fed += len(fresh)
+            if not self._matcher.is_stopped():
+                self._matcher.try_consume_tokens(fresh)
+        return tuple(sequence.tokens[committed:])
+
+    def _mask(self) -> torch.Tensor:
+        if self._matcher.is_error():
+            self.error = self.error or "the grammar: " + _first_line(self._matcher.get_error())
+            return torch.zeros_like(self._ends)
+        if self._matcher.is_stopped():
+            return self._ends
+        mask = torch.zeros_like(self._ends)
+        self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * self._words)
+        return mask
+
+    def _undo(self, consumed: int) -> None:
+        if consumed and not self._matcher.is_error():
+            self._matcher.rollback(consumed)
+
+
+class GrammarCompiler:
+    """Grammars of one tokenizer, the latest 256 kept. Safe to call from any thread.
+
+    Raises ConfigError when llguidance is missing or cannot read the tokenizer, RequestError for a grammar that is
+    wrong or uses what is not supported (nothing in a schema is ignored silently).
+    """
+
+    CAPACITY = 256
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError:
+            raise ConfigError("structured output needs llguidance: pip install 'forerun[serve]'") from None
+        if tokenizer is None or not eos_ids:
+            raise ConfigError("structured output needs a tokenizer and a token that ends the text")
+        self.vocab_size = vocab_size
+        self.eos_ids = sorted(eos_ids)
+        self._library = llguidance
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=self.eos_ids)
+        except ValueError as error:
+            raise ConfigError(f"structured output cannot read this tokenizer: {_first_line(str(error))}") from error
+
+    def start(self, options: StructuredOutputsParams) -> Constraint:
+        """A constraint at the beginning of its grammar."""
+        return Constraint(self.compile(options).deep_copy(), self.vocab_size, self.eos_ids)
+
+    def compile(self, options: StructuredOutputsParams) -> Any:
+        """The matcher to copy. A schema can take a second, in which the caller's thread does not hold the GIL."""
+        key = options.key
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        matcher = self._compile(*key)
+        with self._lock:
+            self._known[key] = matcher
+            while len(self._known) > self.CAPACITY:
+                self._known.popitem(last=False)
+        return matcher
+
+    def _compile(self, kind: str, text: str) -> Any:
+        library = self._library
+        try:
+            if kind == "json":
+                grammar = library.LLMatcher.grammar_from_json_schema(text, defaults=COMPACT)
+            else:
+                grammar = library.grammar_from(kind, text)
+        except ValueError as error:
+            raise RequestError(f"structured output, {kind}: {_first_line(str(error))}") from None
+        matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0)
+        trial = matcher.deep_copy()
+        if not trial.is_error() and not trial.is_stopped():
+            trial.compute_bitmask()
+        if trial.is_error():
+            raise RequestError(f"structured output, {kind}: {_first_line(trial.get_error())}")
+        return matcher
+
+
+def _bit(token: int) -> int:
+    """Bit of ``token`` in its word, as a signed 32-bit integer."""
+    return (1 << token % 32) - (1 << 32 if token % 32 == 31 else 0)
+
+
+def _first_line(text: str) -> str:
+    """The first line of a message that may be followed by a dump of the parser."""
+    lines = [line.strip() for line in text.split("<state>")[0].splitlines() if line.strip()]
+    return " ".join(lines[:4])[:300] or "unknown error"
