@@ -63,6 +63,7 @@ class RunConfig:
     batch_tokens: int = 4096  # tokens of one optimizer step
     length: int = 512  # tokens of a training sequence
     long_share: float = 0.1  # share of the run in sequences as long as the context
+    decay_share: float = 0.65  # share of the run over which the learning rates fall to zero
     matrix_lr: float = 0.02  # peak learning rate of hidden matrices (Muon)
     lr: float = 5e-3  # peak learning rate of everything else (AdamW)
     seed: int = 0
@@ -82,6 +83,7 @@ class RunConfig:
             length=min(self.length, self.shape.positions),
             long_length=self.shape.positions,
             long_share=self.long_share,
+            decay_share=self.decay_share,
             matrix_lr=self.matrix_lr,
             lr=self.lr,
             seed=self.seed,

@@ -52,7 +52,7 @@ class LoopSettings:
     lr: float = 3e-3  # peak learning rate of AdamW, for everything else
     weight_decay: float = 0.1
     warmup_share: float = 0.02  # share of the run's tokens over which the learning rate rises
-    decay_share: float = 0.2  # share of the run's tokens over which the learning rate falls to zero
+    decay_share: float = 0.65  # share of the run's tokens over which the learning rate falls to zero
     clip: float = 1.0  # largest norm of the gradient
     seed: int = 0
     threads: int = 2  # CPU threads; 0 leaves torch's choice
