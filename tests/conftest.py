@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tiny import save_tokenizer, tiny_llama
+
+if not torch.cuda.is_available():
+    # Triton reads this once, when it is first imported; without a GPU its kernels run under its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from transformers import LlamaForCausalLM
 
 from forerun import LLM
+from tiny import save_tokenizer, tiny_llama
 
 torch.set_num_threads(1)
 

@@ -1,0 +1,194 @@
+"""Verification gives the logits of decoding: chains and trees, alone and in mixed batches, and after rolling back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from matrix import PATHS
+
+from forerun.attention.sdpa import SdpaAttention
+from forerun.core.batch import Batch, Span
+from forerun.core.tree import Draft
+from forerun.models.base import Model, new_cache
+from forerun.models.load import load_model
+
+PROMPT = 23
+LAYOUTS = [None, 4, 16]
+
+
+def some_tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(2, 98, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_target: str) -> Callable[[str, bool], Model]:
+    loaded: dict[tuple[str, bool], Model] = {}
+
+    def get(path: str, invariant: bool) -> Model:
+        if (path, invariant) not in loaded:
+            loaded[path, invariant] = load_model(tiny_target, model_path=path, invariant=invariant)
+        return loaded[path, invariant]
+
+    return get
+
+
+@dataclass
+class Feeder:
+    """A model with a cache; every span asks for the logits of all its rows."""
+
+    model: Model
+    cache: SdpaAttention
+
+    def feed(self, *spans: Span) -> list[torch.Tensor]:
+        for span in spans:
+            span.logits = list(range(span.count))
+        logits = self.model.forward(Batch(list(spans)), self.cache).logits
+        return list(logits.split([span.count for span in spans]))
+
+    def decode(self, key: int, start: int, tokens: list[int]) -> torch.Tensor:
+        """Logits of ``tokens`` fed one at a time."""
+        return torch.cat([self.feed(Span(key, start + i, [token]))[0] for i, token in enumerate(tokens)])
+
+    def alone(self, tokens: list[int], count: int) -> torch.Tensor:
+        """Logits of the last ``count`` tokens, the rest prefilled, in a slotted cache of their own."""
+        fresh = Feeder(self.model, new_cache(self.model, max_seqs=1, max_len=128))
+        start = len(tokens) - count
+        if start:
+            fresh.feed(Span(0, 0, tokens[:start]))
+        return fresh.decode(0, start, tokens[start:])
+
+
+@pytest.fixture(params=[(path, exact) for path in PATHS for exact in (True, False)], ids=str)
+def backend(request) -> tuple[str, bool]:
+    return request.param
+
+
+@pytest.fixture
+def feeder(backend, model) -> Callable[..., Feeder]:
+    def build(page_size: int | None = None) -> Feeder:
+        chosen = model(*backend)
+        return Feeder(chosen, new_cache(chosen, max_seqs=6, max_len=128, page_size=page_size, slack=16))
+
+    return build
+
+
+@pytest.fixture
+def same(backend) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Equal to the last bit in invariant mode, close otherwise."""
+
+    def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
+        assert got.shape == wanted.shape
+        if backend[1]:
+            assert torch.equal(got, wanted)
+        else:
+            assert (got - wanted).abs().max() < 2e-4 * wanted.abs().max()
+
+    return check
+
+
+def shapes() -> dict[str, Draft]:
+    """Hand-made trees: a chain, a comb, a bush, two chains, and one whose node order is not depth first."""
+    ids = iter(some_tokens(200, seed=7))
+
+    def tree(*parents: int) -> Draft:
+        draft = Draft()
+        for parent in parents:
+            while draft.add(token := next(ids), parent) != len(draft) - 1:
+                draft.trials[parent + 1].pop()
+            assert draft.tokens[-1] == token
+        return draft
+
+    return {
+        "chain": tree(-1, 0, 1, 2, 3),
+        "comb": tree(-1, -1, 1, 1, 3, 3, 5),
+        "bush": tree(-1, -1, -1, 0, 0, 1, 1, 2, 2),
+        "two chains": tree(-1, 0, 1, 2, -1, 4, 5, 6),
+        "mixed order": tree(-1, -1, 0, 1, 0, 3, 2, 2, 5),
+        "single": tree(-1),
+    }
+
+
+SHAPES = shapes()
+
+
+def behind(key: int, start: int, last: int, draft: Draft) -> Span:
+    """As verification lays it out: the last committed token is the root, the draft's nodes follow."""
+    return Span(key, start, [last, *draft.tokens], [-1, *[parent + 1 for parent in draft.parents]])
+
+
+@pytest.mark.parametrize("page_size", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_path_of_a_tree_is_as_if_decoded(feeder, same, shape, page_size):
+    draft, prompt = SHAPES[shape], some_tokens(PROMPT)
+    one = feeder(page_size)
+    one.feed(Span(0, 0, prompt[:-1]))
+    got = one.feed(behind(0, PROMPT - 1, prompt[-1], draft))[0]
+    for node in range(len(draft)):
+        path = draft.path(node)
+        wanted = one.alone(prompt + draft.path_tokens(node), len(path) + 1)
+        same(got[[0, *[step + 1 for step in path]]], wanted)
+
+
+@pytest.mark.parametrize("page_size", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_keep_leaves_the_accepted_path(feeder, same, shape, page_size):
+    """After ``keep``, decoding goes on as if the accepted path had been decoded, whichever path it was."""
+    draft, prompt, more = SHAPES[shape], some_tokens(PROMPT), some_tokens(4, seed=3)
+    for node in range(-1, len(draft)):
+        one = feeder(page_size)
+        pool = one.cache.pool
+        one.feed(Span(0, 0, prompt[:-1]))
+        one.feed(behind(0, PROMPT - 1, prompt[-1], draft))
+        path = draft.path(node)
+        pool.keep(0, PROMPT, path)
+        kept = PROMPT + len(path)
+        assert pool.length(0) == kept
+        pool.check()
+        if page_size is not None:
+            assert len(pool.tables[0]) == -(-kept // page_size)
+        tokens = prompt + draft.path_tokens(node) + more
+        same(one.feed(Span(0, kept, more))[0], one.alone(tokens, len(more)))
+
+
+@pytest.mark.parametrize("page_size", LAYOUTS)
+def test_everything_in_one_forward(feeder, same, page_size):
+    """A prefill chunk, the end of a prompt, two plain decodes, a chain and two trees share a forward, twice."""
+    texts = [some_tokens(40, seed) for seed in range(6)]
+    fed = [0, 9, 17, 30, 23, 12]
+    drafts = [None, None, None, SHAPES["chain"], SHAPES["bush"], SHAPES["mixed order"]]
+    many = feeder(page_size)
+    for key, (text, count) in enumerate(zip(texts, fed)):
+        if count:
+            many.feed(Span(key, 0, text[:count]))
+    for counts in ([7, 5, 1, 1, 1, 1], [11, 1, 1, 2, 1, 3]):
+        spans = []
+        for key, (text, start, count, draft) in enumerate(zip(texts, fed, counts, drafts)):
+            nodes = draft.tokens if draft else []
+            parents = None
+            if draft and not draft.is_chain:
+                parents = [*range(-1, count - 1), *[parent + count for parent in draft.parents]]
+            spans.append(Span(key, start, text[start : start + count] + nodes, parents))
+        results = many.feed(*spans)
+        for key, (text, start, count, draft, got) in enumerate(zip(texts, fed, counts, drafts, results)):
+            same(got[:count], many.alone(text[: start + count], start + count)[start:])
+            for node in range(len(draft) if draft else 0):
+                tokens = text[: start + count] + draft.path_tokens(node)
+                same(got[count + node], many.alone(tokens, 1)[0])
+            many.cache.pool.truncate(key, start + count)
+        fed = [start + count for start, count in zip(fed, counts)]
+    many.cache.pool.check()
+
+
+@pytest.mark.parametrize("page_size", LAYOUTS)
+def test_any_chunking_of_a_prompt(feeder, same, page_size):
+    prompt, last = some_tokens(61), some_tokens(3, seed=5)
+    wanted = feeder().alone(prompt + last, len(last))
+    for cuts in ([61], [1, 61], [4, 5, 9, 33, 61], [16, 32, 48, 61], [60, 61], [7, 50, 61]):
+        one, start = feeder(page_size), 0
+        for cut in cuts:
+            one.feed(Span(0, start, prompt[start:cut]))
+            start = cut
+        same(one.decode(0, 61, last), wanted)
