@@ -1,0 +1,1 @@
+"""Measurements: speed against plain decoding and peers, and proof that nothing is lost."""

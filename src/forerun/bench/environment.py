@@ -1,0 +1,49 @@
+"""Where a measurement was made: what a reader needs to judge or repeat it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import forerun
+from forerun.engine.llm import LLM
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def environment(llm: LLM, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Versions, machine, model and the mode it ran in."""
+    info = llm.model.info
+    found: dict[str, Any] = {
+        "forerun": forerun.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": platform.platform(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(info.device),
+        "model": info.name,
+        "architecture": info.architecture,
+        "dtype": str(info.dtype).removeprefix("torch."),
+        "model_path": info.path,
+        "invariant": llm.model.row_multiple > 1,
+        "engine_options": dict(engine),
+    }
+    if info.device.type == "cuda":
+        found["accelerator"] = torch.cuda.get_device_name(info.device)
+    return found

@@ -1,0 +1,105 @@
+"""transformers' own ``generate``: plain, assisted and prompt lookup."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from forerun.bench.contenders import Contender
+from forerun.engine.llm import LLM
+from forerun.models.load import resolve
+from forerun.plan.estimate import Measured
+from forerun.sampling.params import SamplingParams
+
+PROMPT_LOOKUP_TOKENS = 10
+
+
+class Clock(StoppingCriteria):
+    """Never stops; notes when the first tokens were there, so that reading the prompt is left out of the time."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.length = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        if self.first is None:
+            self.first, self.length = perf_counter(), input_ids.shape[1]
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass
+class TransformersContender:
+    name: str
+    model: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "accept": None,
+            "length": None,
+            "num_speculative_tokens": None,
+            "synthetic": False,
+            "invariant": False,
+            "model_path": f"transformers ({self.model.config._attn_implementation})",
+        }
+
+    def promises_identity(self, temperature: float) -> bool:
+        return False
+
+    @torch.inference_mode()
+    def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
+        found = Measured()
+        for prompt, options in zip(prompts, params, strict=True):
+            torch.manual_seed(options.seed or 0)
+            ids = torch.tensor([list(prompt)], device=self.model.device)
+            clock = Clock()
+            sampling: dict[str, Any] = {"do_sample": False}
+            if options.temperature > 0:
+                sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                output = self.model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    min_new_tokens=options.max_tokens,
+                    max_new_tokens=options.max_tokens,
+                    stopping_criteria=StoppingCriteriaList([clock]),
+                    pad_token_id=0,
+                    **sampling,
+                    **self.options,
+                )
+            ended = perf_counter()
+            found.answers.append(output[0, len(prompt) :].tolist())
+            if clock.first is not None:
+                found.tokens += output.shape[1] - clock.length
+                found.seconds += ended - clock.first
+        return found
+
+    def close(self) -> None:
+        self.options.clear()
+
+
+def transformers_contenders(llm: LLM, draft: str | None) -> list[Contender]:
+    """Plain, prompt lookup and, where there is a draft, assisted generation with transformers' own settings."""
+
+    def load(path: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            resolve(path), dtype=llm.model.info.dtype, use_safetensors=True, trust_remote_code=False
+        ).to(llm.model.info.device)
+
+    model = load(llm.config.model)
+    found: list[Contender] = [
+        TransformersContender("transformers", model),
+        TransformersContender("transformers_prompt_lookup", model, {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}),
+    ]
+    if draft is None and llm.config.model.startswith("forerun:"):
+        draft = "forerun:draft"
+    if draft is not None:
+        found.append(TransformersContender("transformers_assisted", model, {"assistant_model": load(draft)}))
+    return found

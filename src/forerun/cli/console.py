@@ -1,0 +1,83 @@
+"""Where the commands print, and what they keep quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers.utils import logging as transformers_logging
+
+from forerun.core.errors import ConfigError
+
+
+def out() -> Console:
+    return Console(file=sys.stdout, highlight=False)
+
+
+def warn(message: object) -> None:
+    print(f"warning: {one_line(message)}", file=sys.stderr)
+
+
+def one_line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def quiet() -> None:
+    """Silence other libraries' remarks; Forerun's own warnings become one line each on stderr."""
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("forerun").addHandler(logging.NullHandler())
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("always", category=RuntimeWarning, module=r"forerun\b")
+    warnings.showwarning = lambda message, *rest, **named: warn(message)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object, all of stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_table(heads: Seq[str], rows: Seq[Seq[str]]) -> None:
+    """Columns as wide as their cells, never cut: text to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    words = [not any(re.fullmatch(r"[-+.\d]+%?|-", row[i]) for row in rows) for i in range(len(heads))]
+    for row in [heads, *rows]:
+        cells = [cell.ljust(width) if word else cell.rjust(width) for cell, width, word in zip(row, widths, words)]
+        print("  ".join(cells).rstrip())
+
+
+def write_file(path: Path, text: str) -> None:
+    """Raises ConfigError where the file cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def set_threads(count: int | None) -> None:
+    if count is None:
+        return
+    if count < 1:
+        raise ConfigError(f"--threads must be at least 1, not {count}")
+    torch.set_num_threads(count)
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Any]:
+    """A bar on stderr, where that is a terminal; yields a function that advances it by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda note=None: bar.update(task, advance=1, description=note or title)

@@ -1,0 +1,224 @@
+"""Flags made from dataclass fields, so that an option is written once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+import typer
+
+from forerun.core.errors import ConfigError
+from forerun.engine.config import NONE, EngineConfig
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.accept import rules
+from forerun.speculate.draft import DrafterConfig, drafters
+from forerun.speculate.length import policies
+
+SAMPLING_HELP = {
+    "temperature": "0 takes the likeliest token; above, tokens are sampled",
+    "top_k": "sample among the k likeliest tokens (0: all)",
+    "top_p": "sample among the likeliest tokens that hold this probability together",
+    "min_p": "drop tokens less likely than this share of the likeliest one",
+    "seed": "the same seed gives the same text, with and without speculation",
+    "max_tokens": "longest answer, in tokens",
+    "min_tokens": "no stop before this many tokens",
+    "stop": "text that ends the answer (repeatable)",
+    "stop_token_ids": "token id that ends the answer (repeatable)",
+    "include_stop_str_in_output": "keep the stop text",
+    "ignore_eos": "go on after the end-of-text token",
+    "repetition_penalty": "above 1: tokens of prompt and answer become less likely",
+    "presence_penalty": "subtracted once from tokens of the answer",
+    "frequency_penalty": "subtracted per occurrence in the answer",
+    "logit_bias": 'added to logits, as JSON: {"token id": value}',
+    "bad_words": "text that must not appear (repeatable)",
+    "skip_special_tokens": "leave special tokens out of the text",
+}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One command-line option: its name as a Python identifier, its type, and what ``--help`` says."""
+
+    name: str
+    kind: Any
+    help: str
+    default: str | None = None
+    panel: str | None = None
+    is_json: bool = False
+
+    def parameter(self) -> inspect.Parameter:
+        option = typer.Option(
+            f"--{self.name.replace('_', '-')}" + (f"/--no-{self.name.replace('_', '-')}" if self.kind is bool else ""),
+            help=self.help,
+            show_default=self.default if self.default is not None else False,
+            rich_help_panel=self.panel,
+            metavar="JSON" if self.is_json else None,
+        )
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=typing.Annotated.__class_getitem__((self.kind | None, option)),
+        )
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A group of flags that reaches a command as one mapping, ``name``, of those that were given."""
+
+    name: str
+    flags: Seq[Flag] = field(default_factory=tuple)
+
+    def pick(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Take this group's values out of ``given``; a flag that was not given is absent."""
+        picked = {}
+        for flag in self.flags:
+            value = given.pop(flag.name)
+            if value is None or value == []:
+                continue
+            picked[flag.name] = parse_json(flag.name, value) if flag.is_json else value
+        return picked
+
+
+def parse_json(name: str, text: str) -> dict[str, Any]:
+    """A JSON object given as an option. Raises ConfigError."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--{name.replace('_', '-')} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--{name.replace('_', '-')} must be a JSON object, not {text!r}")
+    return value
+
+
+def takes(*groups: Flags) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the groups' flags to a command, which gets one mapping per group."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        names = {group.name for group in groups}
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in names]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        parameters += [flag.parameter() for group in groups for flag in group.flags]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> Any:
+            picked = {group.name: group.pick(given) for group in groups}
+            return command(**given, **picked)
+
+        del run.__wrapped__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def flags_of(
+    kind: type, panel: str, *, skip: Seq[str] = (), helps: Mapping[str, str] | None = None, defaults: Mapping = {}
+) -> list[Flag]:
+    """One flag per field of the dataclass ``kind``. Help comes from ``helps``, the field's metadata or its comment."""
+    hints = typing.get_type_hints(kind)
+    comments = field_comments(kind)
+    found = []
+    for item in fields(kind):
+        if item.name in skip:
+            continue
+        value, is_json = option_type(hints[item.name])
+        text = (helps or {}).get(item.name) or item.metadata.get("help") or comments.get(item.name, "")
+        default = defaults.get(item.name, _default(item))
+        shown = None if default is None or default == () else str(default)
+        found.append(Flag(item.name, value, text, shown, panel, is_json))
+    return found
+
+
+def _default(item: Field) -> Any:
+    if item.default is not MISSING:
+        return item.default
+    return item.default_factory() if item.default_factory is not MISSING else None
+
+
+def option_type(hint: Any) -> tuple[Any, bool]:
+    """What typer should parse for a field of this type, and whether it is JSON text."""
+    union = isinstance(hint, types.UnionType)
+    kinds = [kind for kind in (typing.get_args(hint) if union else (hint,)) if kind is not type(None)]
+    lists = [kind for kind in kinds if typing.get_origin(kind) in (list, tuple, Seq)]
+    if lists:
+        return list[typing.get_args(lists[0])[0]], False  # type: ignore[misc]
+    if typing.get_origin(kinds[0]) is not None:
+        return str, True
+    return kinds[0], False
+
+
+def field_comments(kind: type) -> dict[str, str]:
+    """What a dataclass's source says beside or below each of its own and inherited fields."""
+    found: dict[str, str] = {}
+    for owner in reversed(kind.__mro__[:-1]):
+        lines = inspect.getsource(owner).splitlines()
+        for line, below in zip(lines, [*lines[1:], ""]):
+            named = re.match(r"    (\w+): [^#]*?(?:\s+# (.*))?$", line)
+            text = re.fullmatch(r'    """(.+?)(?:""")?', below)
+            if named and (named[2] or text):
+                found[named[1]] = named[2] or text[1]  # type: ignore[index]
+    return found
+
+
+def method_options() -> str:
+    """Every method's own keys of ``speculative_config``, one line each; made from the registry."""
+    shared = {item.name for item in fields(DrafterConfig)}
+    lines = []
+    for name in drafters:
+        own = [item.name for item in fields(drafters[name].config_class) if item.name not in shared]
+        lines.append(f"{name}: {', '.join(own) or 'nothing of its own'}")
+    return "\n\n".join([f"every method: {', '.join(sorted(shared))}", *lines])
+
+
+ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace")))
+SAMPLING = Flags(
+    "sampling",
+    flags_of(
+        SamplingParams,
+        "Sampling",
+        skip=("n", "logprobs", "prompt_logprobs", "bad_words_ids"),
+        helps=SAMPLING_HELP,
+        defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
+    ),
+)
+SPECULATIVE = Flags(
+    "speculative",
+    [
+        Flag("speculative_config", str, "all options of speculation as JSON, vLLM's keys", None, "Speculation", True),
+        Flag("spec_method", str, f"who drafts: {', '.join([NONE, *drafters])}", "draft_model", "Speculation"),
+        Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation"),
+        Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation"),
+        Flag("accept", str, f"acceptance rule: {', '.join(rules)}", "coupled", "Speculation"),
+        Flag("length", str, f"how far to draft: {', '.join(policies)}", "fixed", "Speculation"),
+    ],
+)
+
+
+def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``speculative_config`` from JSON and shorthands. The bundled pair speculates by default; another model does
+    when asked. Raises ConfigError for a key that is given twice with different values."""
+    config = dict(given.get("speculative_config") or {})
+    names = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+    for flag in ("spec_method", "spec_model", "spec_tokens", "accept", "length"):
+        key, value = names.get(flag, flag), given.get(flag)
+        if value is None:
+            continue
+        if config.setdefault(key, value) != value:
+            option = flag.replace("_", "-")
+            raise ConfigError(f"{key} is {config[key]!r} in --speculative-config and {value!r} in --{option}")
+    if "method" not in config and "model" not in config:
+        if "model" not in engine:
+            config["method"] = "draft_model"
+        elif config:
+            raise ConfigError(f"{sorted(config)[0]!r} is an option of speculation: add --spec-method or --spec-model")
+    return config or None

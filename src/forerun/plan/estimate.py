@@ -1,0 +1,163 @@
+"""Acceptance and cost, measured inside real rounds: what the theory needs to know of a pair of models.
+
+Never in a tight loop: a draft step that follows a target pass finds cold caches and takes up to twice as long.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+from forerun.engine.engine import Engine
+from forerun.engine.metrics import RequestMetrics
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.round import Round
+from forerun.theory import expected_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured round in which every sequence decoded. Times in seconds; ``total`` includes the host's."""
+
+    depths: tuple[int, ...]
+    """Depth of each sequence's draft; 0: it decoded plainly."""
+    rows: int
+    """Rows of the target's forward."""
+    tokens: int
+    """Tokens emitted."""
+    draft: float
+    verify: float
+    accept: float
+    total: float
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths)
+
+
+@dataclass
+class Measured:
+    """What a run gave: every prompt's tokens, and the rounds after the prompts were read."""
+
+    answers: list[list[int]] = field(default_factory=list)
+    metrics: list[RequestMetrics] = field(default_factory=list)
+    rounds: list[Sample] = field(default_factory=list)
+    tokens: int = 0
+    """Tokens emitted in ``seconds``."""
+    seconds: float = 0.0
+    """Time of decoding: rounds that read no prompt."""
+
+    def extend(self, other: Measured) -> None:
+        self.answers += other.answers
+        self.metrics += other.metrics
+        self.rounds += other.rounds
+        self.tokens += other.tokens
+        self.seconds += other.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def total(self) -> RequestMetrics:
+        return RequestMetrics.merged(self.metrics) if self.metrics else RequestMetrics()
+
+
+def measure(engine: Engine, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
+    """Run the prompts through ``engine``, as many at a time as it takes, and time every round."""
+    found = Measured()
+    latest: list[Round] = []
+    engine.on_round = latest.append
+    jobs = [job for prompt, options in zip(prompts, params, strict=True) for job in engine.add(prompt, options)]
+    while engine.busy:
+        latest.clear()
+        began = perf_counter()
+        engine.step()
+        seconds = perf_counter() - began
+        sample = _sample(latest[0], seconds) if latest else None
+        if sample is not None:
+            found.rounds.append(sample)
+            found.tokens += sample.tokens
+            found.seconds += seconds
+    engine.on_round = None
+    found.answers = [job.output_ids for job in jobs]
+    found.metrics = [job.metrics for job in jobs]
+    return found
+
+
+def _sample(round_: Round, seconds: float) -> Sample | None:
+    """None for a round that read prompt tokens."""
+    if any(verdict.fed != 1 for verdict in round_.verdicts):
+        return None
+    return Sample(
+        depths=tuple(max(draft.depths(), default=0) for draft in round_.drafts),
+        rows=round_.verification.batch.num_rows,
+        tokens=sum(len(verdict.tokens) for verdict in round_.verdicts),
+        draft=round_.seconds.draft,
+        verify=round_.seconds.verify,
+        accept=round_.seconds.accept,
+        total=seconds,
+    )
+
+
+def full(rounds: Seq[Sample], sequences: int) -> list[Sample]:
+    """The rounds in which ``sequences`` took part; all of them if there is none."""
+    return [r for r in rounds if len(r.depths) == sequences] or list(rounds)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Prices in units of a plain target forward of the same sequences.
+
+    ``c`` is one draft step (Leviathan et al. 2023, definition 3.7), ``verify[rows]`` a forward of so many rows;
+    ``typical`` that of a drafted round.
+    """
+
+    sequences: int
+    plain_seconds: float
+    c: float | None
+    verify: dict[int, float]
+    typical: float | None
+
+    @classmethod
+    def of(cls, rounds: Seq[Sample], plain: Seq[Sample], sequences: int) -> Costs | None:
+        """From a method's rounds and plain decoding's of the same run; None if either is empty. Medians."""
+        rounds, plain = full(rounds, sequences), full(plain, sequences)
+        if not rounds or not plain:
+            return None
+        unit = median(r.verify for r in plain)
+        drafted = [r for r in rounds if r.depth]
+        by_rows: dict[int, list[float]] = defaultdict(list)
+        for r in rounds:
+            by_rows[r.rows].append(r.verify)
+        return cls(
+            sequences,
+            unit,
+            median(r.draft / r.depth for r in drafted) / unit if drafted else None,
+            {rows: median(values) / unit for rows, values in sorted(by_rows.items())},
+            median(r.verify for r in drafted) / unit if drafted else None,
+        )
+
+    def predict(self, rounds: Seq[Sample], match_rate: float) -> float | None:
+        """Speed over plain decoding that the theory promises for these rounds' draft lengths.
+
+        ``expected_tokens / (gamma c + verify_cost)``, both summed over the rounds, because a drafter may draft less
+        than it was asked for.
+        """
+        rounds = full(rounds, self.sequences)
+        tokens = sum(expected_tokens(match_rate, depth) for r in rounds for depth in r.depths)
+        time = sum(r.depth * (self.c or 0.0) + self.verify[r.rows] for r in rounds)
+        sequences = sum(len(r.depths) for r in rounds) / len(rounds)
+        return tokens / time / sequences if time else None
+
+
+def shares(rounds: Seq[Sample]) -> dict[str, float] | None:
+    """Where the rounds' time went: drafting, the target's forward, acceptance and sampling, and the host."""
+    total = sum(r.total for r in rounds)
+    if not total:
+        return None
+    parts = {name: sum(getattr(r, name) for r in rounds) / total for name in ("draft", "verify", "accept")}
+    return {**parts, "host": 1.0 - sum(parts.values())}
