@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from forerun.attention.base import Attention
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Output
@@ -39,7 +40,7 @@ class Model(Protocol):
     """Rows are padded to this many (1: not at all); a property of the backend, see ``invariant``."""
     key_multiple: int
 
-    def forward(self, batch: Batch, cache: SdpaAttention) -> Output:
+    def forward(self, batch: Batch, cache: Attention) -> Output:
         """Float32 logits [batch.num_logits, vocabulary] and the hidden states that the batch asked for."""
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ def new_cache(
     page_size: int | None = None,
     num_pages: int | None = None,
     slack: int = 0,
-) -> SdpaAttention:
+) -> Attention:
     """An attention with a pool of its own for ``model``.
 
     ``page_size`` None is the slotted layout: one page per sequence, ``max_seqs`` of them, each long enough for
@@ -76,6 +77,10 @@ def new_cache(
             raise ConfigError(f"page_size must be at least 1, not {page_size}")
         num_pages = num_pages or max_seqs * -(-longest // page_size)
     pool = Pool(model.info.kv_shapes, num_pages, page_size, model.info.dtype, model.info.device)
+    if model.info.device.type == "cuda":
+        from forerun.attention.triton import TritonAttention
+
+        return TritonAttention(pool)
     return SdpaAttention(
         pool, row_multiple=model.row_multiple, key_multiple=model.key_multiple, reach=longest + model.key_multiple
     )

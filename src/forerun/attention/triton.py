@@ -1,0 +1,261 @@
+"""Attention on a GPU: one Triton kernel over the page table for prefill, decoding and trees alike.
+
+Queries that share a KV head are folded into one tile, keys are split at fixed multiples of ``SPLIT`` and merged by a
+second kernel (flash-decoding), lengths and page tables are read on the device, and a tree's ancestors are packed bits.
+Because the splits do not depend on the batch, neither do a row's bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from forerun.attention.mask import ancestors
+from forerun.cache.pool import Pool
+from forerun.core.batch import Batch, Span
+
+SPLIT = 256
+BLOCK_KEYS = 64
+WORD = 32
+
+
+@triton.jit
+def _attend_split(
+    q, keys, values, out, top, total, tables, tile_span, tile_row, start, offset, count, tree, positions, bits, depths,
+    scale, softcap, window, page_size, table_stride, words, nodes, heads, rows,
+    page_stride_k, head_stride_k, page_stride_v, head_stride_v,
+    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SPAN_KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows, one KV head, one split of the keys: partial outputs with their running maximum and sum."""
+    span = tl.load(tile_span + tl.program_id(0))
+    first = tl.load(tile_row + tl.program_id(0))
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    begin = tl.load(start + span)
+    base = tl.load(offset + span)
+    size = tl.load(count + span)
+    is_tree = tl.load(tree + span)
+    lane = tl.arange(0, BLOCK_ROWS * GROUPS_PADDED)
+    row = first + lane // GROUPS_PADDED
+    group = lane % GROUPS_PADDED
+    live = (row < size) & (group < GROUPS)
+    at = base + tl.minimum(row, size - 1)
+    query_head = head * GROUPS + tl.minimum(group, GROUPS - 1)
+    width = tl.arange(0, WIDTH_PADDED)
+    value_width = tl.arange(0, VALUE_PADDED)
+    query = tl.load(
+        q + (at * heads + query_head)[:, None] * WIDTH + width[None, :],
+        mask=live[:, None] & (width < WIDTH)[None, :], other=0.0,
+    )  # fmt: skip
+    position = tl.load(positions + at)
+    fed = tl.load(positions + rows + span)  # entries before this forward's rows
+    end = fed + size
+    running = tl.full([BLOCK_ROWS * GROUPS_PADDED], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_ROWS * GROUPS_PADDED], tl.float32)
+    result = tl.zeros([BLOCK_ROWS * GROUPS_PADDED, VALUE_PADDED], tl.float32)
+    for block in range(SPAN_KEYS // KEYS):
+        entry = split * SPAN_KEYS + block * KEYS + tl.arange(0, KEYS)
+        inside = entry < end
+        page = tl.load(tables + span * table_stride + entry // page_size, mask=inside, other=0).to(tl.int64)
+        slot = entry % page_size
+        k = tl.load(
+            keys + (page * page_stride_k + head * head_stride_k + slot * WIDTH)[:, None] + width[None, :],
+            mask=inside[:, None] & (width < WIDTH)[None, :], other=0.0,
+        )  # fmt: skip
+        score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        if softcap > 0.0:
+            ratio = tl.exp(2.0 * (score / softcap))
+            score = softcap * (1.0 - 2.0 / (ratio + 1.0))
+        node = tl.maximum(entry - begin, 0)
+        committed = entry < begin
+        seen = committed[None, :] | (entry[None, :] <= (fed + row)[:, None])
+        where = entry
+        if is_tree != 0:
+            word = tl.load(bits + at[:, None] * words + (node // BITS)[None, :], mask=(node < nodes)[None, :], other=0)
+            seen = committed[None, :] | (((word >> (node % BITS)[None, :]) & 1) != 0)
+            depth = tl.load(depths + span * nodes + node, mask=node < nodes, other=0)
+            where = tl.where(committed, entry, begin + depth)
+        if window > 0:
+            seen = seen & (position[:, None] - where[None, :] < window)
+        score = tl.where(seen & inside[None, :], score, float("-inf"))
+        best = tl.maximum(running, tl.max(score, 1))
+        safe = tl.where(best == float("-inf"), 0.0, best)
+        chance = tl.exp(score - safe[:, None])
+        fade = tl.exp(running - safe)
+        v = tl.load(
+            values + (page * page_stride_v + head * head_stride_v + slot * VALUE_WIDTH)[:, None] + value_width[None, :],
+            mask=inside[:, None] & (value_width < VALUE_WIDTH)[None, :], other=0.0,
+        )  # fmt: skip
+        result = result * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
+        weight = weight * fade + tl.sum(chance, 1)
+        running = best
+    cell = (split * rows + at) * heads + query_head
+    tl.store(top + cell, running, mask=live)
+    tl.store(total + cell, weight, mask=live)
+    tl.store(
+        out + cell[:, None] * VALUE_WIDTH + value_width[None, :], result,
+        mask=live[:, None] & (value_width < VALUE_WIDTH)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    out, top, total, merged, cells,
+    SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Combine one (row, head)'s splits, in order."""
+    cell = tl.program_id(0)
+    width = tl.arange(0, VALUE_PADDED)
+    running = tl.load(top + cell)
+    weight = tl.load(total + cell)
+    result = tl.load(out + cell * VALUE_WIDTH + width, mask=width < VALUE_WIDTH, other=0.0)
+    for split in range(1, SPLITS):
+        other = split * cells + cell
+        peak = tl.load(top + other)
+        best = tl.maximum(running, peak)
+        safe = tl.where(best == float("-inf"), 0.0, best)
+        fade, gain = tl.exp(running - safe), tl.exp(peak - safe)
+        part = tl.load(out + other * VALUE_WIDTH + width, mask=width < VALUE_WIDTH, other=0.0)
+        result = result * fade + part * gain
+        weight = weight * fade + tl.load(total + other) * gain
+        running = best
+    value = (result / weight).to(merged.dtype.element_ty)
+    tl.store(merged + cell * VALUE_WIDTH + width, value, mask=width < VALUE_WIDTH)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One forward's metadata on the device, shared by all layers."""
+
+    places: tuple[torch.Tensor, torch.Tensor]
+    tables: torch.Tensor
+    start: torch.Tensor
+    offset: torch.Tensor
+    count: torch.Tensor
+    tree: torch.Tensor
+    positions: torch.Tensor
+    """Positions of the rows, then each span's entries before this forward."""
+    bits: torch.Tensor
+    depths: torch.Tensor
+    nodes: int
+    splits: int
+    """A power of two, so that few kernels are compiled."""
+    tiles: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+def _pack_bits(spans: list[Span], nodes: int) -> torch.Tensor:
+    """int32 [rows, words]: bit n of a row says whether it sees node n behind its span's committed entries."""
+    words = max(1, -(-nodes // WORD))
+    weights = torch.ones(WORD, dtype=torch.int64) << torch.arange(WORD)
+    parts = []
+    for span in spans:
+        seen = torch.zeros(span.count, words * WORD, dtype=torch.int64)
+        if span.parents is not None:
+            visible = ancestors(span)
+            seen[:, : visible.shape[1]] = visible.long()
+        packed = (seen.view(span.count, words, WORD) * weights).sum(dim=-1)
+        parts.append(torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32))
+    return torch.cat(parts)
+
+
+class TritonAttention:
+    """The protocol of ``attention/base.py`` on the kernels above."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def begin(self, batch: Batch) -> None:
+        pool, spans, device = self.pool, batch.spans, self.pool.device
+        pages: list[int] = []
+        offsets: list[int] = []
+        for span in spans:
+            pool.reserve(span.key, span.end)
+            table = pool.tables[span.key]
+            for entry in range(span.start + span.stored, span.end):
+                pages.append(table[entry // pool.page_size])
+                offsets.append(entry % pool.page_size)
+
+        def ints(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        widest = max(len(pool.tables[span.key]) for span in spans)
+        tables = [pool.tables[s.key] + [0] * (widest - len(pool.tables[s.key])) for s in spans]
+        trees = [span for span in spans if span.parents is not None]
+        nodes = max((span.stored + span.count for span in trees), default=0)
+        depths = [((s.depths() if s.parents is not None else []) + [0] * nodes)[:nodes] for s in spans]
+        before = [span.start + span.stored for span in spans]
+        bits = _pack_bits(spans, nodes) if trees else torch.zeros(1, 1, dtype=torch.int32)
+        batch.plan["triton"] = _Plan(
+            places=(ints(pages, torch.long), ints(offsets, torch.long)),
+            tables=ints([page for table in tables for page in table]).view(len(spans), widest),
+            start=ints([span.start for span in spans]),
+            offset=ints(batch.offsets),
+            count=ints([span.count for span in spans]),
+            tree=ints([int(span.parents is not None) for span in spans]),
+            positions=ints([p for span in spans for p in span.positions()] + before),
+            bits=bits.to(device),
+            depths=ints([d for row in depths for d in row] or [0]),
+            nodes=nodes,
+            splits=_power_of_two(-(-max(span.end for span in spans) // SPLIT)),
+            tiles={},
+        )
+
+    def finish(self, batch: Batch) -> None:
+        for span in batch.spans:
+            self.pool.advance(span.key, span.end)
+
+    @staticmethod
+    def _tiles(batch: Batch, plan: _Plan, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if block not in plan.tiles:
+            tiles = [(i, row) for i, span in enumerate(batch.spans) for row in range(0, span.count, block)]
+            pair = torch.tensor(tiles, dtype=torch.int32, device=plan.start.device)
+            plan.tiles[block] = (pair[:, 0].contiguous(), pair[:, 1].contiguous())
+        return plan.tiles[block]
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        plan: _Plan = batch.plan["triton"]
+        rows = batch.num_rows
+        self.pool.write(layer, plan.places, k[:rows], v[:rows])
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        heads, kv_heads, width, value_width = q.shape[1], keys.shape[1], keys.shape[3], values.shape[3]
+        groups = heads // kv_heads
+        padded = _power_of_two(groups)
+        block = max(1, 16 // padded) if max(span.count for span in batch.spans) * padded <= 16 else max(1, 64 // padded)
+        tile_span, tile_row = self._tiles(batch, plan, block)
+        partial = torch.empty(plan.splits, rows, heads, value_width, dtype=torch.float32, device=q.device)
+        top = torch.full((plan.splits, rows, heads), float("-inf"), dtype=torch.float32, device=q.device)
+        total = torch.zeros_like(top)
+        _attend_split[(tile_span.shape[0], kv_heads, plan.splits)](
+            q[:rows].contiguous(), keys, values, partial, top, total, plan.tables, tile_span, tile_row, plan.start,
+            plan.offset, plan.count, plan.tree, plan.positions, plan.bits, plan.depths, scale, softcap or 0.0,
+            window or 0, self.pool.page_size, plan.tables.shape[1], plan.bits.shape[1], plan.nodes, heads, rows,
+            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+            GROUPS=groups, GROUPS_PADDED=padded, BLOCK_ROWS=block, KEYS=BLOCK_KEYS, SPAN_KEYS=SPLIT, WIDTH=width,
+            WIDTH_PADDED=max(16, _power_of_two(width)), VALUE_WIDTH=value_width,
+            VALUE_PADDED=max(16, _power_of_two(value_width)), BITS=WORD,
+        )  # fmt: skip
+        out = q.new_zeros(q.shape[0], heads * value_width)
+        _merge[(rows * heads,)](
+            partial, top, total, out, rows * heads, SPLITS=plan.splits,
+            VALUE_WIDTH=value_width, VALUE_PADDED=max(16, _power_of_two(value_width)),
+        )  # fmt: skip
+        return out

@@ -1,0 +1,89 @@
+"""The Triton kernel under Triton's interpreter, against the reference backend on the same cache contents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.attention.sdpa import SdpaAttention
+from forerun.attention.triton import TritonAttention
+from forerun.cache.pool import KVShape, Pool
+from forerun.core.batch import Batch, Span
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = [
+    (4, 2, 16, 16, 16, None, None),
+    (6, 2, 24, 24, 512, None, None),
+    (3, 1, 64, 32, 16, None, None),
+    (2, 1, 16, 16, 16, 4, None),
+    (2, 1, 16, 16, 16, None, 3.0),
+    (2, 2, 16, 16, 512, 8, 5.0),
+]
+
+
+def spans() -> list[Span]:
+    """A prefill chunk, a decode, a chain, a tree, and a tree grown behind stored nodes."""
+    return [
+        Span(0, 0, list(range(19))),
+        Span(1, 540, [5]),
+        Span(2, 17, [1, 2, 3, 4]),
+        Span(3, 9, [1, 2, 3, 4, 5, 6], [-1, 0, 0, 1, 1, 2]),
+        Span(4, 5, [7, 8], [-1, -1, 0, 1], stored=2),
+    ]
+
+
+def filled(pool: Pool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for span in spans():
+        length = span.start + span.stored
+        pool.reserve(span.key, max(length, 1))
+        pool.advance(span.key, length)
+        if length:
+            places = pool.places(span.key, range(length))
+            for layer, shape in enumerate(pool.layers):
+                k = torch.randn(length, shape.heads, shape.key_dim, generator=generator)
+                v = torch.randn(length, shape.heads, shape.value_dim, generator=generator)
+                pool.write(layer, places, k.to(pool.device), v.to(pool.device))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "page_size", "window", "softcap"), CASES)
+def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, window, softcap):
+    shape = KVShape(kv_heads, width, value_width)
+    generator = torch.Generator().manual_seed(0)
+    rows = sum(span.count for span in spans())
+    q = torch.randn(rows, heads, width, generator=generator).to(DEVICE)
+    k = torch.randn(rows, kv_heads, width, generator=generator).to(DEVICE)
+    v = torch.randn(rows, kv_heads, value_width, generator=generator).to(DEVICE)
+    results = []
+    for kind in (SdpaAttention, TritonAttention):
+        pool = Pool([shape], 64 if page_size == 16 else 12, page_size, torch.float32, DEVICE)
+        filled(pool)
+        attention = kind(pool)
+        batch = Batch(spans(), DEVICE)
+        attention.begin(batch)
+        results.append(attention.run(0, q, k, v, batch, width**-0.5, window, softcap))
+        attention.finish(batch)
+        assert [pool.length(span.key) for span in spans()] == [span.end for span in spans()]
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)
+
+
+def test_a_row_has_the_same_bits_alone_and_in_company():
+    shape = KVShape(2, 16, 16)
+    generator = torch.Generator().manual_seed(3)
+    rows = sum(span.count for span in spans())
+    q, k, v = (torch.randn(rows, n, 16, generator=generator).to(DEVICE) for n in (4, 2, 2))
+    together = None
+    for chosen in (range(5), [2], [1, 2]):
+        pool = Pool([shape], 64, 16, torch.float32, DEVICE)
+        filled(pool)
+        attention = TritonAttention(pool)
+        every = spans()
+        starts = Batch(every).offsets
+        part = [every[i] for i in chosen]
+        index = [starts[i] + row for i in chosen for row in range(every[i].count)]
+        batch = Batch(part, DEVICE)
+        attention.begin(batch)
+        out = attention.run(0, q[index], k[index], v[index], batch, 0.25)
+        mine = out[[index.index(starts[2] + row) for row in range(4)]]
+        together = mine if together is None else together
+        assert torch.equal(mine, together)
