@@ -34,6 +34,8 @@ class Draft:
     trials: list[list[Trial]] = field(default_factory=list)
     q: torch.Tensor | None = None
     method: str | None = None
+    confidence: float | None = None
+    """How sure of it, from 0 to 1, the drafter was before it drew anything; None: it cannot say."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -126,5 +128,6 @@ class Verdict:
     fed: int = 0
     """Committed tokens that the target read this round: 1 in plain decoding, more in prefill."""
     stop: object = None
-    hidden: torch.Tensor | None = None
+    hidden: dict[int, torch.Tensor] | None = None
+    """Per layer that a drafter needs: [tokens, hidden size] of every token that stays in the cache, in order."""
     logprobs: list | None = None

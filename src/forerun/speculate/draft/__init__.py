@@ -1,6 +1,33 @@
 """Drafters. Importing this package fills the registry."""
 
-from forerun.speculate.draft import model, ngram
+from forerun.speculate.draft import (
+    cascade,
+    merged,
+    model,
+    ngram,
+    prompt_lookup,
+    random,
+    staged,
+    suffix,
+    table,
+    token_recycling,
+)
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs, drafters
 
-__all__ = ["DraftContext", "Drafter", "DrafterConfig", "Needs", "drafters", "model", "ngram"]
+__all__ = [
+    "DraftContext",
+    "Drafter",
+    "DrafterConfig",
+    "Needs",
+    "cascade",
+    "drafters",
+    "merged",
+    "model",
+    "ngram",
+    "prompt_lookup",
+    "random",
+    "staged",
+    "suffix",
+    "table",
+    "token_recycling",
+]

@@ -3,6 +3,7 @@
 One table per order maps a context of order - 1 tokens to counted continuations. A draft takes the most frequent
 continuation of the longest known context, appends it to the context and goes on; the first position without any
 known context ends it. Tables grow with every committed token, prompt included, and live as long as the request.
+With ``counts_as_q`` a continuation is drawn from the counts instead, and they are the draft's q.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
-from forerun.speculate.draft.base import Drafter, DrafterConfig, drafters
+from forerun.speculate.draft.base import Chooser, DraftContext, DrafterConfig, drafters
+from forerun.speculate.draft.counts import CountChooser, Counts
+from forerun.speculate.draft.history import HistoryDrafter
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class NgramConfig(DrafterConfig):
     """Longest n-gram; its context is one token shorter."""
     max_history: int = 512
     """How many of the latest tokens may serve as context."""
+    counts_as_q: bool = False
+    """Draw each token from the counted continuations, with the counts as its q, where the request samples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,6 +37,8 @@ class NgramConfig(DrafterConfig):
             raise ConfigError(f"max_order must be at least 2, not {self.max_order}")
         if self.max_history < self.max_order - 1:
             raise ConfigError(f"max_history must be at least max_order - 1, not {self.max_history}")
+        if self.draft_temperature is not None and not self.counts_as_q:
+            raise ConfigError("draft_temperature does nothing to method 'ngram' unless counts_as_q is true")
 
 
 class Tables:
@@ -39,7 +46,7 @@ class Tables:
 
     def __init__(self, max_order: int, max_history: int) -> None:
         self.max_order = max_order
-        self.max_history = max_history
+        self.window = min(max_history, max_order - 1)
         self.seen: list[int] = []
         self.counts: dict[tuple[int, ...], dict[int, int]] = {}
         self.best: dict[tuple[int, ...], int] = {}
@@ -55,44 +62,68 @@ class Tables:
                     self.best[context] = token
             self.seen.append(token)
 
-    def predict(self, count: int) -> list[int]:
-        """Up to ``count`` chained predictions."""
-        context = self.seen[-min(self.max_history, self.max_order - 1) :]
+    def context(self, tail: Seq[int]) -> list[int]:
+        """The latest tokens that may serve as context, ``tail`` behind those seen."""
+        return [*self.seen[-self.window :], *tail][-self.window :]
+
+    def known(self, context: Seq[int]) -> tuple[int, ...] | None:
+        """The longest suffix of ``context`` that has been continued before."""
+        for length in range(min(self.max_order - 1, len(context)), 0, -1):
+            suffix = tuple(context[-length:])
+            if suffix in self.best:
+                return suffix
+        return None
+
+    def predict(self, context: list[int], count: int) -> list[int]:
+        """Up to ``count`` chained predictions behind ``context``, which grows by them."""
         drafted: list[int] = []
-        while len(drafted) < count:
-            for length in range(min(self.max_order - 1, len(context)), 0, -1):
-                token = self.best.get(tuple(context[-length:]))
-                if token is not None:
-                    break
-            else:
-                break
-            drafted.append(token)
-            context.append(token)
+        while len(drafted) < count and (suffix := self.known(context)) is not None:
+            drafted.append(self.best[suffix])
+            context.append(self.best[suffix])
         return drafted
+
+    def confidence(self, context: Seq[int]) -> float | None:
+        """Share of the likeliest continuation in the counts behind the longest known context, and one more."""
+        suffix = self.known(context)
+        if suffix is None:
+            return None
+        counts = self.counts[suffix]
+        return counts[self.best[suffix]] / (sum(counts.values()) + 1)
 
 
 @drafters.register("ngram")
-class Ngram(Drafter[NgramConfig]):
+class Ngram(HistoryDrafter[NgramConfig, Tables]):
     name = "ngram"
     config_class = NgramConfig
 
-    def __init__(self, config: NgramConfig, context) -> None:
+    def __init__(self, config: NgramConfig, context: DraftContext) -> None:
         super().__init__(config, context)
-        self.tables: dict[int, Tables] = {}
+        heat = config.draft_temperature or 1.0
+        self.counted = CountChooser(Chooser(context.sampler, context.rule, heat, context.stream))
+
+    def new_index(self) -> Tables:
+        return Tables(self.config.max_order, self.config.max_history)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        drafts = []
-        for sequence, budget in zip(sequences, budgets):
-            tables = self.tables.get(sequence.id)
-            if tables is None:
-                tables = self.tables[sequence.id] = Tables(self.config.max_order, self.config.max_history)
-            tables.update(sequence.tokens[len(tables.seen) :])
-            drafts.append(Draft.chain(tables.predict(budget)))
-        return drafts
+        return self.counted.finish(super().propose(sequences, budgets))
 
-    def release(self, sequence: Sequence) -> None:
-        self.tables.pop(sequence.id, None)
+    def draft(self, sequence: Sequence, index: Tables, tail: list[int], budget: int) -> Draft:
+        context = index.context(tail)
+        confidence = index.confidence(context)
+        if self.config.counts_as_q and not sequence.params.greedy:
+            draft = self._drawn(sequence, index, context, budget)
+        else:
+            draft = Draft.chain(index.predict(context, budget))
+        draft.confidence = confidence
+        return draft
 
-    def cached_tokens(self, sequence: Sequence) -> list[int]:
-        tables = self.tables.get(sequence.id)
-        return tables.seen if tables is not None else []
+    def _drawn(self, sequence: Sequence, index: Tables, context: list[int], budget: int) -> Draft:
+        draft = Draft()
+        self.counted.warm(self.counted.chooser.row(sequence), budget)
+        while len(draft) < budget and (suffix := index.known(context)) is not None:
+            counts = Counts.of(index.counts[suffix], self.context.sampler.device)
+            row = self.counted.chooser.row(sequence, draft.tokens)
+            token, q_row = self.counted.draw(counts, row, len(draft) - 1)
+            draft.add(token, len(draft) - 1, q_row)
+            context.append(token)
+        return draft

@@ -1,0 +1,126 @@
+"""Trees from any source of ranked continuations: a chain, a fixed shape, or the best nodes under a budget.
+
+A source is a function from a state to its continuations ``(token, log q, next state)``, likeliest first: a suffix
+automaton, an adjacency table, a head's distribution per depth, or levels that a model has already scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count, islice
+from math import exp, inf
+from typing import TypeVar
+
+from forerun.core.errors import ConfigError
+from forerun.core.tree import Draft
+from forerun.speculate.draft.base import DrafterConfig
+
+S = TypeVar("S")
+Continuations = Callable[[S], Iterable[tuple[int, float, S]]]
+
+
+@dataclass(frozen=True)
+class TreeConfig(DrafterConfig):
+    """Options of drafters that can rank continuations."""
+
+    tree_nodes: int | None = None
+    """Tokens of a tree whose shape follows the likeliest paths, at most ``num_speculative_tokens`` deep."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        n = self.tree_nodes
+        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+            raise ConfigError(f"tree_nodes must be an integer of at least 1, not {n!r}")
+        if n is not None and self.tree is not None:
+            raise ConfigError("'tree' fixes a shape and 'tree_nodes' asks for one that adapts: remove one of them")
+
+    @property
+    def branches(self) -> bool:
+        return self.tree is not None or self.tree_nodes is not None
+
+    def nodes_by_depth(self) -> list[int]:
+        if self.tree_nodes is None:
+            return super().nodes_by_depth()
+        return [0] + [self.tree_nodes] * self.num_speculative_tokens
+
+    def grow(self, source: Continuations[S], root: S, depth: int, floor: float = -inf) -> tuple[Draft, float]:
+        """The draft this configuration asks for, at most ``depth`` deep, without paths whose log q is below
+        ``floor``; and the sum of its nodes' path probabilities, the expected number of accepted tokens."""
+        if self.tree_nodes is not None:
+            nodes = best_first(source, root, self.tree_nodes, depth, floor)
+        else:
+            nodes = shaped(source, root, [self.width(level) for level in range(depth)], floor)
+        return depth_first(nodes), sum(exp(node.score) for node in nodes)
+
+
+@dataclass(slots=True)
+class Node:
+    """One node of a growing tree: its token, its parent's place in the list (-1: root), the log of its path's q."""
+
+    token: int
+    parent: int
+    score: float
+
+
+def best_first(source: Continuations[S], root: S, nodes: int, depth: int, floor: float = -inf) -> list[Node]:
+    """The connected tree of at most ``nodes`` nodes, ``depth`` deep, with the greatest sum of path probabilities.
+
+    A heap holds, for every popped node, its first child and its next sibling: as q never exceeds 1, the best node
+    outside the tree is always on it (the rule of EAGLE-2, arXiv 2406.16858, OPT-Tree, 2406.17276, and DDTree,
+    2604.12989). Paths whose log q falls below ``floor`` are left out. Parents come before children, siblings in
+    their source's order.
+    """
+    order = count()
+    heap: list[tuple] = []
+
+    def offer(above: float, parent: int, level: int, siblings) -> None:
+        for token, log_q, state in siblings:
+            if above + log_q >= floor:
+                heappush(heap, (-(above + log_q), next(order), above, parent, level, siblings, token, state))
+            return
+
+    tree: list[Node] = []
+    offer(0.0, -1, 1, iter(source(root)))
+    while heap and len(tree) < nodes:
+        lost, _, above, parent, level, siblings, token, state = heappop(heap)
+        tree.append(Node(token, parent, -lost))
+        offer(above, parent, level, siblings)
+        if level < depth:
+            offer(-lost, len(tree) - 1, level + 1, iter(source(state)))
+    return tree
+
+
+def shaped(source: Continuations[S], root: S, widths: Seq[int], floor: float = -inf) -> list[Node]:
+    """A tree of fixed shape: every node at depth d gets its ``widths[d]`` best children, as far as ``floor`` lets."""
+    tree: list[Node] = []
+    level = [(-1, 0.0, root)]
+    for width in widths:
+        below = []
+        for parent, above, state in level:
+            for token, log_q, after in islice(source(state), width):
+                if above + log_q < floor:
+                    break
+                tree.append(Node(token, parent, above + log_q))
+                below.append((len(tree) - 1, above + log_q, after))
+        if not below:
+            break
+        level = below
+    return tree
+
+
+def depth_first(nodes: Seq[Node]) -> Draft:
+    """A draft of point masses with every branch laid out in one piece."""
+    children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
+    for index, node in enumerate(nodes):
+        children[node.parent + 1].append(index)
+    draft = Draft()
+    place = {-1: -1}
+    stack = children[0][::-1]
+    while stack:
+        index = stack.pop()
+        place[index] = draft.add(nodes[index].token, place[nodes[index].parent])
+        stack.extend(reversed(children[index + 1]))
+    return draft

@@ -1,0 +1,59 @@
+"""Drafters that learn from tokens alone: one index per sequence, grown as tokens are committed."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as Seq
+from typing import Generic, Protocol, TypeVar
+
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft
+from forerun.speculate.draft.base import C, DraftContext, Drafter
+
+
+class Index(Protocol):
+    """What one sequence has taught; ``seen`` are the tokens it was built from."""
+
+    seen: list[int]
+
+    def update(self, tokens: Seq[int]) -> None: ...
+
+
+I = TypeVar("I", bound=Index)
+
+
+class HistoryDrafter(Drafter[C], Generic[C, I]):
+    """Keeps an index per sequence. Tentative tokens are context, but nothing is learnt from them."""
+
+    def __init__(self, config: C, context: DraftContext) -> None:
+        super().__init__(config, context)
+        self.indices: dict[int, I] = {}
+
+    @abstractmethod
+    def new_index(self) -> I:
+        """An empty index."""
+
+    @abstractmethod
+    def draft(self, sequence: Sequence, index: I, tail: list[int], budget: int) -> Draft:
+        """A draft behind ``index.seen`` and the tentative tokens ``tail``, at most ``budget`` deep."""
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        drafts = []
+        for sequence, budget in zip(sequences, budgets):
+            index = self.indices.get(sequence.id)
+            if index is None:
+                index = self.indices[sequence.id] = self.new_index()
+            firm = len(sequence.tokens) - sequence.tentative
+            index.update(sequence.tokens[len(index.seen) : firm])
+            drafts.append(self.draft(sequence, index, sequence.tokens[firm:], budget))
+        return drafts
+
+    def release(self, sequence: Sequence) -> None:
+        self.indices.pop(sequence.id, None)
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Tentative tokens were never learnt from."""
+
+    def cached_tokens(self, sequence: Sequence) -> list[int]:
+        index = self.indices.get(sequence.id)
+        return index.seen if index is not None else []

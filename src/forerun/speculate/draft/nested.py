@@ -1,0 +1,133 @@
+"""Drafters made of drafters: their options, their construction, and what each part gets to see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forerun.cache.pool import Pool
+from forerun.core.errors import ConfigError
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+from forerun.speculate.draft.base import C, DraftContext, Drafter, DrafterConfig, Needs, drafters
+from forerun.speculate.verify.score import Verification
+
+
+@dataclass(frozen=True)
+class Part:
+    """One drafter inside another: its method and options."""
+
+    method: str
+    config: DrafterConfig
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | Part, num_speculative_tokens: int) -> Part:
+        """From ``{"method": ..., its options}``; ``num_speculative_tokens`` unless it has its own."""
+        if isinstance(options, Part):
+            return options
+        if not isinstance(options, Mapping) or "method" not in options:
+            raise ConfigError(f"a drafter inside a drafter is a mapping with a 'method', not {options!r}")
+        rest = {key: value for key, value in options.items() if key != "method"}
+        config = drafters[options["method"]].config_class
+        if "tree" not in rest:
+            rest.setdefault("num_speculative_tokens", num_speculative_tokens)
+        return cls(options["method"], config.from_dict(options["method"], rest))
+
+    def build(self, context: DraftContext, number: int = 0) -> Drafter:
+        """``number`` tells the parts of one drafter apart, so that their draws are independent."""
+        return drafters[self.method](self.config, replace(context, stream=context.stream * 16 + number + 1))
+
+
+@dataclass(frozen=True)
+class PartsConfig(DrafterConfig):
+    """Options of drafters that ask several others."""
+
+    drafters: tuple[Any, ...] = ({"method": "ngram"}, {"method": "draft_model"})
+    """Options of each drafter, the first to be asked first; ``num_speculative_tokens`` is their default."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree is not None:
+            raise ConfigError("give 'tree' to the drafters inside, not to the one that holds them")
+        if self.draft_temperature is not None:
+            raise ConfigError("give 'draft_temperature' to the drafters inside, not to the one that holds them")
+        if isinstance(self.drafters, (str, Mapping)) or not 2 <= len(self.drafters) <= 15:
+            raise ConfigError("'drafters' must list the options of 2 to 15 drafters")
+        parts = tuple(Part.parse(options, self.num_speculative_tokens) for options in self.drafters)
+        object.__setattr__(self, "drafters", parts)
+        object.__setattr__(self, "num_speculative_tokens", max(p.config.num_speculative_tokens for p in parts))
+
+    @property
+    def branches(self) -> bool:
+        return any(part.config.branches for part in self.drafters)
+
+    def part_nodes(self) -> list[list[int]]:
+        """``nodes_by_depth`` of every part, each as long as this drafter's own."""
+        depth = self.num_speculative_tokens
+        tables = [part.config.nodes_by_depth() for part in self.drafters]
+        return [table + [table[-1]] * (depth + 1 - len(table)) for table in tables]
+
+
+class PartsDrafter(Drafter[C]):
+    """Keeps its parts' state in step, whichever of their drafts a round used."""
+
+    def __init__(self, config: C, context: DraftContext, parts: Seq[Part]) -> None:
+        super().__init__(config, context)
+        self.parts = [part.build(context, number) for number, part in enumerate(parts)]
+        needs = [part.needs for part in self.parts]
+        hidden = tuple(sorted({layer for need in needs for layer in need.hidden}))
+        self.needs = Needs(hidden, any(need.model for need in needs))
+        self.proposed: list[dict[int, Draft]] = [{} for _ in self.parts]
+
+    def ask(self, number: int, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """One part's drafts, none deeper than its own options say."""
+        if not sequences:
+            return []
+        part = self.parts[number]
+        limit = part.config.num_speculative_tokens
+        drafts = part.propose(sequences, [min(budget, limit) for budget in budgets])
+        self.proposed[number] = {sequence.id: draft for sequence, draft in zip(sequences, drafts)}
+        return drafts
+
+    def observe(
+        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+    ) -> None:
+        """Every part sees its own draft, with as much of the accepted path as that held."""
+        for part, proposed in zip(self.parts, self.proposed):
+            own = [proposed.pop(sequence.id, Draft()) for sequence in sequences]
+            seen = [_own_verdict(mine, draft, verdict) for mine, draft, verdict in zip(own, drafts, verdicts)]
+            part.observe(sequences, own, seen, result)
+            proposed.clear()
+
+    def release(self, sequence: Sequence) -> None:
+        for part, proposed in zip(self.parts, self.proposed):
+            part.release(sequence)
+            proposed.pop(sequence.id, None)
+
+    def rewind(self, sequence: Sequence) -> None:
+        for part in self.parts:
+            part.rewind(sequence)
+
+    def pools(self) -> list[Pool]:
+        return [pool for part in self.parts for pool in part.pools()]
+
+    def reusable(self, sequence: Sequence) -> int:
+        return min(part.reusable(sequence) for part in self.parts)
+
+    def cached_tokens(self, sequence: Sequence) -> list[int] | None:
+        """Of the part that has most."""
+        known = [tokens for part in self.parts if (tokens := part.cached_tokens(sequence)) is not None]
+        return max(known, key=len) if known else None
+
+
+def _own_verdict(own: Draft, draft: Draft, verdict: Verdict) -> Verdict:
+    """``verdict`` on ``draft`` in terms of ``own``, another tree behind the same root."""
+    path: list[int] = []
+    for node in verdict.path:
+        mine = own.children(path[-1] if path else -1).get(draft.tokens[node])
+        if mine is None:
+            break
+        path.append(mine)
+    return replace(verdict, path=path, accepted=min(len(path), verdict.accepted))

@@ -1,0 +1,258 @@
+"""``staged``: a draft model that is itself sped up by another drafter, through the same round as the target.
+
+The draft model's tokens are drafted by ``drafter``, verified and accepted by one or more inner rounds, and then
+drafted for the target (staged speculative decoding, Spector and Re, arXiv 2308.04623). The inner rounds sample the
+draft model under ``coupled``: if the outer rule is ``coupled`` too, with the same noise, so that the draft is exactly
+what the draft model alone would propose; otherwise with noise of this round, so that each token is a draw from the q
+that it carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.cache.pool import Pool
+from forerun.core.batch import Batch, Output
+from forerun.core.errors import ConfigError
+from forerun.core.sequence import Sequence
+from forerun.core.tree import POINT_MASS, Draft, Verdict
+from forerun.models.base import Model
+from forerun.sampling.draw import probabilities
+from forerun.sampling.noise import fold
+from forerun.speculate.accept import rules
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
+from forerun.speculate.draft.model import DraftModel, DraftModelConfig
+from forerun.speculate.draft.nested import Part
+from forerun.speculate.draft.router import Router
+from forerun.speculate.length.base import LengthPolicy, Seconds, Setting
+from forerun.speculate.round import Round, speculate
+from forerun.speculate.verify.score import Target, Verification
+
+INNER = "inner"
+
+
+@dataclass(frozen=True)
+class StagedConfig(DraftModelConfig):
+    drafter: Any = None
+    """Options of the drafter that drafts for the draft model (it may be staged itself); None: ``ngram``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree is not None:
+            raise ConfigError("method 'staged' drafts chains; remove 'tree', or give it to 'drafter'")
+        options: Mapping[str, Any] | Part = self.drafter if self.drafter is not None else {"method": "ngram"}
+        object.__setattr__(self, "drafter", Part.parse(options, self.num_speculative_tokens))
+
+
+class Aligned:
+    """A draft model whose logits have the target's vocabulary."""
+
+    def __init__(self, model: Model, chooser: Chooser) -> None:
+        self.model = model
+        self.info = replace(model.info, vocab_size=chooser.sampler.vocab_size)
+        self.row_multiple = model.row_multiple
+        self.key_multiple = model.key_multiple
+        self.chooser = chooser
+
+    def forward(self, batch: Batch, cache: Any) -> Output:
+        output = self.model.forward(batch, cache)
+        return Output(self.chooser.align(output.logits), output.hidden)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed(ids)
+
+    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.chooser.align(self.model.lm_head(hidden))
+
+
+class Wanted(LengthPolicy):
+    """An inner draft leaves room for the token behind it."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.missing: dict[int, int] = {}
+
+    def budgets(self, sequences: Seq[Sequence]) -> list[int]:
+        longest = len(self.setting.nodes[INNER]) - 1
+        return [min(longest, self.missing[s.id] - 1) if s.decodes and s.drafter else 0 for s in sequences]
+
+    def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
+        pass
+
+
+@dataclass
+class StageCounts:
+    """What the inner rounds did: forwards of the draft model, tokens they drafted for the target, and tokens drafted
+    for and accepted by the draft model."""
+
+    rounds: int = 0
+    tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+
+
+@drafters.register("staged")
+class Staged(Drafter[StagedConfig]):
+    name = "staged"
+    config_class = StagedConfig
+
+    def __init__(self, config: StagedConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        part = config.drafter
+        # The draft model's cache also holds the nodes that are drafted for it.
+        rows = config.num_speculative_tokens + part.config.max_nodes()
+        names = DraftModelConfig.__dataclass_fields__
+        own = {name: getattr(config, name) for name in names if name != "num_speculative_tokens"}
+        base_context = replace(context, prefix_caching=False)
+        self.base = DraftModel(DraftModelConfig(num_speculative_tokens=rows, **own), base_context)
+        self.rows = rows
+        self.rule = rules["coupled"]()
+        aligned = Aligned(self.base.model, self.base.chooser)
+        inner = part.build(replace(base_context, target=aligned, rule=self.rule, max_model_len=self.base.max_len))
+        if inner.needs.hidden:
+            raise ConfigError(
+                f"method {part.method!r} feeds on the target's hidden states and cannot be inside 'staged'"
+            )
+        self.inner = inner
+        self.router = Router({INNER: inner})
+        self.policy = Wanted(Setting({INNER: part.config.nodes_by_depth()}, aligned.row_multiple))
+        self.stage = Target(aligned, self.base.cache)
+        self.copies: dict[int, Sequence] = {}
+        self.counts = StageCounts()
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        wanted: dict[int, int] = {}
+        for sequence, budget in zip(sequences, budgets):
+            depth = min(budget, self.base.max_len - len(sequence.tokens))
+            if depth > 0 and self._has_room(sequence):
+                wanted[sequence.id] = depth
+                self._follow(sequence)
+        start = {sequence.id: len(sequence.tokens) for sequence in sequences}
+        rows: dict[int, list[torch.Tensor]] = {key: [] for key in wanted}
+        active = [self.copies[key] for key in wanted]
+        while active:
+            result = self._round(active, start, wanted)
+            self._collect(active, result, rows)
+            read = [copy for copy, verdict in zip(active, result.verdicts) if verdict.tokens]
+            active = [copy for copy in read if len(copy.tokens) - start[copy.id] < wanted[copy.id]]
+        return self._drafts(sequences, start, rows)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        pool = self.base.cache.pool
+        length = len(sequence.tokens) + self.rows
+        if pool.can_reserve(sequence.id, length):
+            pool.reserve(sequence.id, length)
+            return True
+        return False
+
+    def _follow(self, sequence: Sequence) -> None:
+        """Bring the inner copy of a sequence up to its committed tokens."""
+        copy = self.copies.get(sequence.id)
+        if copy is None:
+            params, heat = sequence.params, self.config.draft_temperature
+            if heat is not None and not params.greedy:
+                params = replace(params, temperature=heat)
+            copy = Sequence(
+                sequence.id, [], sequence.num_prompt, params, sequence.seed, sequence.eos_ids, drafter=INNER
+            )
+            self.copies[sequence.id] = copy
+        copy.tokens.extend(sequence.tokens[len(copy.tokens) :])
+        copy.tentative = sequence.tentative
+        copy.drafter = INNER if sequence.id not in self.router.failures else None
+        if self.context.rule.needs_q:
+            copy.seed = fold(sequence.seed, self.base.chooser.purpose, len(sequence.tokens))
+
+    def _round(self, active: Seq[Sequence], start: Mapping[int, int], wanted: Mapping[int, int]) -> Round:
+        for copy in active:
+            copy.cached = self.base.cache.pool.length(copy.id)
+            copy.scheduled = min(len(copy.tokens) - copy.cached, self.config.prefill_chunk)
+            self.policy.missing[copy.id] = wanted[copy.id] - (len(copy.tokens) - start[copy.id])
+        result = speculate(active, self.stage, self.router, self.rule, self.policy, self.context.sampler, self._clip)
+        for copy, verdict in zip(active, result.verdicts):
+            copy.tentative += len(verdict.tokens)
+        return result
+
+    def _clip(self, copy: Sequence, draft: Draft, verdict: Verdict) -> None:
+        """Keep no more tokens than are wanted. A row without a permitted token ends the draft there."""
+        if verdict.error is not None or verdict.token is None:
+            return
+        tokens = [*(draft.tokens[node] for node in verdict.path), verdict.token]
+        verdict.tokens = tokens[: self.policy.missing[copy.id]]
+        verdict.accepted = min(len(verdict.tokens), len(verdict.path))
+
+    def _collect(self, active: Seq[Sequence], result: Round, rows: dict[int, list[torch.Tensor]]) -> None:
+        """The exact q of every token that the inner round emitted."""
+        self.counts.rounds += 1
+        scores = result.verification.scores
+        for place, index in enumerate(result.verification.deciding):
+            verdict = result.verdicts[index]
+            nodes = [-1, *verdict.path][: len(verdict.tokens)]
+            if nodes and not active[index].params.greedy:
+                rows[active[index].id].append(probabilities(scores.warped[[scores.row(place, n) for n in nodes]]))
+            self.counts.tokens += len(verdict.tokens)
+            self.counts.num_draft_tokens += len(result.drafts[index])
+            self.counts.num_accepted_draft_tokens += verdict.accepted
+
+    def _drafts(
+        self, sequences: Seq[Sequence], start: Mapping[int, int], rows: Mapping[int, list[torch.Tensor]]
+    ) -> list[Draft]:
+        kept = [row for sequence in sequences for row in rows.get(sequence.id, ())]
+        q = torch.cat(kept) if kept else None
+        drafts, first = [], 0
+        for sequence in sequences:
+            tokens = self.copies[sequence.id].tokens[start[sequence.id] :] if sequence.id in rows else []
+            if sequence.params.greedy:
+                numbers = [POINT_MASS] * len(tokens)
+            else:
+                numbers = list(range(first, first + len(tokens)))
+                first += len(tokens)
+            drafts.append(Draft.chain(tokens, q, numbers))
+        return drafts
+
+    def observe(
+        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+    ) -> None:
+        for sequence in sequences:
+            copy = self.copies.get(sequence.id)
+            if copy is not None and len(copy.tokens):
+                self._take_back(copy, sequence)
+
+    def _take_back(self, copy: Sequence, sequence: Sequence) -> None:
+        """Cut the inner copy and its cache to what was committed."""
+        same = min(len(copy.tokens) - copy.tentative, len(sequence.tokens))
+        while same < min(len(copy.tokens), len(sequence.tokens)) and copy.tokens[same] == sequence.tokens[same]:
+            same += 1
+        del copy.tokens[same:]
+        copy.tentative = 0
+        pool = self.base.cache.pool
+        if pool.length(copy.id) > same:
+            pool.truncate(copy.id, same)
+        self.inner.rewind(copy)
+
+    def rewind(self, sequence: Sequence) -> None:
+        if sequence.id in self.copies:
+            self._take_back(self.copies[sequence.id], sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        self.base.release(sequence)
+        copy = self.copies.pop(sequence.id, None)
+        self.policy.missing.pop(sequence.id, None)
+        self.router.failures.pop(sequence.id, None)
+        if copy is not None:
+            self.inner.release(copy)
+
+    def pools(self) -> list[Pool]:
+        return [*self.base.pools(), *self.inner.pools()]
+
+    def cached_tokens(self, sequence: Sequence) -> list[int]:
+        return sequence.tokens[: self.base.cache.pool.length(sequence.id)]
+
+    @classmethod
+    def example(cls, target: Path, folder: Path) -> dict[str, Any]:
+        return {"model": str(target), "drafter": {"method": "ngram"}}

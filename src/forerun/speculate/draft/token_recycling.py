@@ -1,0 +1,71 @@
+"""``token_recycling``: candidates that the target ranked high after a token before, whether or not they were taken.
+
+Token Recycling (arXiv 2408.08696): an adjacency matrix holds, for every token, the target's likeliest next tokens
+when it last read that token; drafts are trees of it. Here each candidate keeps the probability it had, so that the
+tree follows the likeliest paths instead of one fixed shape. The matrix is shared by all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from forerun.core.errors import ConfigError
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+from forerun.speculate.draft.base import DraftContext, Drafter, drafters
+from forerun.speculate.draft.best_first import TreeConfig
+from forerun.speculate.verify.score import Verification
+
+
+@dataclass(frozen=True)
+class TokenRecyclingConfig(TreeConfig):
+    num_speculative_tokens: int = 5
+    recycled_candidates: int = 8
+    """Next tokens remembered per token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        k = self.recycled_candidates
+        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+            raise ConfigError(f"recycled_candidates must be an integer of at least 1, not {k!r}")
+        if self.tree is not None and max(self.tree) > k:
+            raise ConfigError(f"a node has at most recycled_candidates ({k}) children, not {max(self.tree)}")
+
+
+@drafters.register("token_recycling")
+class TokenRecycling(Drafter[TokenRecyclingConfig]):
+    name = "token_recycling"
+    config_class = TokenRecyclingConfig
+
+    def __init__(self, config: TokenRecyclingConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        self.matrix: dict[int, tuple[list[int], list[float]]] = {}
+
+    def _candidates(self, token: int) -> Iterator[tuple[int, float, int]]:
+        ids, logs = self.matrix.get(token, ((), ()))
+        for candidate, log_p in zip(ids, logs):
+            yield candidate, log_p, candidate
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        drafts = []
+        for sequence, budget in zip(sequences, budgets):
+            draft, expected = self.config.grow(self._candidates, sequence.tokens[-1], budget)
+            if len(draft):
+                draft.confidence = min(1.0, expected / draft.depth)
+            drafts.append(draft)
+        return drafts
+
+    def observe(
+        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+    ) -> None:
+        """Remember the top of every row of logits, rejected ones and prompts' included. Of several rows of one token
+        the last stays."""
+        logits = result.output.logits
+        count = min(self.config.recycled_candidates, logits.shape[1])
+        top = logits.topk(count, dim=1)
+        logs = (top.values - logits.logsumexp(dim=1, keepdim=True)).tolist()
+        tokens = result.batch.input_ids[result.batch.logit_rows].tolist()
+        for token, ids, values in zip(tokens, top.indices.tolist(), logs):
+            self.matrix[token] = (ids, values)
