@@ -106,7 +106,3 @@ class Output:
 
     logits: torch.Tensor
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def hidden_rows(self, layers: tuple[int, ...], rows: list[int]) -> torch.Tensor:
-        """[rows, len(layers) * hidden size]: the given rows of several layers' outputs, side by side."""
-        return torch.cat([self.hidden[layer][rows] for layer in layers], dim=-1)

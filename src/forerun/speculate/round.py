@@ -76,4 +76,4 @@ def _keep_hidden(target: Target, result: Verification, sequences: Seq[Sequence],
         first = offset + sequence.scheduled
         kept = [first + node for node in verdict.path[: verdict.accepted]]
         rows = [*range(offset, first), *kept]
-        verdict.hidden = result.output.hidden_rows(target.hidden, rows)
+        verdict.hidden = {layer: result.output.hidden[layer][rows] for layer in target.hidden}
