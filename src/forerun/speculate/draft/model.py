@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
+from forerun.cache.pool import Pool
+from forerun.cache.prefix import PrefixTree
 from forerun.core.batch import Batch, Span
 from forerun.core.sequence import Sequence
-from forerun.core.tree import POINT_MASS, Draft, Verdict
+from forerun.core.tree import Draft, Verdict
 from forerun.models.base import new_cache
 from forerun.models.load import load_model
 from forerun.models.tokenizer import check_compatible, load_tokenizer
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, drafters
+from forerun.speculate.draft.levels import Frontier, grow_levels
 from forerun.speculate.verify.score import Verification
 
 
@@ -27,15 +30,13 @@ class DraftModelConfig(DrafterConfig):
     """Its dtype; None: as the target's option."""
     quantization: str | None = None
     prefill_chunk: int = 512
-    """Most tokens a sequence catches up on per round before it drafts."""
+    """Most tokens per round that sequences catch up on before they draft, all of them together."""
     max_model_len: int | None = None
     """The draft's context; past it, nothing is proposed. None: the checkpoint's, at most the target's."""
 
 
 @drafters.register("draft_model")
 class DraftModel(Drafter[DraftModelConfig]):
-    """Drafts level by level: a chain is a tree of width one."""
-
     name = "draft_model"
     config_class = DraftModelConfig
 
@@ -58,40 +59,18 @@ class DraftModel(Drafter[DraftModelConfig]):
             page_size=page_size,
             slack=config.max_nodes(),
         )
+        self.tree = PrefixTree(self.cache.pool) if context.prefix_caching else None
+        self.nodes = config.nodes_by_depth()
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        drafts = [Draft() for _ in sequences]
         active = self._catch_up(sequences, budgets)
-        logits = active.logits
-        frontier = [(index, -1) for index in active.ready]
-        qs: list[torch.Tensor] = []
-        base = 0
-        depth = 0
-        fed: dict[int, int] = dict.fromkeys(active.ready, 0)
-        while frontier:
-            rows = [self._row(sequences[i], drafts[i], node) for i, node in frontier]
-            width = self.config.width(depth)
-            ids, q, q_rows = self.chooser.choose(logits, rows, [node for _, node in frontier], width)
-            for (index, node), tokens, row in zip(frontier, ids, q_rows):
-                for token in tokens:
-                    drafts[index].add(token, node, POINT_MASS if row == POINT_MASS else base + row)
-            if q is not None:
-                qs.append(q)
-                base += q.shape[0]
-            depth += 1
-            growing = [i for i in fed if len(drafts[i]) > fed[i] and depth < self._depth(sequences[i], budgets[i])]
-            frontier = [(i, node) for i in growing for node in range(fed[i], len(drafts[i]))]
-            if frontier:
-                logits = self._step(sequences, drafts, growing, fed)
-        if qs:
-            q = qs[0] if len(qs) == 1 else torch.cat(qs)
-            for index in active.ready:
-                drafts[index].q = q
-        return drafts
 
-    def _row(self, sequence: Sequence, draft: Draft, node: int):
-        return self.chooser.row(sequence, draft.path_tokens(node) if node >= 0 else ())
+        def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
+            return active.logits if depth == 0 else self._step(sequences, frontier, drafts)
+
+        depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
+        return grow_levels(sequences, active.ready, depths, self.config, self.chooser, score)
 
     def _depth(self, sequence: Sequence, budget: int) -> int:
         """The budget, less where the draft's context ends."""
@@ -103,15 +82,23 @@ class DraftModel(Drafter[DraftModelConfig]):
         logits: torch.Tensor
 
     def _catch_up(self, sequences: Seq[Sequence], budgets: Seq[int]) -> _Active:
-        """Feed committed tokens this model has not seen; the sequences that reach their last one may draft."""
+        """Feed committed tokens this model has not seen; the sequences that reach their last one may draft.
+
+        Those that lack least come first, so that a long prompt delays nobody else's draft.
+        """
         spans, ready = [], []
         pool = self.cache.pool
-        for index, sequence in enumerate(sequences):
+        depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
+        indices = [i for i, depth in enumerate(depths) if depth > 0 and self._has_room(sequences[i], depth)]
+        left = self.config.prefill_chunk
+        for index in sorted(indices, key=lambda i: len(sequences[i].tokens) - pool.length(sequences[i].id)):
+            sequence = sequences[index]
             length = pool.length(sequence.id)
             missing = len(sequence.tokens) - length
-            if self._depth(sequence, budgets[index]) < 1:
-                continue
-            count = min(missing, self.config.prefill_chunk)
+            count = missing if missing <= self.config.num_speculative_tokens + 1 else min(missing, left)
+            if not count:
+                break
+            left -= min(left, count)
             reaches = count == missing
             tokens = sequence.tokens[length : length + count]
             spans.append(Span(sequence.id, length, tokens, logits=[count - 1] if reaches else []))
@@ -121,17 +108,28 @@ class DraftModel(Drafter[DraftModelConfig]):
             return self._Active([], torch.empty(0))
         return self._Active(ready, self.model.forward(Batch(spans, self.model.info.device), self.cache).logits)
 
-    def _step(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], growing: Seq[int], fed: dict[int, int]
-    ) -> torch.Tensor:
+    def _has_room(self, sequence: Sequence, depth: int) -> bool:
+        """Whether there are pages for its tokens and a draft; a sequence that is new here starts on a known prefix."""
+        pool, new = self.cache.pool, sequence.id not in self.cache.pool.tables
+        if new and self.tree is not None:
+            self.tree.start(sequence.id, sequence.tokens, len(sequence.tokens) - 1)
+        wanted = len(sequence.tokens) + self.nodes[depth]
+        if pool.can_reserve(sequence.id, wanted):
+            pool.reserve(sequence.id, wanted)
+            return True
+        if new:
+            pool.free(sequence.id)
+        return False
+
+    def _step(self, sequences: Seq[Sequence], frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
         """Feed the newest level of every growing draft."""
-        spans = []
-        for index in growing:
-            draft, start, stored = drafts[index], len(sequences[index].tokens), fed[index]
+        spans: list[Span] = []
+        for index in dict.fromkeys(index for index, _ in frontier):
+            draft, start = drafts[index], len(sequences[index].tokens)
+            stored = next(node for i, node in frontier if i == index)
             parents = None if draft.is_chain else draft.parents
             tokens = draft.tokens[stored:]
             spans.append(Span(sequences[index].id, start, tokens, parents, stored, logits=list(range(len(tokens)))))
-            fed[index] = len(draft)
         return self.model.forward(Batch(spans, self.model.info.device), self.cache).logits
 
     def observe(
@@ -140,15 +138,21 @@ class DraftModel(Drafter[DraftModelConfig]):
         """Truncate to the committed prefix: of the drafted nodes this model has fed, the accepted ones stay."""
         pool = self.cache.pool
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
-            if not len(draft) or sequence.id not in pool.tables:
+            if sequence.id not in pool.tables:
                 continue
-            start = len(sequence.tokens) - len(verdict.tokens)
-            fed = pool.length(sequence.id) - start
-            kept = [node for node in verdict.path[: verdict.accepted] if node < fed]
-            pool.keep(sequence.id, start, kept)
+            if len(draft):
+                start = len(sequence.tokens) - len(verdict.tokens)
+                fed = pool.length(sequence.id) - start
+                kept = [node for node in verdict.path[: verdict.accepted] if node < fed]
+                pool.keep(sequence.id, start, kept)
+            if self.tree is not None:
+                self.tree.commit(sequence.id, sequence.tokens, len(sequence.tokens) - sequence.tentative)
 
     def release(self, sequence: Sequence) -> None:
         self.cache.pool.free(sequence.id)
+
+    def pools(self) -> list[Pool]:
+        return [self.cache.pool]
 
     def cached_tokens(self, sequence: Sequence) -> list[int]:
         return sequence.tokens[: self.cache.pool.length(sequence.id)]
