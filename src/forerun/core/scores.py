@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ class Scores:
     first: list[int]
     warped: torch.Tensor
     raw: torch.Tensor | None = None
-    _probs: torch.Tensor | None = field(default=None, repr=False)
+    contexts: list[Any] | None = field(default=None, repr=False)
+    """Each row's sampling context, once somebody has asked for it."""
 
     def row(self, index: int, node: int) -> int:
         """Row that predicts what follows ``node`` (-1: the root) of the index-th sequence."""

@@ -6,8 +6,13 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from forerun.sampling.noise import Gumbel, fold, target_key
+from forerun.sampling.noise import Gumbel, fold, target_key, uniform
 from forerun.sampling.warp import Row
+
+_AHEAD = 4
+_BLOCK = 128
+_NARROW = 8192
+_ALMOST_ONE = 1.0 - 2.0**-40
 
 
 class Sampler:
@@ -26,24 +31,87 @@ class Sampler:
 
         This is the coupling: target and drafter call it with the same seed and position.
         """
-        keys = [None if row.heat == 0.0 else target_key(row.sequence.seed, row.position) for row in rows]
-        return self.perturb(warped, keys)
+        noisy = [i for i, row in enumerate(rows) if row.heat != 0.0]
+        if not noisy:
+            return warped
+        places = [(rows[i].sequence.seed, rows[i].position) for i in noisy]
+        keys = [target_key(seed, position) for seed, position in places]
+        ahead: list[int] = []
+        if any(key not in self.noise for key in keys):
+            # A round needs its next positions too; together they cost little more than one.
+            ahead = [target_key(seed, position + i) for seed, position in places for i in range(1, _AHEAD)]
+        return _add(warped, noisy, self.noise.rows(keys, ahead))
 
     def perturb(self, warped: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
         """``warped`` plus the Gumbel row of each key; None: unchanged."""
         noisy = [i for i, key in enumerate(keys) if key is not None]
         if not noisy:
             return warped
-        noise = self.noise.rows([key for key in keys if key is not None])
-        if len(noisy) == len(keys):
-            return warped + noise
-        scores = warped.clone()
-        scores[noisy] += noise
-        return scores
+        return _add(warped, noisy, self.noise.rows([key for key in keys if key is not None]))
 
     def draw(self, weights: torch.Tensor, keys: Seq[int]) -> torch.Tensor:
-        """One id per row of unnormalised probabilities ``weights`` [rows, vocabulary]."""
-        return (weights.log() + self.noise.rows(keys)).argmax(dim=1)
+        """One id per row of unnormalised probabilities ``weights`` [rows, vocabulary]: where the row's cumulative
+        sum passes the uniform of its key. An id of weight 0 is never drawn, unless its whole row is 0."""
+        spots = torch.tensor([uniform(key) for key in keys], dtype=torch.float64, device=weights.device)[:, None]
+        return invert(weights, spots)
+
+
+def _add(warped: torch.Tensor, noisy: Seq[int], noise: torch.Tensor) -> torch.Tensor:
+    if len(noisy) == len(warped):
+        return warped + noise
+    scores = warped.clone()
+    scores[noisy] += noise
+    return scores
+
+
+def invert(weights: torch.Tensor, spots: torch.Tensor) -> torch.Tensor:
+    """Per row of ``weights`` [rows, size], the first id at which the cumulative share exceeds ``spots`` [rows, 1],
+    in [0, 1). Wide rows take two levels: first the block, then the id inside it."""
+    size = weights.shape[1]
+    if size <= _NARROW:
+        return _first_above(weights.cumsum(dim=1, dtype=torch.float64), spots)[:, 0]
+    whole = size // _BLOCK
+    sums = weights[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(dim=2)
+    if whole * _BLOCK < size:
+        sums = torch.cat([sums, weights[:, whole * _BLOCK :].sum(dim=1, keepdim=True)], dim=1)
+    sums = sums.double()
+    reach = sums.cumsum(dim=1)
+    block = _first_above(reach, spots)
+    first = block * _BLOCK
+    ids = first + torch.arange(_BLOCK, device=weights.device)
+    inside = weights.gather(1, ids.clamp(max=size - 1)).double()
+    if whole * _BLOCK < size:
+        inside.masked_fill_(ids >= size, 0.0)
+    # What is left as a share of the block, times the block's sum as added up here: no rounding of the one or the
+    # other sum can lead outside.
+    share = 1.0 - (reach.gather(1, block) - reach[:, -1:] * spots) / sums.gather(1, block)
+    return (first + _first_above(inside.cumsum(dim=1), share)).clamp_(max=size - 1)[:, 0]
+
+
+def _first_above(reach: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """The first column of each row of cumulative sums that exceeds ``share`` [rows, 1] of the last one."""
+    goal = reach[:, -1:] * share.clamp(0.0, _ALMOST_ONE)
+    return torch.searchsorted(reach, goal, right=True).clamp_(max=reach.shape[1] - 1)
+
+
+def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest entry (NaN if it has one) and the first id that holds it.
+
+    On CPU a maximum with its place costs fifteen times one without, so wide rows are searched block by block.
+    """
+    size = scores.shape[1]
+    whole = size // _BLOCK
+    if scores.device.type != "cpu" or whole < 64:
+        ids = scores.argmax(dim=1, keepdim=True)
+        return scores.gather(1, ids)[:, 0], ids[:, 0]
+    tops = scores[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).amax(dim=2)
+    if whole * _BLOCK < size:
+        tops = torch.cat([tops, scores[:, whole * _BLOCK :].amax(dim=1, keepdim=True)], dim=1)
+    block = tops.argmax(dim=1, keepdim=True)
+    ids = (block * _BLOCK + torch.arange(_BLOCK, device=scores.device)).clamp_(max=size - 1)
+    inside = scores.gather(1, ids)
+    ids = ids.gather(1, inside.argmax(dim=1, keepdim=True))
+    return tops.gather(1, block)[:, 0], ids[:, 0]
 
 
 def node_key(purpose: int, row: Row, root: int, parent: int, trial: int = 0) -> int:

@@ -46,60 +46,62 @@ def _signed(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def _mix(x: torch.Tensor, shift: int, factor: int) -> torch.Tensor:
-    """xorshift-multiply on int32, in place; the shift is logical."""
-    x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))
-    return x.mul_(_signed(factor))
-
-
 class Gumbel:
     """Rows of standard Gumbel noise over a vocabulary, remembered while a round needs them.
 
-    Row and width independent: entry i of a row depends on the key and i alone. ``capacity`` rows are kept.
+    Entry i of a row depends on the key and i alone, bit for bit. ``capacity`` rows are kept (None: 64 MB of them).
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", capacity: int = 64) -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", capacity: int | None = None) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.capacity = capacity
+        self.capacity = capacity if capacity is not None else max(64, min(4096, 2**24 // vocab_size))
         self._rows: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._shift = self._integer(16)
+        self._low = self._integer(0xFFFF)
+        self._factor = self._integer(0x7FEB352D)
         # A multiple of 64 keeps every row's elements at the same lanes, whatever the number of rows.
         width = -(-vocab_size // 64) * 64
         ids = torch.arange(1, width + 1, dtype=torch.int32, device=self.device)
-        ids = _mix(ids.mul_(_signed(0x9E3779B1)), 16, 0x85EBCA6B)
-        self._ids = _mix(ids, 13, 0xC2B2AE35)
+        for factor in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35):
+            ids = self._fold_high(ids.mul_(_signed(factor)))
+        self._ids = ids
+        # Wide rows are made one by one: several at once leave the processor's cache.
+        self.together = 1 if width > 1 << 15 and self.device.type == "cpu" else 16
 
-    def rows(self, keys: Sequence[int]) -> torch.Tensor:
-        """Float32 [len(keys), vocabulary]."""
-        missing = []
-        for key in dict.fromkeys(keys):
-            if key in self._rows:
-                self._rows.move_to_end(key)
-            else:
-                missing.append(key)
+    def __contains__(self, key: int) -> bool:
+        return key in self._rows
+
+    def rows(self, keys: Sequence[int], ahead: Sequence[int] = ()) -> torch.Tensor:
+        """Float32 [len(keys), vocabulary]. Rows of ``ahead`` are made too where that is cheap, for later calls."""
+        known = self._rows
+        missing = [key for key in dict.fromkeys(keys) if key not in known]
         if missing:
-            fresh = self._compute(missing)
-            if len(missing) == len(keys):
-                self._remember(missing, fresh)
-                return fresh
-            self._remember(missing, fresh, room=len(keys))
-        if len(keys) == 1:
-            return self._rows[keys[0]][None]
-        return torch.stack([self._rows[key] for key in keys])
+            if self.together > 1:
+                missing = list(dict.fromkeys([*missing, *(key for key in ahead if key not in known)]))
+            for first in range(0, len(missing), self.together):
+                part = missing[first : first + self.together]
+                known.update(zip(part, self._compute(part)))
+        for key in keys:
+            known.move_to_end(key)
+        result = known[keys[0]][None] if len(keys) == 1 else torch.stack([known[key] for key in keys])
+        while len(known) > self.capacity:
+            known.popitem(last=False)
+        return result
 
-    def _remember(self, keys: list[int], rows: torch.Tensor, room: int = 0) -> None:
-        for key, row in zip(keys, rows):
-            self._rows[key] = row
-        while len(self._rows) > max(self.capacity, room + len(keys)):
-            self._rows.popitem(last=False)
+    def _compute(self, keys: Sequence[int]) -> torch.Tensor:
+        halves = [[_signed(key | 1), _signed(key >> 32)] for key in keys]
+        odd, plus = torch.tensor(halves, dtype=torch.int32, device=self.device)[:, :, None].unbind(1)
+        x = self._fold_high(torch.mul(self._ids, odd).add_(plus)).mul_(self._factor)
+        # |x| has 31 random bits and a float keeps the small ones' precision, so log1p(-u) and with it the upper
+        # tail of g do too; u stays in (0, 1).
+        u = self._fold_high(x).float().abs_().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-(1.0 - 2.0**-24))
+        return u.log1p_().neg_().log_().neg_()[:, : self.vocab_size]
 
-    def _compute(self, keys: list[int]) -> torch.Tensor:
-        odd = torch.tensor([_signed(key | 1) for key in keys], dtype=torch.int32, device=self.device)
-        plus = torch.tensor([_signed(key >> 32) for key in keys], dtype=torch.int32, device=self.device)
-        x = torch.addcmul(plus[:, None], self._ids[None, :], odd[:, None])
-        x = _mix(x, 16, 0x7FEB352D)
-        x = _mix(x, 15, 0x846CA68B)
-        x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).bitwise_and_(0x7FFFFFFF)
-        # u in (0, 1): small values keep their precision, so -log1p(-u) and with it the upper tail of g do too.
-        u = x.float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
-        return u.neg_().log1p_().neg_().log_().neg_()[:, : self.vocab_size]
+    def _fold_high(self, x: torch.Tensor) -> torch.Tensor:
+        """x ^ (x >>> 16), in place; int32 has no logical shift."""
+        return x.bitwise_xor_((x >> self._shift).bitwise_and_(self._low))
+
+    def _integer(self, value: int) -> torch.Tensor:
+        """A constant as a tensor: torch's integer kernels take a Python number more slowly."""
+        return torch.tensor([_signed(value)], dtype=torch.int32, device=self.device)

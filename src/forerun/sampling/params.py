@@ -72,6 +72,15 @@ class StructuredOutputsParams:
         return "grammar", self.grammar or ""
 
 
+def _structured(given: Mapping[str, Any] | StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+    if given is None or isinstance(given, StructuredOutputsParams):
+        return given
+    known = {field.name for field in fields(StructuredOutputsParams)}
+    if not isinstance(given, Mapping) or set(given) - known:
+        raise ConfigError(f"structured_outputs has the fields {', '.join(sorted(known))}, not {given!r}")
+    return StructuredOutputsParams(**given)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one request. Every option works under speculation.
@@ -103,7 +112,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: Mapping[str, Any] | StructuredOutputsParams | None = None
+    """What the answer must look like; a mapping of ``StructuredOutputsParams``' fields will do."""
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1)
@@ -118,8 +128,6 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
-            raise ConfigError("structured_outputs must be a StructuredOutputsParams")
         _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -144,16 +152,23 @@ class SamplingParams:
                 raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}") from None
             if int(token) < 0 or math.isnan(bias[int(token)]):
                 raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}")
+        object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         words = tuple(self.bad_words or ())
         if any(not isinstance(word, str) or not word for word in words):
             raise ConfigError("bad_words must be a list of non-empty strings")
-        for name, value in (
+        frozen: list[tuple[str, Any]] = [
             ("stop", stop),
             ("stop_token_ids", ids),
             ("logit_bias", bias or None),
             ("bad_words", words),
-        ):
+        ]
+        for name, value in frozen:
             object.__setattr__(self, name, value)
+
+    @property
+    def grammar(self) -> StructuredOutputsParams | None:
+        """``structured_outputs``, whichever way it was given."""
+        return _structured(self.structured_outputs)
 
     @property
     def greedy(self) -> bool:

@@ -97,7 +97,7 @@ def _bias_and_ban(logits: torch.Tensor, row: Row) -> None:
         ids = torch.tensor([t for t in params.logit_bias if t < logits.shape[0]], device=logits.device)
         values = [params.logit_bias[int(t)] for t in ids.tolist()]
         logits[ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
-    banned = set()
+    banned: set[int] = set()
     if sequence.num_output + len(row.path) < params.min_tokens:
         banned.update(sequence.eos_ids, params.stop_token_ids)
     if params.bad_words_ids:

@@ -1,6 +1,18 @@
-"""Acceptance rules."""
+"""Acceptance rules. Importing this package fills the registry."""
 
-from forerun.speculate.accept import coupled, token
-from forerun.speculate.accept.base import Decision, RatioRule, Rule, rules
+from forerun.speculate.accept import block, coupled, lenient, recursive, token, traversal
+from forerun.speculate.accept.base import Decision, RatioRule, Rule, RuleConfig, rules
 
-__all__ = ["Decision", "RatioRule", "Rule", "coupled", "rules", "token"]
+__all__ = [
+    "Decision",
+    "RatioRule",
+    "Rule",
+    "RuleConfig",
+    "block",
+    "coupled",
+    "lenient",
+    "recursive",
+    "rules",
+    "token",
+    "traversal",
+]

@@ -6,25 +6,34 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
 
+from forerun.core.errors import ConfigError
 from forerun.core.registry import Registry
 from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS, Draft, Verdict
-from forerun.sampling.draw import Sampler, node_key, probabilities
-from forerun.sampling.noise import ACCEPT, RESIDUAL, uniform
+from forerun.sampling.draw import Sampler, best, probabilities
+from forerun.sampling.noise import ACCEPT, RESIDUAL, fold, uniform
 from forerun.sampling.warp import Row
 
+NO_TOKEN = "no token is permitted: the bans and masks of this request leave nothing to sample"
+
 rules: Registry[Rule] = Registry("acceptance rule", "forerun.rules")
+
+
+@dataclass(frozen=True)
+class RuleConfig:
+    """Options of a rule; its own extend it. Field names are keys of ``speculative_config``."""
 
 
 class Rule(ABC):
     """One acceptance rule, named in ``rules``."""
 
     name: ClassVar[str]
+    config_class: ClassVar[type[RuleConfig]] = RuleConfig
     identity: ClassVar[bool] = False
     """The same seed gives the same tokens as plain decoding."""
     lossless: ClassVar[bool] = True
@@ -35,6 +44,14 @@ class Rule(ABC):
     replacement: bool = True
     """How drafters draw siblings: with replacement or without (``needs_q`` rules)."""
 
+    def __init__(self, config: RuleConfig | None = None) -> None:
+        self.config = config if config is not None else self.config_class()
+
+    @classmethod
+    def options(cls) -> list[str]:
+        """The keys of ``speculative_config`` that are this rule's."""
+        return [field.name for field in fields(cls.config_class)]
+
     @abstractmethod
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
         """One verdict per sequence of ``scores``."""
@@ -42,20 +59,21 @@ class Rule(ABC):
 
 def row_contexts(scores: Scores) -> list[Row]:
     """The context of every row of ``scores``, in row order."""
-    rows = []
-    for sequence, draft in zip(scores.sequences, scores.drafts):
-        rows.append(Row(sequence))
-        paths: list[list[int]] = []
-        for token, parent in zip(draft.tokens, draft.parents):
-            path = [*paths[parent], token] if parent >= 0 else [token]
-            paths.append(path)
-            rows.append(Row(sequence, path))
-    return rows
+    if scores.contexts is None:
+        rows: list[Row] = []
+        for sequence, draft in zip(scores.sequences, scores.drafts):
+            root = len(rows)
+            rows.append(Row(sequence))
+            for token, parent in zip(draft.tokens, draft.parents):
+                rows.append(Row(sequence, [*rows[root + 1 + parent].path, token]))
+        scores.contexts = rows
+    return scores.contexts
 
 
 @dataclass(slots=True)
 class Trials:
-    """All trials of a round, flat: their row of p (the parent's), token, sequence and rank under the parent."""
+    """All trials of a round, flat: their row of p (the parent's), token, sequence, parent node, rank under the
+    parent, row of q (the sequence's own), and the row of p behind their node."""
 
     row: list[int]
     token: list[int]
@@ -63,76 +81,108 @@ class Trials:
     parent: list[int]
     rank: list[int]
     q_row: list[int]
+    below: list[int]
 
 
 def flatten(scores: Scores) -> Trials:
-    flat = Trials([], [], [], [], [], [])
+    flat = Trials([], [], [], [], [], [], [])
     for index, draft in enumerate(scores.drafts):
-        for parent, trials in enumerate(draft.trials):
+        root = scores.first[index]
+        for parent, trials in enumerate(draft.trials, start=-1):
             for rank, trial in enumerate(trials):
-                flat.row.append(scores.first[index] + parent)
+                flat.row.append(root + 1 + parent)
                 flat.token.append(draft.tokens[trial.node])
                 flat.index.append(index)
-                flat.parent.append(parent - 1)
+                flat.parent.append(parent)
                 flat.rank.append(rank)
                 flat.q_row.append(trial.row)
+                flat.below.append(root + 1 + trial.node)
     return flat
 
 
+def take(rows: torch.Tensor, chosen: Seq[int]) -> torch.Tensor:
+    """``rows[chosen]``; a view where they lie side by side."""
+    first, count = chosen[0], len(chosen)
+    if chosen[-1] == first + count - 1 and (count < 3 or list(chosen) == list(range(first, first + count))):
+        return rows[first : first + count]
+    return rows[list(chosen)]
+
+
+def column(values: Seq[int], like: torch.Tensor) -> torch.Tensor:
+    """Indices as [n, 1] int64, for ``gather``."""
+    return torch.tensor(values, dtype=torch.long, device=like.device)[:, None]
+
+
 def gather_q(scores: Scores, trials: Trials, chosen: Seq[int], like: torch.Tensor) -> torch.Tensor:
-    """[len(chosen), vocabulary]: the exact q of each chosen trial; a point mass is one-hot."""
-    tensors = [scores.drafts[trials.index[t]].q for t in chosen]
-    rows = [trials.q_row[t] for t in chosen]
-    if all(row != POINT_MASS for row in rows) and all(q is tensors[0] for q in tensors):
-        assert tensors[0] is not None
-        return tensors[0][rows].to(like.dtype)
-    out = torch.zeros(len(chosen), like.shape[1], dtype=like.dtype, device=like.device)
-    for i, (q, row) in enumerate(zip(tensors, rows)):
-        if row == POINT_MASS:
-            out[i, trials.token[chosen[i]]] = 1.0
+    """[len(chosen), vocabulary] in ``like``'s dtype: the exact q of each chosen trial; a point mass is one-hot.
+    Read only: it may share memory with the drafts."""
+    groups: dict[int, list[int]] = {}
+    masses = []
+    for place, t in enumerate(chosen):
+        if trials.q_row[t] == POINT_MASS:
+            masses.append(place)
         else:
-            assert q is not None
-            out[i] = q[row]
+            groups.setdefault(id(scores.drafts[trials.index[t]].q), []).append(place)
+
+    def rows(places: Seq[int]) -> torch.Tensor:
+        q = scores.drafts[trials.index[chosen[places[0]]]].q
+        assert q is not None
+        return take(q, [trials.q_row[chosen[place]] for place in places]).to(like.dtype)
+
+    if not masses and len(groups) == 1:
+        return rows(range(len(chosen)))
+    out = torch.zeros(len(chosen), like.shape[1], dtype=like.dtype, device=like.device)
+    if masses:
+        out[masses, [trials.token[chosen[place]] for place in masses]] = 1.0
+    for places in groups.values():
+        out[places] = rows(places)
     return out
 
 
-def overlaps(scores: Scores, rows: Seq[Row], greedy_choice: Seq[int]) -> dict[int, float]:
-    """Row -> sum_x min(p, q) against the first trial under it (Leviathan et al. 2023, theorem 3.5); a point mass
-    counts p(x). Rows without a trial are absent. ``greedy_choice`` is each row's argmax, used where T = 0."""
-    trials = flatten(scores)
-    firsts = [t for t, rank in enumerate(trials.rank) if rank == 0]
-    result = {}
+def overlaps(scores: Scores, trials: Trials, rows: Seq[Row], choice: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """Rows that hold trials, and for each sum_x min(p, q) against its first trial (Leviathan et al. 2023, theorem
+    3.5): a point mass counts p(x), and a greedy row whether the trial is its ``choice`` [rows]."""
+    greedy: list[int] = []
     masses: list[int] = []
     spread: list[int] = []
-    for t in firsts:
-        row = trials.row[t]
-        if rows[row].heat == 0.0:
-            result[row] = float(greedy_choice[row] == trials.token[t])
-        else:
-            (masses if trials.q_row[t] == POINT_MASS else spread).append(t)
+    for t, rank in enumerate(trials.rank):
+        if rank == 0:
+            kind = greedy if rows[trials.row[t]].heat == 0.0 else masses if trials.q_row[t] == POINT_MASS else spread
+            kind.append(t)
+    parts = []
+    if greedy:
+        drafted = column([trials.token[t] for t in greedy], choice)[:, 0]
+        parts.append((take(choice, [trials.row[t] for t in greedy]) == drafted).to(scores.warped.dtype))
     if masses:
-        p = probabilities(scores.warped[[trials.row[t] for t in masses]])
-        tokens = torch.tensor([trials.token[t] for t in masses], device=p.device)
-        for t, value in zip(masses, p.gather(1, tokens[:, None])[:, 0].tolist()):
-            result[trials.row[t]] = value
+        p = probabilities(take(scores.warped, [trials.row[t] for t in masses]))
+        parts.append(p.gather(1, column([trials.token[t] for t in masses], p))[:, 0])
     if spread:
-        p = probabilities(scores.warped[[trials.row[t] for t in spread]])
-        shared = torch.minimum(p, gather_q(scores, trials, spread, p)).sum(dim=1).tolist()
-        for t, value in zip(spread, shared):
-            result[trials.row[t]] = value
+        p = probabilities(take(scores.warped, [trials.row[t] for t in spread]))
+        parts.append(torch.minimum(p, gather_q(scores, trials, spread, p)).sum(dim=1))
+    ordered = [trials.row[t] for t in [*greedy, *masses, *spread]]
+    return ordered, torch.cat(parts) if parts else scores.warped.new_empty(0)
+
+
+def fetch(*tensors: torch.Tensor) -> list[list]:
+    """The values of several vectors, brought to the host in one transfer."""
+    if tensors[0].device.type == "cpu":
+        return [tensor.tolist() for tensor in tensors]
+    values = torch.cat([tensor.double() for tensor in tensors]).tolist()
+    result = []
+    for tensor in tensors:
+        part, values = values[: len(tensor)], values[len(tensor) :]
+        result.append(part if tensor.is_floating_point() else [int(value) for value in part])
     return result
 
 
 def measure(verdict: Verdict, scores: Scores, index: int, overlap: dict[int, float]) -> None:
     """Fill a verdict's ``tested``, ``matched`` and ``overlap`` along its path."""
-    draft = scores.drafts[index]
     for node in [-1, *verdict.path]:
         value = overlap.get(scores.row(index, node))
         if value is not None:
             verdict.tested += 1
             verdict.overlap += value
     verdict.matched = len(verdict.path)
-    assert len(draft) or not verdict.path
 
 
 def fault(value: float) -> str | None:
@@ -140,7 +190,7 @@ def fault(value: float) -> str | None:
     if math.isnan(value):
         return "the model returned NaN logits"
     if value == -math.inf:
-        return "no token is permitted: the bans and masks of this request leave nothing to sample"
+        return NO_TOKEN
     return None
 
 
@@ -161,11 +211,14 @@ class RatioRule(Rule):
 
     @abstractmethod
     def decide(self, p: torch.Tensor, scores: Scores, trials: Trials) -> Decision:
-        """From p [rows, vocabulary] and the drafts' trials to test probabilities and residuals; no randomness."""
+        """From p [rows, vocabulary] and the drafts' trials to test probabilities and residuals; no randomness. It
+        computes in p's dtype and leaves p as it is."""
 
-    def walk(self, draft: Draft, passed: list[list[bool]]) -> list[int]:
-        """The accepted path, given each trial's test result (``passed[parent + 1][rank]``). Here: from the root,
-        the first trial that passes is followed."""
+    def walk(self, draft: Draft, passed: list[list[bool]]) -> tuple[list[int], bool]:
+        """The accepted path, given each trial's test result (``passed[parent + 1][rank]``), and whether the token
+        behind it is drawn from p itself instead of the row's residual.
+
+        Here: from the root, the first trial that passes is followed."""
         path: list[int] = []
         node = -1
         while draft.trials:
@@ -176,66 +229,62 @@ class RatioRule(Rule):
                     break
             else:
                 break
-        return path
+        return path, False
 
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
         rows = row_contexts(scores)
-        top = scores.warped.max(dim=1)
-        best, choice = top.values.tolist(), top.indices
-        p = self._target(scores, rows, choice)
-        trials = flatten(scores)
+        trials = self.check(scores, flatten(scores))
+        p, top, choice = self.target(scores, rows)
         decision = self.decide(p, scores, trials)
-        residual = torch.where(decision.residual.sum(dim=1, keepdim=True) > 0, decision.residual, p)
-        keys = self._row_keys(scores, rows)
-        drawn = sampler.draw(residual, keys).tolist()
-        chances = decision.accept.tolist()
-        overlap = overlaps(scores, rows, choice.tolist())
-        verdicts = []
+        keys = [fold(sequence.seed, RESIDUAL, len(sequence.tokens)) for sequence in scores.sequences]
+        spread = [key for key, draft in zip(keys, scores.drafts) for _ in range(len(draft) + 1)]
+        tested, shares = overlaps(scores, trials, rows, choice)
+        tops, chances, tokens, shared = fetch(top, decision.accept, sampler.draw(decision.residual, spread), shares)
+        overlap = dict(zip(tested, shared))
+        verdicts, fresh = [], []
         cursor = 0
         for index, draft in enumerate(scores.drafts):
-            count = sum(len(t) for t in draft.trials)
-            passed = self._test(rows, scores, index, chances[cursor : cursor + count])
+            count = sum(map(len, draft.trials))
+            path, again = self.walk(draft, self._test(scores, index, chances[cursor : cursor + count]))
             cursor += count
-            path = self.walk(draft, passed)
-            row = scores.row(index, path[-1] if path else -1)
-            verdict = Verdict(path=path, token=drawn[row])
+            if again:
+                fresh.append(index)
             visited = [scores.row(index, node) for node in [-1, *path]]
-            verdict.error = next((text for r in visited if (text := fault(best[r]))), None)
+            error = next((text for row in visited if (text := fault(tops[row]))), None)
+            verdict = Verdict(path=path, token=tokens[visited[-1]], error=error)
             measure(verdict, scores, index, overlap)
             verdicts.append(verdict)
+        if fresh:
+            ends = [scores.row(i, verdicts[i].path[-1]) for i in fresh]
+            for i, token in zip(fresh, sampler.draw(p[ends], [keys[i] for i in fresh]).tolist()):
+                verdicts[i].token = token
         return verdicts
 
+    def check(self, scores: Scores, trials: Trials) -> Trials:
+        if not self.trees and any(trials.rank):
+            draft = scores.drafts[trials.index[trials.rank.index(1)]]
+            raise ConfigError(f"accept={self.name!r} works on chains, but {draft.method or 'the drafter'} sent a tree")
+        return trials
+
     @staticmethod
-    def _target(scores: Scores, rows: Seq[Row], choice: torch.Tensor) -> torch.Tensor:
-        """p of every row; a greedy row is a point mass on its argmax."""
+    def target(scores: Scores, rows: Seq[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """p [rows, vocabulary], a greedy row being a point mass; each row's best score, and, of greedy rows, its id."""
         p = probabilities(scores.warped)
         greedy = [i for i, row in enumerate(rows) if row.heat == 0.0]
-        if greedy:
-            p[greedy] = 0.0
-            p[greedy, choice[greedy]] = 1.0
-        return p
+        if not greedy:
+            return p, scores.warped.amax(dim=1), torch.zeros(len(rows), dtype=torch.long, device=p.device)
+        top, choice = best(scores.warped)
+        p[greedy] = 0.0
+        p[greedy, choice[greedy]] = 1.0
+        return p, top, choice
 
     @staticmethod
-    def _row_keys(scores: Scores, rows: Seq[Row]) -> list[int]:
-        keys = []
-        for index, draft in enumerate(scores.drafts):
-            root = len(scores.sequences[index].tokens)
-            for node in range(-1, len(draft)):
-                keys.append(node_key(RESIDUAL, rows[scores.row(index, node)], root, node))
-        return keys
-
-    @staticmethod
-    def _test(rows: Seq[Row], scores: Scores, index: int, chances: list[float]) -> list[list[bool]]:
+    def _test(scores: Scores, index: int, chances: list[float]) -> list[list[bool]]:
         """Draw every trial's test of one draft; ``chances`` are in trial order."""
-        draft = scores.drafts[index]
-        root = len(scores.sequences[index].tokens)
-        passed = []
-        cursor = 0
-        for parent, trials in enumerate(draft.trials):
-            row = rows[scores.first[index] + parent]
-            results = []
-            for rank in range(len(trials)):
-                results.append(uniform(node_key(ACCEPT, row, root, parent - 1, rank)) < chances[cursor])
-                cursor += 1
-            passed.append(results)
-        return passed
+        sequence, draft = scores.sequences[index], scores.drafts[index]
+        cursor = iter(chances)
+        round_key = fold(sequence.seed, ACCEPT, len(sequence.tokens))
+        return [
+            [uniform(fold(round_key, parent, rank)) < next(cursor) for rank in range(len(trials))]
+            for parent, trials in enumerate(draft.trials)
+        ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from forerun.core.scores import Scores
 from forerun.core.tree import Verdict
-from forerun.sampling.draw import Sampler
-from forerun.speculate.accept.base import Rule, fault, measure, overlaps, row_contexts, rules
+from forerun.sampling.draw import Sampler, best
+from forerun.speculate.accept.base import Rule, fault, fetch, flatten, measure, overlaps, row_contexts, rules
 
 
 @rules.register("coupled")
@@ -21,19 +21,20 @@ class Coupled(Rule):
 
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
         rows = row_contexts(scores)
-        top = sampler.shared(scores.warped, rows).max(dim=1)
-        best, choice = top.values.tolist(), top.indices.tolist()
-        overlap = overlaps(scores, rows, choice) if any(scores.drafts) else {}
+        top, choice = best(sampler.shared(scores.warped, rows))
+        tested, shares = overlaps(scores, flatten(scores), rows, choice)
+        tops, tokens, shared = fetch(top, choice, shares)
+        overlap = dict(zip(tested, shared))
         verdicts = []
         for index, draft in enumerate(scores.drafts):
             path: list[int] = []
             row = scores.row(index, -1)
-            error = fault(best[row])
-            while (node := draft.children(path[-1] if path else -1).get(choice[row])) is not None:
-                path.append(node)
-                row = scores.row(index, node)
-                error = error or fault(best[row])
-            verdict = Verdict(path=path, token=choice[row], error=error)
+            error = fault(tops[row])
+            while (child := draft.children(path[-1] if path else -1).get(tokens[row])) is not None:
+                path.append(child)
+                row = scores.row(index, child)
+                error = error or fault(tops[row])
+            verdict = Verdict(path=path, token=tokens[row], error=error)
             measure(verdict, scores, index, overlap)
             verdicts.append(verdict)
         return verdicts

@@ -1,0 +1,56 @@
+"""``lenient``: Leviathan et al. 2023 (arXiv 2211.17192), appendix A.5. Faster, and no longer lossless."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from forerun.core.errors import ConfigError
+from forerun.core.scores import Scores
+from forerun.speculate.accept.base import Decision, RuleConfig, Trials, column, rules, take
+from forerun.speculate.accept.token import Token
+
+
+@dataclass(frozen=True)
+class LenientConfig(RuleConfig):
+    lenience: float = 0.5
+    """l in (0, 1]: no token becomes more likely than 1 / l times what the target gives it; 1 is lossless."""
+
+    def __post_init__(self) -> None:
+        value = self.lenience
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or not 0 < value <= 1:
+            raise ConfigError(f"lenience must be a number above 0 and at most 1, not {value!r}")
+
+
+@rules.register("lenient")
+class Lenient(Token):
+    """Token-level rejection sampling that multiplies q by the lenience l before the comparison.
+
+    A drafted x is kept with probability min(1, p(x) / (l q(x))); a rejected one is replaced by a draw of
+    norm(max(0, p - q)), as without lenience. The output's law is ``forerun.theory.lenient_token_law``: no token is
+    emitted with a probability above p(x) / l, and the total variation from p is sum min(p / l, q) - sum min(p, q).
+    There is no lower bound: a token that the drafter never proposes can lose most of its probability. At
+    temperature 0 a drafted token is kept if p(x) >= l max p, p being the distribution at temperature 1 (the paper
+    prints <=, which would keep the unlikely tokens and drop the best one); otherwise the argmax is emitted.
+    """
+
+    name = "lenient"
+    lossless = False
+    config_class = LenientConfig
+    config: LenientConfig
+
+    def decide(self, p: torch.Tensor, scores: Scores, trials: Trials) -> Decision:
+        decision = super().decide(p, scores, trials)
+        greedy = [t for t, index in enumerate(trials.index) if scores.sequences[index].params.greedy]
+        if greedy:
+            logits = take(scores.warped, [trials.row[t] for t in greedy])
+            drafted = logits.gather(1, column([trials.token[t] for t in greedy], logits))[:, 0]
+            enough = drafted >= logits.amax(dim=1) + math.log(self.config.lenience)
+            decision.accept[greedy] = enough.to(decision.accept.dtype)
+        return decision
+
+    def chance(self, p_x: torch.Tensor, q_x: torch.Tensor) -> torch.Tensor:
+        return super().chance(p_x, q_x * self.config.lenience)

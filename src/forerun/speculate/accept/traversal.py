@@ -1,0 +1,83 @@
+"""``traversal``: verification from the leaves to the root (Weng et al., arXiv 2505.12398)."""
+
+from __future__ import annotations
+
+import torch
+
+from forerun.core.scores import Scores
+from forerun.core.tree import Draft
+from forerun.speculate.accept.base import Decision, Trials, rules, take
+from forerun.speculate.accept.recursive import TreeRule
+
+
+@rules.register("traversal")
+class Traversal(TreeRule):
+    """Visit a node v with a budget a, the probability that its path is wanted: 1 at the root. With P = p(.|v):
+
+    1. for each child c in the order drawn, from q: visit c with min(1, a P(c) / q(c)); if that accepts, end; else
+       with s = sum max(0, a P - q): P becomes max(0, a P - q) / s and a becomes s / (s + 1 - a);
+    2. with probability a, accept the path to v and emit a draw of P.
+
+    Lossless, with and without replacement. A rejected token's budget goes to its siblings and its parent's residual,
+    so that at least as much is kept as from the root down. A repeated draw of one token is visited as a leaf: its
+    subtree has been looked at before.
+    """
+
+    name = "traversal"
+
+    def decide(self, p: torch.Tensor, scores: Scores, trials: Trials) -> Decision:
+        """Budgets do not depend on the tests, so a level of all trees is computed at once."""
+        residual = p.clone()
+        budget = p.new_ones(len(p), 1)
+        accept = p.new_zeros(len(trials.row), 1)
+        for level in self._levels(scores, trials):
+            for turn in self.turns(p, scores, trials, level):
+                a, at = budget[turn.rows], take(residual, turn.rows)
+                chance = (a * at.gather(1, turn.tokens) / turn.q.gather(1, turn.tokens)).clamp_(max=1.0)
+                left = (a * at - turn.q).clamp_(min=0.0)
+                mass = left.sum(dim=1, keepdim=True)
+                good = mass > 0.0 if turn.valid is None else (mass > 0.0) & turn.valid
+                rest = torch.where(a < 1.0, mass / (mass + 1.0 - a), 1.0)
+                if turn.valid is not None:
+                    chance, rest = chance.where(turn.valid, 0.0), rest.where(turn.valid, a)
+                accept[turn.trials] = chance.nan_to_num_(0.0)
+                residual[turn.rows] = torch.where(good, left / mass, at)
+                budget[turn.rows] = rest
+                news = [(t, trials.below[t]) for t in turn.trials if self._first(trials, t)]
+                budget[[row for _, row in news]] = accept[[t for t, _ in news]]
+        ends = [t for t in range(len(trials.row)) if self._first(trials, t)]
+        accept[ends] = budget[[trials.below[t] for t in ends]]
+        return Decision(accept[:, 0], residual)
+
+    @staticmethod
+    def _first(trials: Trials, t: int) -> bool:
+        """Whether no earlier trial under the same parent drew the same token."""
+        return trials.token[t] not in trials.token[t - trials.rank[t] : t]
+
+    @staticmethod
+    def _levels(scores: Scores, trials: Trials) -> list[list[int]]:
+        """Trials by the depth of their parent."""
+        levels: dict[int, list[int]] = {}
+        depths = [draft.depths() for draft in scores.drafts]
+        for t, (index, parent) in enumerate(zip(trials.index, trials.parent)):
+            levels.setdefault(depths[index][parent] if parent >= 0 else 0, []).append(t)
+        return [levels[depth] for depth in sorted(levels)]
+
+    def walk(self, draft: Draft, passed: list[list[bool]]) -> tuple[list[int], bool]:
+        """Leaves first; a trial's node is tested after everything below it."""
+        met: set[int] = set()
+
+        def visit(parent: int) -> tuple[int, bool] | None:
+            for trial, good in zip(draft.trials[parent + 1], passed[parent + 1]):
+                again = trial.node in met
+                if not again:
+                    met.add(trial.node)
+                    found = visit(trial.node)
+                    if found is not None:
+                        return found
+                if good:
+                    return trial.node, again
+            return None
+
+        found = visit(-1) if draft.trials else None
+        return (draft.path(found[0]), found[1]) if found is not None else ([], False)

@@ -1,0 +1,176 @@
+"""Every draft that a drafter could draw, every outcome of every test: laws by enumeration, in float64.
+
+Nothing here knows how a rule works. A rule is used through its two halves alone: ``decide`` (probabilities of the
+tests, residuals) and ``walk`` (which path the tests' results keep).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy
+import torch
+
+from forerun import SamplingParams
+from forerun.core.scores import Scores
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft
+from forerun.speculate.accept.base import RatioRule, flatten
+
+Prefix = tuple[int, ...]
+Law = dict[Prefix, float]
+HOT = SamplingParams(temperature=1.0)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Tables:
+    """A random distribution for every prefix, some of them with zeros, some nearly certain."""
+
+    def __init__(self, seed: int, vocab: int, sharpness: float = 1.0) -> None:
+        self.seed = seed
+        self.vocab = vocab
+        self.sharpness = sharpness
+        self.known: dict[tuple, numpy.ndarray] = {}
+
+    def __call__(self, prefix: Prefix, name: int = 0) -> numpy.ndarray:
+        key = (name, *prefix)
+        if key not in self.known:
+            generator = numpy.random.default_rng([self.seed, name, len(prefix), *prefix])
+            row = generator.gamma(0.7, size=self.vocab) ** self.sharpness
+            if generator.random() < 0.2:
+                row[generator.integers(self.vocab)] = 0.0
+            self.known[key] = row / row.sum()
+        return self.known[key]
+
+
+@dataclass
+class Choices:
+    """One run of a drafting program: a list of choices to repeat, then the first possibility of each further one."""
+
+    script: list[int]
+    taken: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+    probability: float = 1.0
+
+    def choose(self, weights: numpy.ndarray) -> int:
+        possible = [i for i, weight in enumerate(weights) if weight > 0]
+        place = len(self.taken)
+        pick = self.script[place] if place < len(self.script) else 0
+        self.taken.append(pick)
+        self.widths.append(len(possible))
+        self.probability *= weights[possible[pick]] / weights.sum()
+        return possible[pick]
+
+
+class Sketch:
+    """A draft in the making, with the rows of q that its tokens are drawn from."""
+
+    def __init__(self, choices: Choices, prefix: Prefix) -> None:
+        self.choices = choices
+        self.prefix = prefix
+        self.draft = Draft()
+        self.rows: list[numpy.ndarray] = []
+
+    def path(self, node: int) -> Prefix:
+        return (*self.prefix, *self.draft.path_tokens(node))
+
+    def row(self, q: numpy.ndarray) -> int:
+        self.rows.append(q)
+        return len(self.rows) - 1
+
+    def draw(self, parent: int, row: int, without: Prefix = ()) -> int:
+        """Draw a token under ``parent`` from row ``row`` of q, with the tokens ``without`` taken out of it."""
+        weights = self.rows[row].copy()
+        weights[list(without)] = 0.0
+        return self.draft.add(self.choices.choose(weights), parent, row)
+
+    def finished(self) -> Draft:
+        if self.rows:
+            self.draft.q = torch.tensor(numpy.stack(self.rows), dtype=torch.float64)
+        return self.draft
+
+
+Program = Callable[[Sketch], None]
+
+
+def drafts(program: Program, prefix: Prefix) -> Iterator[tuple[float, Draft]]:
+    """Every draft the program may draw behind ``prefix``, with its probability."""
+    script: list[int] | None = []
+    while script is not None:
+        sketch = Sketch(Choices(script), prefix)
+        program(sketch)
+        yield sketch.choices.probability, sketch.finished()
+        taken, widths = sketch.choices.taken, sketch.choices.widths
+        while taken and taken[-1] + 1 == widths[len(taken) - 1]:
+            taken.pop()
+        script = [*taken[:-1], taken[-1] + 1] if taken else None
+
+
+def target_rows(target: Tables, prefix: Prefix, draft: Draft) -> numpy.ndarray:
+    return numpy.stack([target((*prefix, *draft.path_tokens(node))) for node in range(-1, len(draft))])
+
+
+def round_law(rule: RatioRule, program: Program, target: Tables, prefix: Prefix, params: SamplingParams = HOT) -> Law:
+    """Law of the tokens that one round emits behind ``prefix``. All drafts go through ``decide`` as one batch."""
+    found = list(drafts(program, prefix))
+    rows = [target_rows(target, prefix, draft) for _, draft in found]
+    first = list(itertools.accumulate((len(r) for r in rows[:-1]), initial=0))
+    p = torch.tensor(numpy.concatenate(rows), dtype=torch.float64)
+    sequences = [Sequence(i, list(prefix), len(prefix), params, seed=i) for i in range(len(found))]
+    scores = Scores(sequences, [draft for _, draft in found], first, p.log())
+    trials = flatten(scores)
+    if params.greedy:
+        p = torch.nn.functional.one_hot(p.argmax(dim=1), p.shape[1]).double()
+    decision = rule.decide(p, scores, trials)
+    assert decision.accept.dtype == decision.residual.dtype == torch.float64
+    accept = decision.accept.tolist()
+    law: Law = {}
+    cursor = 0
+    for index, (probability, draft) in enumerate(found):
+        counts = [len(t) for t in draft.trials]
+        chances = accept[cursor : cursor + sum(counts)]
+        cursor += sum(counts)
+        for outcome in itertools.product((True, False), repeat=len(chances)):
+            mass = probability * float(numpy.prod([a if o else 1.0 - a for a, o in zip(chances, outcome)]))
+            if mass <= 0.0:
+                continue
+            results = iter(outcome)
+            path, fresh = rule.walk(draft, [[next(results) for _ in range(count)] for count in counts])
+            row = scores.row(index, path[-1] if path else -1)
+            weights = (p if fresh else decision.residual)[row].numpy()
+            for token in weights.nonzero()[0]:
+                emitted = (*(draft.tokens[node] for node in path), int(token))
+                law[emitted] = law.get(emitted, 0.0) + mass * weights[token] / weights.sum()
+    return law
+
+
+def plain_law(target: Tables, prefix: Prefix, length: int) -> Law:
+    """Law of ``length`` tokens behind ``prefix``, one by one."""
+    law: Law = {(): 1.0}
+    for _ in range(length):
+        law = {
+            (*tokens, token): mass * share
+            for tokens, mass in law.items()
+            for token, share in enumerate(target((*prefix, *tokens)))
+        }
+    return law
+
+
+def rounds_law(step: Callable[[Prefix], Law], target: Tables, prefix: Prefix, length: int, rounds: int) -> Law:
+    """Law of the first ``length`` tokens behind ``prefix``: ``rounds`` rounds in a row, the rest one by one."""
+    if length <= 0:
+        return {(): 1.0}
+    law: Law = {}
+    first = step(prefix) if rounds > 0 else plain_law(target, prefix, 1)
+    for tokens, mass in first.items():
+        head = tokens[:length]
+        for tail, share in rounds_law(step, target, (*prefix, *head), length - len(head), rounds - 1).items():
+            law[head + tail] = law.get(head + tail, 0.0) + mass * share
+    return law
+
+
+def distance(one: Law, other: Law) -> float:
+    """The largest difference between two laws, token by token."""
+    return max(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in {*one, *other})

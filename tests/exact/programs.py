@@ -1,0 +1,145 @@
+"""Ways to draft, for enumeration: each draws with ``Sketch.draw`` and never looks at a token before keeping it."""
+
+from __future__ import annotations
+
+import numpy
+
+from enumeration import Program, Sketch, Tables
+
+
+def chain(draft: Tables, depth: int) -> Program:
+    def program(sketch: Sketch) -> None:
+        node = -1
+        for _ in range(depth):
+            node = sketch.draw(node, sketch.row(draft(sketch.path(node), 1)))
+
+    return program
+
+
+def stopping_chain(draft: Tables, depth: int) -> Program:
+    """Stops where the kept prefix says so: lossless, since no drawn token is taken back."""
+
+    def program(sketch: Sketch) -> None:
+        node = -1
+        for _ in range(depth):
+            row = draft(sketch.path(node), 1)
+            if node >= 0 and row.max() < 0.6:
+                return
+            node = sketch.draw(node, sketch.row(row))
+
+    return program
+
+
+def point_chain(draft: Tables, depth: int) -> Program:
+    """Point masses: the most likely token of q, whatever it is."""
+
+    def program(sketch: Sketch) -> None:
+        node = -1
+        for _ in range(depth):
+            node = sketch.draft.add(int(draft(sketch.path(node), 1).argmax()), node)
+
+    return program
+
+
+def half_point_chain(draft: Tables, depth: int) -> Program:
+    """Point masses and draws in turn."""
+
+    def program(sketch: Sketch) -> None:
+        node = -1
+        for place in range(depth):
+            row = draft(sketch.path(node), 1)
+            if place % 2:
+                node = sketch.draft.add(int(row.argmax()), node)
+            else:
+                node = sketch.draw(node, sketch.row(row))
+
+    return program
+
+
+def nothing(sketch: Sketch) -> None:
+    """No draft: a plain decode."""
+
+
+def tree(draft: Tables, widths: tuple[int, ...], *, replacement: bool) -> Program:
+    """Children of every node of a level, drawn from one row of q."""
+
+    def program(sketch: Sketch) -> None:
+        level = [-1]
+        for width in widths:
+            first = len(sketch.draft)
+            for parent in level:
+                q = draft(sketch.path(parent), 1)
+                row = sketch.row(q)
+                gone: list[int] = []
+                for _ in range(width):
+                    if not replacement and numpy.count_nonzero(numpy.delete(q, gone)) == 0:
+                        break
+                    node = sketch.draw(parent, row, () if replacement else tuple(gone))
+                    gone.append(sketch.draft.tokens[node])
+            level = list(range(first, len(sketch.draft)))
+
+    return program
+
+
+def uneven(draft: Tables, *, replacement: bool) -> Program:
+    """A tree whose widths depend on the prefix: leaves at every depth."""
+
+    def program(sketch: Sketch) -> None:
+        level = [-1]
+        for depth in range(2):
+            first = len(sketch.draft)
+            for parent in level:
+                path = sketch.path(parent)
+                row = sketch.row(draft(path, 1))
+                gone: list[int] = []
+                for _ in range((sum(path) + len(path) + depth) % 2 + 1):
+                    if not replacement and numpy.count_nonzero(numpy.delete(sketch.rows[row], gone)) == 0:
+                        break
+                    node = sketch.draw(parent, row, () if replacement else tuple(gone))
+                    gone.append(sketch.draft.tokens[node])
+            level = list(range(first, len(sketch.draft)))
+
+    return program
+
+
+def several(draft: Tables, count: int, depth: int) -> Program:
+    """Chains of ``count`` drafters, each with a q of its own, in one tree: nodes merge, trials do not."""
+
+    def program(sketch: Sketch) -> None:
+        for drafter in range(1, count + 1):
+            node = -1
+            for _ in range(depth):
+                node = sketch.draw(node, sketch.row(draft(sketch.path(node), drafter)))
+
+    return program
+
+
+def model_and_guess(draft: Tables) -> Program:
+    """Two draws, and a point mass between them at every node: an n-gram's guess beside a model's draws."""
+
+    def program(sketch: Sketch) -> None:
+        level = [-1]
+        for _ in range(2):
+            first = len(sketch.draft)
+            for parent in level:
+                path = sketch.path(parent)
+                sketch.draw(parent, sketch.row(draft(path, 1)))
+                sketch.draft.add(int(draft(path, 2).argmax()), parent)
+            level = list(range(first, len(sketch.draft)))
+
+    return program
+
+
+def point_tree(draft: Tables, width: int, depth: int) -> Program:
+    """The most likely tokens of q, as point masses."""
+
+    def program(sketch: Sketch) -> None:
+        level = [-1]
+        for _ in range(depth):
+            first = len(sketch.draft)
+            for parent in level:
+                for token in numpy.argsort(-draft(sketch.path(parent), 1))[:width]:
+                    sketch.draft.add(int(token), parent)
+            level = list(range(first, len(sketch.draft)))
+
+    return program
