@@ -15,19 +15,19 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape
-from forerun.core.batch import Batch, Output
+from forerun.core.batch import Batch, Output, Span
 from forerun.core.errors import ModelError
 from forerun.models import activations
-from forerun.models.base import INVARIANT_KEYS, INVARIANT_ROWS, ModelInfo, pad_rows
+from forerun.models.base import INVARIANT_KEYS, INVARIANT_ROWS, ModelInfo, new_cache, pad_rows
 
 NAME = "forerun"
 
 HARMLESS = frozenset(
     {
         "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
-        "return_dict", "is_causal", "position_embeddings", "past_key_values", "past_key_value", "logits_to_keep",
+        "return_dict", "position_embeddings", "past_key_values", "past_key_value", "logits_to_keep",
         "training", "layer_idx", "output_router_logits", "labels", "num_items_in_batch", "input_ids",
-        "cos", "sin", "rotary_pos_emb", "attention_mask", "head_mask", "encoder_hidden_states", "inputs_embeds",
+        "cos", "sin", "rotary_pos_emb", "head_mask", "encoder_hidden_states", "inputs_embeds",
         "mm_token_type_ids", "token_type_ids", "per_layer_inputs",
     }
 )  # fmt: skip
@@ -59,10 +59,15 @@ def _attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     forerun: _Context | _Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls: query [1, heads, rows, width]."""
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if attention_mask is not None or not causal:
+        kind = "a mask of its own" if attention_mask is not None else "attention to later tokens"
+        raise ModelError(f"{type(module).__name__} uses {kind}; forerun runs causal decoders")
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in HARMLESS)
     if unknown:
         raise ModelError(
@@ -104,7 +109,6 @@ class HFModel:
         self.module = module.eval()
         self.row_multiple = INVARIANT_ROWS if invariant else 1
         self.key_multiple = INVARIANT_KEYS if invariant else 1
-        self._rows_bias = 0
         config = module.config.get_text_config()
         activations.make_row_independent(module)
         device = module.device
@@ -121,6 +125,27 @@ class HFModel:
             device=device,
             eos_ids=eos_ids,
         )
+        self._check_pieces()
+
+    @torch.inference_mode()
+    def _check_pieces(self) -> None:
+        """Refuse a model whose logits change when a text is fed in pieces: it keeps state outside the KV cache."""
+        tokens = [(7 * i + 1) % self.info.vocab_size for i in range(6)]
+        cache = new_cache(self, max_seqs=2, max_len=len(tokens))
+
+        def last(key: int, start: int, end: int) -> torch.Tensor:
+            span = Span(key, start, tokens[start:end], logits=[end - start - 1])
+            return self.forward(Batch([span], self.info.device), cache).logits[0]
+
+        whole = last(0, 0, len(tokens))
+        for token in range(len(tokens)):
+            pieces = last(1, token, token + 1)
+        limit = 1e-2 if self.info.dtype == torch.float32 else 0.3
+        if (whole - pieces).norm() > limit * whole.norm():
+            raise ModelError(
+                f"{self.info.architecture} keeps state beside its keys and values: its logits change when a text is "
+                "fed in pieces, so forerun cannot run it"
+            )
 
     @staticmethod
     @torch.inference_mode()

@@ -1,0 +1,224 @@
+"""The transformers adapter against transformers itself, on random tiny checkpoints of many architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from forerun import SamplingParams
+from forerun.core.batch import Batch, Span
+from forerun.core.errors import ModelError
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.models.base import Model, new_cache
+from forerun.models.hf import HFModel
+from forerun.models.load import load_model
+from tiny import tiny_llama
+
+VOCABULARY = 101
+WINDOW = 8
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+ARCHITECTURES: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", {}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral-window": ("mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", {**MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0}),
+    "gemma3": ("gemma3_text", MIXED),
+    "phi3-window": ("phi3", {"sliding_window": WINDOW}),
+    "olmo2": ("olmo2", {}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    "gpt_neox": ("gpt_neox", {}),
+    "mixtral": ("mixtral", EXPERTS),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "granite": ("granite", {"attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 2.0}),
+    "starcoder2-window": ("starcoder2", {"sliding_window": WINDOW}),
+    "cohere": ("cohere", {"logit_scale": 1.0}),
+    "glm4": ("glm4", {}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+}
+TREE = ([5, 60, 7, 80, 9, 33, 44], [-1, -1, 0, 0, 1, 4, 2])
+
+
+def some_tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def save(kind: str, options: dict, folder: str, **saving) -> None:
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            center = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
+            torch.nn.init.normal_(parameter, center, 0.15)
+    module.tie_weights()
+    module.save_pretrained(folder, **saving)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Callable[[str], str]:
+    @cache
+    def get(name: str) -> str:
+        folder = str(tmp_path_factory.mktemp(name))
+        save(*ARCHITECTURES[name], folder)
+        return folder
+
+    return get
+
+
+@cache
+def theirs(folder: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+@cache
+def ours(folder: str, dtype: str = "auto") -> Model:
+    return load_model(folder, model_path="hf", dtype=dtype, invariant=False)
+
+
+@torch.inference_mode()
+def reference(folder: str, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """transformers' float32 [tokens, vocabulary] logits."""
+    return theirs(folder, dtype)(torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+def feed(model: Model, cache, *spans: Span) -> torch.Tensor:
+    for span in spans:
+        span.logits = list(range(span.count))
+    return model.forward(Batch(list(spans)), cache).logits
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) -> None:
+    assert got.shape == wanted.shape
+    assert (got - wanted).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_of_chunks_batches_and_trees(checkpoint, name, page_size):
+    folder = checkpoint(name)
+    model, first, second = ours(folder), some_tokens(40), some_tokens(33, seed=1)
+    assert isinstance(model, HFModel)
+    cache = new_cache(model, max_seqs=2, max_len=64, page_size=page_size)
+    wanted = reference(folder, first)
+    assert 0.3 < wanted.std() < 20
+    rows = [
+        feed(model, cache, Span(0, 0, first[:1])),
+        feed(model, cache, Span(0, 1, first[1:24]), Span(1, 0, second[:30]))[:23],
+        feed(model, cache, Span(1, 30, second[30:]), Span(0, 24, first[24:]))[3:],
+    ]
+    close(torch.cat(rows), wanted)
+    nodes, parents = TREE
+    got = feed(model, cache, Span(0, 40, nodes, parents), Span(1, 33, nodes[:3]))
+    for node in range(len(nodes)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        close(got[node], reference(folder, first + [nodes[step] for step in path])[-1])
+    close(got[len(nodes) :], reference(folder, second + nodes[:3])[-3:])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_of_transformers(checkpoint, name):
+    folder = checkpoint(name)
+    prompts = [some_tokens(12, seed=2), some_tokens(3, seed=3)]
+    engine = Engine(ours(folder), None, EngineConfig(max_model_len=96))
+    jobs = [engine.add(prompt, SamplingParams(temperature=0, max_tokens=64))[0] for prompt in prompts]
+    while engine.busy:
+        engine.step()
+    for prompt, job in zip(prompts, jobs):
+        ids = torch.tensor([prompt])
+        answer = theirs(folder).generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, min_new_tokens=64, do_sample=False
+        )
+        assert job.output_ids == answer[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
+def test_half_precision(checkpoint, name, dtype):
+    folder, tokens = checkpoint(name), some_tokens(24)
+    model = ours(folder, dtype)
+    assert model.info.dtype == getattr(torch, dtype)
+    got = feed(model, new_cache(model, max_seqs=1, max_len=64), Span(0, 0, tokens))
+    exact = reference(folder, tokens)
+    assert (got - exact).norm() <= 1.5 * (reference(folder, tokens, getattr(torch, dtype)) - exact).norm()
+
+
+def test_bits_that_depend_on_the_batch_are_noticed(checkpoint):
+    """A mixture of experts groups its rows by expert, so that a row's bits change with its neighbours."""
+    folder = checkpoint("mixtral")
+    with pytest.raises(ModelError, match="invariant=True cannot be honoured here"):
+        load_model(folder, invariant=True)
+    with pytest.warns(RuntimeWarning, match="invariant mode is off"):
+        model = load_model(folder, invariant=None)
+    assert not Engine(model, None, EngineConfig(max_model_len=96)).identity
+    assert Engine(load_model(checkpoint("gpt2"), invariant=None), None, EngineConfig(max_model_len=96)).identity
+
+
+def test_dtype_auto_is_the_checkpoints(tmp_path):
+    tiny_llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_model(tmp_path).info.dtype == torch.bfloat16
+    assert load_model(tmp_path, dtype="float32").info.dtype == torch.float32
+
+
+def test_sharded_weights(checkpoint, tmp_path):
+    save(*ARCHITECTURES["llama"], str(tmp_path), max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    tokens = some_tokens(10)
+    model = load_model(tmp_path, model_path="hf")
+    got = feed(model, new_cache(model, max_seqs=1, max_len=64), Span(0, 0, tokens))
+    close(got, reference(checkpoint("llama"), tokens))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("bloom", {"n_layer": 2, "n_head": 4}, "BloomForCausalLM does not use transformers' attention interface"),
+        ("gpt_oss", {**EXPERTS, **MIXED}, "s_aux, which forerun does not implement"),
+        (
+            "falcon_h1",
+            {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+            "keeps state beside its keys and values",
+        ),
+        ("bert", {}, "attention to later tokens"),
+        ("mamba", {"state_size": 4}, "MambaForCausalLM does not use transformers' attention interface"),
+    ],
+)
+def test_an_architecture_outside_the_interface_is_named(tmp_path, kind, options, reason):
+    save(kind, options, str(tmp_path))
+    with pytest.raises(ModelError, match=reason):
+        load_model(tmp_path)
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONG = {
+    "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0, "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "rope", "limit"), [("llama", DYNAMIC, 256), ("phi3", LONG, 64)])
+def test_frequencies_that_depend_on_the_longest_position(tmp_path, kind, rope, limit):
+    save(kind, {"rope_parameters": rope, "original_max_position_embeddings": limit}, str(tmp_path))
+    for length in (None, limit + 1):
+        with pytest.raises(ModelError, match=rf"{rope['rope_type']}.*set max_model_len to at most {limit}"):
+            load_model(tmp_path, max_model_len=length)
+    tokens = some_tokens(20)
+    model = load_model(tmp_path, max_model_len=limit)
+    cache = new_cache(model, max_seqs=1, max_len=64)
+    rows = torch.cat([feed(model, cache, Span(0, 0, tokens[:13])), feed(model, cache, Span(0, 13, tokens[13:]))])
+    close(rows, reference(str(tmp_path), tokens))
