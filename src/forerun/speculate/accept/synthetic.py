@@ -1,0 +1,96 @@
+"""Synthetic acceptance: drafted positions are accepted with given chances, whatever their tokens.
+
+For measuring speed at an acceptance rate of one's choice, on random weights for example. The text that comes out is
+not the target's: never lossless, and marked ``synthetic`` wherever results are shown. Keys and meaning are vLLM's:
+rates are unconditional, so 0.8 per token is [0.8, 0.64, 0.512, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from forerun.core.errors import ConfigError
+from forerun.core.scores import Scores
+from forerun.core.tree import Draft, Verdict
+from forerun.sampling.draw import Sampler, best
+from forerun.sampling.noise import ACCEPT, fold, uniform
+from forerun.speculate.accept.base import Rule, fetch, row_contexts
+
+RATES, LENGTH = "synthetic_acceptance_rates", "synthetic_acceptance_length"
+KEYS = (RATES, LENGTH)
+
+
+def take_rates(options: dict[str, Any], depth: int) -> tuple[float, ...] | None:
+    """Remove the synthetic keys from ``options``; the chance that position i of a draft is accepted, for each of
+    ``depth`` positions, or None where neither key is given.
+
+    ``synthetic_acceptance_length`` is the mean number of tokens per round, the target's own included; it is reached
+    with the least variance: the first positions always, then one by chance. Raises ConfigError.
+    """
+    rates, length = options.pop(RATES, None), options.pop(LENGTH, None)
+    if rates is None and length is None:
+        return None
+    if rates is not None and length is not None:
+        raise ConfigError(f"give {RATES} or {LENGTH}, not both")
+    if rates is None:
+        if not _is_number(length) or not 1 <= length <= depth + 1:
+            raise ConfigError(f"{LENGTH} must be from 1 to num_speculative_tokens + 1 ({depth + 1}), not {length!r}")
+        return tuple(min(1.0, max(0.0, length - 1.0 - position)) for position in range(depth))
+    good = isinstance(rates, (list, tuple)) and all(_is_number(rate) and 0 <= rate <= 1 for rate in rates)
+    if not good or list(rates) != sorted(rates, reverse=True):
+        raise ConfigError(f"{RATES} must list numbers from 0 to 1, none above the one before, not {rates!r}")
+    if len(rates) != depth:
+        raise ConfigError(f"{RATES} must have one entry per drafted position: {depth}, not {len(rates)}")
+    return tuple(float(rate) for rate in rates)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class Synthetic(Rule):
+    """Runs another rule, so that its cost is paid, and then replaces what it decided: from the root, the first child
+    is followed with the position's chance. The next token is sampled from the target behind the kept path."""
+
+    name = "synthetic"
+    identity = False
+    lossless = False
+
+    def __init__(self, inner: Rule, rates: Seq[float]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.rates = tuple(rates)
+        self.needs_q = inner.needs_q  # type: ignore[misc]
+        self.trees = inner.trees  # type: ignore[misc]
+        self.replacement = inner.replacement
+
+    def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
+        decided = self.inner.accept(scores, sampler)
+        (tokens,) = fetch(best(sampler.shared(scores.warped, row_contexts(scores)))[1])
+        verdicts = []
+        for index, (draft, known) in enumerate(zip(scores.drafts, decided)):
+            sequence = scores.sequences[index]
+            verdict = self._walk(draft, fold(sequence.seed, ACCEPT, len(sequence.tokens)))
+            verdict.token = tokens[scores.row(index, verdict.path[-1] if verdict.path else -1)]
+            verdict.error = known.error
+            verdicts.append(verdict)
+        return verdicts
+
+    def _walk(self, draft: Draft, key: int) -> Verdict:
+        """A path accepted at the given rates, and its measures: ``overlap`` sums the rates, not min(p, q)."""
+        verdict = Verdict()
+        before = 1.0
+        for depth, rate in enumerate(self.rates):
+            child = next(iter(draft.children(verdict.path[-1] if verdict.path else -1).values()), None)
+            if child is None:
+                break
+            chance = rate / before if before > 0 else 0.0
+            verdict.tested += 1
+            verdict.overlap += chance
+            if uniform(fold(key, depth)) >= chance:
+                break
+            verdict.path.append(child)
+            before = rate
+        verdict.matched = len(verdict.path)
+        return verdict
