@@ -54,8 +54,7 @@ class SdpaAttention:
         self.row_multiple = row_multiple
         self.key_multiple = key_multiple
         self.by_path = row_multiple > 1
-        dtype = pool.keys[0].dtype if pool.keys else torch.float32
-        self.masks = ChainMasks(-(-reach // key_multiple) * key_multiple, pool.device, dtype)
+        self.masks = ChainMasks(-(-reach // key_multiple) * key_multiple, pool.device, pool.dtype)
 
     def begin(self, batch: Batch) -> None:
         pool = self.pool

@@ -6,8 +6,10 @@ sequence's keys are one contiguous view.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -27,6 +29,16 @@ class KVShape:
     value_dim: int
 
 
+class Reclaimer(Protocol):
+    """Holds pages that nobody uses at the moment, and gives them back on request (the prefix tree)."""
+
+    def reclaim(self, count: int) -> None:
+        """Release ``count`` pages that nobody else holds, or as many as there are."""
+
+    def forget(self, key: int) -> None:
+        """A sequence gave up its pages."""
+
+
 class Pages:
     """The bookkeeping of a pool: which pages hold which sequence's entries. No tensors."""
 
@@ -38,6 +50,10 @@ class Pages:
         self.tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self.version = 0
+        self.reclaimer: Reclaimer | None = None
+        self.held = [False] * num_pages
+        self.num_idle = 0
+        """Pages that the reclaimer alone holds."""
 
     def length(self, key: int) -> int:
         """Entries that ``key`` has in the cache."""
@@ -47,11 +63,16 @@ class Pages:
         return -(-length // self.page_size)
 
     @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
     def num_free(self) -> int:
         return len(self.free_pages)
 
     def can_reserve(self, key: int, length: int) -> bool:
-        return self._missing(key, length) <= len(self.free_pages)
+        short = self._missing(key, length) - len(self.free_pages)
+        return short <= self.num_idle
 
     def _missing(self, key: int, length: int) -> int:
         table = self.tables.get(key, [])
@@ -65,8 +86,11 @@ class Pages:
         A shared page that would be written is copied first. Raises OutOfPages, changing nothing, when the pool
         is too full.
         """
-        if self._missing(key, length) > len(self.free_pages):
+        short = self._missing(key, length) - len(self.free_pages)
+        if short > self.num_idle:
             raise OutOfPages(f"the KV cache is full: {self.num_pages} pages of {self.page_size} tokens, none free")
+        if short > 0 and self.reclaimer is not None:
+            self.reclaimer.reclaim(short)
         table = self.tables.setdefault(key, [])
         current = self.lengths.setdefault(key, 0)
         for index in range(current // self.page_size, min(len(table), self.pages_for(length))):
@@ -104,7 +128,7 @@ class Pages:
         if self.tables.get(key):
             raise ValueError(f"sequence {key} already has pages")
         for page in pages:
-            self.refs[page] += 1
+            self._share(page)
         self.tables[key] = list(pages)
         self.lengths[key] = length
         self.version += 1
@@ -115,12 +139,26 @@ class Pages:
             self._drop(page)
         self.lengths.pop(key, None)
         self.version += 1
+        if self.reclaimer is not None:
+            self.reclaimer.forget(key)
+
+    def replace(self, key: int, index: int, page: int) -> None:
+        """Let ``key`` use ``page``, which holds the same entries, in the place of its ``index``-th page."""
+        table = self.tables[key]
+        self._share(page)
+        self._drop(table[index])
+        table[index] = page
+        self.version += 1
 
     def hold(self, page: int) -> None:
-        """Add a reference that belongs to no sequence (the prefix tree's)."""
+        """Add the reclaimer's reference to a page in use."""
         self.refs[page] += 1
+        self.held[page] = True
 
     def release(self, page: int) -> None:
+        """Take the reclaimer's reference away."""
+        self.held[page] = False
+        self.num_idle -= self.refs[page] == 1
         self._drop(page)
 
     def _take(self) -> int:
@@ -128,19 +166,23 @@ class Pages:
         self.refs[page] = 1
         return page
 
+    def _share(self, page: int) -> None:
+        self.num_idle -= self.held[page] and self.refs[page] == 1
+        self.refs[page] += 1
+
     def _drop(self, page: int) -> None:
         self.refs[page] -= 1
         if self.refs[page] == 0:
             self.free_pages.append(page)
+        elif self.held[page] and self.refs[page] == 1:
+            self.num_idle += 1
 
     def _copy_page(self, source: int, target: int) -> None:
         """Copy one page's entries; the tensor-less bookkeeping has none."""
 
-    def check(self, held: Iterable[int] = ()) -> None:
-        """Raise AssertionError unless every page is accounted for exactly once; ``held``: references of others."""
-        counts = [0] * self.num_pages
-        for page in held:
-            counts[page] += 1
+    def check(self) -> None:
+        """Raise AssertionError unless every reference to a page is accounted for, the reclaimer's included."""
+        counts = [int(held) for held in self.held]
         for key, table in self.tables.items():
             for page in table:
                 counts[page] += 1
@@ -152,6 +194,9 @@ class Pages:
         free = set(self.free_pages)
         if len(free) != len(self.free_pages) or free != {p for p in range(self.num_pages) if self.refs[p] == 0}:
             raise AssertionError("the free list and the reference counts disagree")
+        idle = sum(1 for held, refs in zip(self.held, self.refs) if held and refs == 1)
+        if idle != self.num_idle:
+            raise AssertionError(f"{idle} pages are held by the reclaimer alone, but {self.num_idle} were counted")
 
 
 class Pool(Pages):
@@ -170,12 +215,35 @@ class Pool(Pages):
     ) -> None:
         super().__init__(num_pages, page_size)
         self.device = torch.device(device)
+        self.dtype = dtype
         self.layers = list(layers)
-        self.keys = [self._zeros(s.heads, s.key_dim, dtype) for s in layers]
-        self.values = [self._zeros(s.heads, s.value_dim, dtype) for s in layers]
 
-    def _zeros(self, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(self.num_pages, heads, self.page_size, width, dtype=dtype, device=self.device)
+    @cached_property
+    def keys(self) -> list[torch.Tensor]:
+        return [self._zeros(shape.heads, shape.key_dim) for shape in self.layers]
+
+    @cached_property
+    def values(self) -> list[torch.Tensor]:
+        return [self._zeros(shape.heads, shape.value_dim) for shape in self.layers]
+
+    def _zeros(self, heads: int, width: int) -> torch.Tensor:
+        shape = (self.num_pages, heads, self.page_size, width)
+        with torch.inference_mode(False):  # ordinary tensors, whoever touches them first
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.bytes_per_token(self.layers, self.dtype)
+
+    def resize(self, num_pages: int) -> None:
+        """Hold ``num_pages`` pages instead. Only while nobody has any: memory is taken when it is first used."""
+        if self.num_free != self.num_pages:
+            raise ValueError("a pool in use cannot be resized")
+        self.__dict__.pop("keys", None)
+        self.__dict__.pop("values", None)
+        reclaimer = self.reclaimer
+        super().__init__(num_pages, self.page_size)
+        self.reclaimer = reclaimer
 
     @staticmethod
     def bytes_per_token(layers: Sequence[KVShape], dtype: torch.dtype) -> int:

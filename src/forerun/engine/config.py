@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from forerun.core.errors import ConfigError
-from forerun.speculate.accept import rules
+from forerun.engine.memory import parse_bytes
+from forerun.speculate.accept import Rule, RuleConfig, rules
+from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC_KEYS
+from forerun.speculate.accept.synthetic import Synthetic, take_rates
 from forerun.speculate.draft import DrafterConfig, drafters
 from forerun.speculate.length import policies
 
@@ -26,6 +29,14 @@ class SpeculativeConfig:
     accept: str = "coupled"
     length: str = "fixed"
     drafter: DrafterConfig | None = None
+    rule: RuleConfig | None = None
+    """The rule's own options; None: its defaults."""
+    synthetic: tuple[float, ...] | None = None
+    """Chance that each position of a draft is accepted, in place of the rule's decision; None: the rule decides."""
+
+    def make_rule(self) -> Rule:
+        made = rules[self.accept](self.rule)
+        return made if self.synthetic is None else Synthetic(made, self.synthetic)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig:
@@ -43,17 +54,26 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config needs a 'method'")
         accept, length = rest.pop("accept", "coupled"), rest.pop("length", "fixed")
         rule, _ = rules[accept], policies[length]
+        synthetic = {key: rest.pop(key) for key in SYNTHETIC_KEYS if key in rest}
+        rule_config = rule.config_class(**{key: rest.pop(key) for key in rule.options() if key in rest})
+        for key in rest:
+            owners = [name for name in rules if key in rules[name].options()]
+            if owners:
+                raise ConfigError(
+                    f"speculative_config: accept={accept!r} has no option {key!r}; it belongs to {', '.join(owners)}"
+                )
         if method == NONE:
-            if rest:
-                raise ConfigError(f"speculative_config: method 'none' has no option {sorted(rest)[0]!r}")
-            return cls(NONE, accept, length)
+            if rest or synthetic:
+                raise ConfigError(f"speculative_config: method 'none' has no option {sorted(rest | synthetic)[0]!r}")
+            return cls(NONE, accept, length, rule=rule_config)
         config = drafters[method].config_class.from_dict(method, rest)
         if config.branches and not rule.trees:
             raise ConfigError(
                 f"accept={accept!r} works on chains, but this {method!r} makes trees; choose another rule, or remove "
                 "'tree' or 'tree_nodes' if they are set"
             )
-        return cls(method, accept, length, config)
+        rates = take_rates(synthetic, config.num_speculative_tokens)
+        return cls(method, accept, length, config, rule_config, rates)
 
     @classmethod
     def parse_all(
@@ -71,7 +91,7 @@ class SpeculativeConfig:
         if len(set(methods)) < len(methods):
             raise ConfigError(f"each method can be loaded once, not {', '.join(methods)}")
         for config in configs[1:]:
-            for key in ("accept", "length"):
+            for key in ("accept", "length", "rule", "synthetic"):
                 if getattr(config, key) != getattr(configs[0], key):
                     raise ConfigError(
                         f"drafters of one engine share {key!r}: {getattr(configs[0], key)} for {methods[0]}, "
@@ -98,7 +118,17 @@ class EngineConfig:
     max_num_seqs: int = field(default=8, metadata={"help": "requests decoded together"})
     max_num_batched_tokens: int = field(default=2048, metadata={"help": "rows of one forward"})
     page_size: int | None = field(default=None, metadata={"help": "tokens per KV page; none: one slot per request"})
-    num_pages: int | None = field(default=None, metadata={"help": "KV pages of the target; none: enough for all"})
+    num_pages: int | None = field(default=None, metadata={"help": "pages of each KV cache; none: enough for all"})
+    kv_cache_memory: str | int | None = field(
+        default=None, metadata={"help": "bytes (or 2GiB) of all KV caches together; none: enough for all"}
+    )
+    prefix_caching: bool | None = field(
+        default=None, metadata={"help": "reuse the KV of prompts that begin alike; on by default with page_size"}
+    )
+    max_prefill_tokens: int | None = field(
+        default=None,
+        metadata={"help": "prompt tokens read beside decoding requests; none: as many as double a round"},
+    )
     seed: int | None = field(default=None, metadata={"help": "seed of requests that name none"})
     logprobs_mode: str = field(
         default="raw_logprobs", metadata={"help": "raw_logprobs (the model's) or processed_logprobs (as sampled)"}
@@ -106,14 +136,33 @@ class EngineConfig:
     trace: bool = field(default=False, metadata={"help": "record every round of every request"})
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size", "num_pages"):
+        optionals = ("max_model_len", "page_size", "num_pages", "max_prefill_tokens")
+        for name in ("max_num_seqs", "max_num_batched_tokens", *optionals):
             value = getattr(self, name)
-            optional = name in ("max_model_len", "page_size", "num_pages")
+            optional = name in optionals
             if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
                 continue
             raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request needs a row"
+            )
+        if self.kv_cache_memory is not None and self.num_pages is not None:
+            raise ConfigError("kv_cache_memory and num_pages both size the KV caches: give one of them")
+        if self.prefix_caching and self.page_size is None:
+            raise ConfigError("prefix_caching shares pages: set page_size, to 16 for example")
+        _ = self.kv_cache_bytes
         if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise ConfigError(f"logprobs_mode must be raw_logprobs or processed_logprobs, not {self.logprobs_mode!r}")
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        return parse_bytes(self.kv_cache_memory) if self.kv_cache_memory is not None else None
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return self.page_size is not None and self.prefix_caching is not False
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -7,18 +7,23 @@ import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from forerun.cache.pool import Pool
+from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import RequestError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
+from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.logprobs import TokenLogprobs, emitted_logprobs, prompt_logprobs
+from forerun.engine.memory import share
 from forerun.engine.metrics import EngineStats, RequestMetrics
-from forerun.engine.scheduler import Scheduler
+from forerun.engine.scheduler import Pace, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
 from forerun.engine.trace import TraceRound
 from forerun.models.base import Model, new_cache
@@ -26,7 +31,6 @@ from forerun.models.tokenizer import Detokenizer
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import fold
 from forerun.sampling.params import SamplingParams
-from forerun.speculate.accept import rules
 from forerun.speculate.draft import DraftContext, drafters
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length import Setting, policies
@@ -91,7 +95,7 @@ class Engine:
         self.clock = clock
         self.max_model_len = min(model.info.max_len, self.config.max_model_len or model.info.max_len)
         self.sampler = Sampler(model.info.vocab_size, model.info.device)
-        self.rule = rules[self.speculative.accept]()
+        self.rule = self.speculative.make_rule()
         self.max_nodes = max((c.drafter.max_nodes() for c in configs if c.drafter is not None), default=0)
         self.router = Router(self._drafters(configs))
         nodes = {name: drafter.config.nodes_by_depth() for name, drafter in self.router.drafters.items()}
@@ -101,18 +105,24 @@ class Engine:
             max_seqs=self.config.max_num_seqs,
             max_len=self.max_model_len,
             page_size=self.config.page_size,
-            num_pages=self.config.num_pages,
             slack=self.max_nodes,
         )
+        share([cache.pool, *self.router.pools()], self.config.kv_cache_bytes, self.config.num_pages)
+        if self.config.max_model_len is None:
+            self.max_model_len = min(self.max_model_len, cache.pool.num_tokens)
         self.target = Target(model, cache, self.router.hidden)
         self.scheduler = Scheduler(
             cache.pool,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_nodes=self.max_nodes,
+            draft_rows=self.policy.longest_nodes,
+            pace=Pace(self.config.max_prefill_tokens),
+            tree=PrefixTree(cache.pool) if self.config.caches_prefixes else None,
+            reusable=self._reusable,
+            on_admit=self._admitted,
             on_preempt=self._preempted,
         )
-        self.stats = EngineStats()
+        self.stats = EngineStats(synthetic=self.speculative.synthetic is not None)
         self.jobs: dict[int, Job] = {}
         self.on_round: Callable[[Round], None] | None = None
         """Sees every round as it ends, for measurements."""
@@ -132,6 +142,7 @@ class Engine:
                 "model_path": self.config.model_path,
                 "weights": self.config.weights,
             },
+            prefix_caching=self.config.caches_prefixes,
         )
         return {c.method: drafters[c.method](c.drafter, context) for c in configs if c.drafter is not None}
 
@@ -144,14 +155,16 @@ class Engine:
         method: str | None = None,
         max_draft: int | None = None,
         trace: bool = False,
+        priority: int = 0,
     ) -> list[Job]:
         """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run.
 
         ``method`` chooses among the loaded drafters (None: the first); ``max_draft`` bounds this request's drafted
-        tokens per round; ``trace`` records its rounds.
+        tokens per round; ``trace`` records its rounds. Lower values of ``priority`` are served first.
         """
         params = self._check(prompt, params)
         drafter = self._choose(method, max_draft) if speculate else None
+        wanted = params.grammar
         seed = params.seed if params.seed is not None else self.config.seed
         seed = seed if seed is not None else secrets.randbits(63)
         limit = self.max_model_len
@@ -169,18 +182,25 @@ class Engine:
                 max_tokens=limit,
                 drafter=drafter,
                 max_draft=max_draft,
+                constraint=self.grammars.start(wanted) if wanted is not None else None,
+                priority=priority,
             )
             detokenizer = None
             if self.tokenizer is not None:
                 detokenizer = Detokenizer(self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
             stopper = Stopper(sequence, detokenizer)
-            metrics = RequestMetrics(start=self.clock())
+            metrics = RequestMetrics(start=self.clock(), synthetic=self.stats.synthetic)
             job = Job(sequence, stopper, detokenizer, metrics, index, traced=trace or self.config.trace)
             self.scheduler.add(sequence)
             self.jobs[sequence.id] = job
             jobs.append(job)
         self.stats.prompt_tokens += len(prompt)
         return jobs
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles structured outputs, ahead of ``add`` and in any thread where that helps."""
+        return GrammarCompiler(self.tokenizer, self.model.info.vocab_size, self.model.info.eos_ids)
 
     def _choose(self, method: str | None, max_draft: int | None) -> str | None:
         loaded = self.router.drafters
@@ -255,9 +275,10 @@ class Engine:
         sequences = self.scheduler.schedule()
         if not sequences:
             return []
-        prefilling = {s.id for s in sequences if s.scheduled > 1}
+        prefilling = {s.id for s in sequences if s.scheduled > 1 or not s.num_output}
         result = speculate(sequences, self.target, self.router, self.rule, self.policy, self.sampler, self._clip)
         updates = self._publish(sequences, prefilling, result)
+        self.scheduler.observe(self.clock() - began)
         self.stats.rounds += 1
         seconds = result.seconds
         self.stats.draft_seconds += seconds.draft
@@ -318,6 +339,19 @@ class Engine:
         self.router.failures.pop(job.sequence.id, None)
         del self.jobs[job.sequence.id]
 
+    def _reusable(self, sequence: Sequence) -> int:
+        """How many leading tokens may come from the prefix cache: prompt logprobs need every logit."""
+        if sequence.params.prompt_logprobs is not None and not sequence.num_output:
+            return 0
+        return self.router.reusable(sequence)
+
+    def _admitted(self, sequence: Sequence, reused: int) -> None:
+        metrics = self.jobs[sequence.id].metrics
+        if self.config.caches_prefixes and not metrics.preemptions:
+            metrics.num_cached_tokens = reused
+            self.stats.prefix_queries += len(sequence.tokens)
+            self.stats.prefix_hits += reused
+
     def _preempted(self, sequence: Sequence) -> None:
         self.router.release(sequence)
         job = self.jobs[sequence.id]
@@ -326,11 +360,22 @@ class Engine:
             job.prompt_logprobs = None
         self.stats.preemptions += 1
 
+    @property
+    def pools(self) -> list[Pool]:
+        """Every KV pool: the target's, then the drafters'."""
+        return [self.target.cache.pool, *self.router.pools()]
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """How many tokens the target's KV cache holds."""
+        return self.target.cache.pool.num_tokens
+
     def check(self) -> None:
-        """Raise AssertionError if an idle engine still holds pages."""
-        self.target.cache.pool.check()
-        if not self.busy and self.target.cache.pool.tables:
-            raise AssertionError(f"idle, but sequences {sorted(self.target.cache.pool.tables)} hold pages")
+        """Raise AssertionError if a page is unaccounted for, or an idle engine still holds some."""
+        for pool in self.pools:
+            pool.check()
+            if not self.jobs and pool.tables:
+                raise AssertionError(f"idle, but sequences {sorted(pool.tables)} hold pages")
 
     @property
     def identity(self) -> bool:

@@ -2,19 +2,81 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 
 from forerun.cache.pool import Pages
+from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import RequestError
 from forerun.core.sequence import Sequence
 
+PATIENCE = 256
+"""How many rounds later a request is served for each step of ``priority``."""
+SMALLEST_CHUNK = 16
+"""Prompt tokens that are read in every round whatever else there is to do."""
+
+
+class Pace:
+    """How many prompt tokens may ride in a round with decoding sequences, so that it takes at most about twice as
+    long as one without.
+
+    ``fixed`` decides it beforehand; None: from recent rounds. Which round a prompt's tokens are read in changes
+    no token of any request.
+    """
+
+    UNKNOWN = 32
+    STRETCH = 0.8
+    """Share of a plain round's time that prompt tokens may add."""
+    WEIGHT = 0.2
+    """Of the latest round, in the running means."""
+
+    def __init__(self, fixed: int | None = None) -> None:
+        self.fixed = fixed
+        self.plain: dict[int, float] = {}
+        """Decoding sequences -> mean seconds of a round without prompt tokens."""
+        self.per_token: float | None = None
+
+    def allowance(self, decoding: int) -> int:
+        """Prompt tokens for a round in which ``decoding`` sequences decode."""
+        if self.fixed is not None:
+            return self.fixed
+        plain = self._plain(decoding)
+        if plain is None or self.per_token is None:
+            return self.UNKNOWN
+        return max(SMALLEST_CHUNK, int(self.STRETCH * plain / self.per_token))
+
+    def _plain(self, decoding: int) -> float | None:
+        if not self.plain:
+            return None
+        return self.plain[min(self.plain, key=lambda count: abs(count - decoding))]
+
+    def observe(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
+        """Learn from a round."""
+        if not decoding:
+            return
+        if not prompt_tokens:
+            known = self.plain.get(decoding, seconds)
+            # One slow round (a first call, a busy machine) must not open the gate for long.
+            self.plain[decoding] = known + self.WEIGHT * (min(seconds, 2 * known) - known)
+            return
+        plain = self._plain(decoding)
+        if plain is not None:
+            cost = max(seconds - plain, 0.02 * plain) / prompt_tokens
+            known = self.per_token if self.per_token is not None else cost
+            self.per_token = known + self.WEIGHT * (min(cost, 2 * known) - known)
+
 
 class Scheduler:
-    """First come, first served, under a row budget and the pool's pages.
+    """Continuous batching under a row budget and the pool's pages.
 
-    ``max_nodes`` is the most rows a draft adds. ``on_preempt`` is told who lost their cache entries: they are
-    recomputed later, without a changed token.
+    A sequence ranks by its arrival, ``PATIENCE`` rounds later per step of ``priority``: lower values go first, and
+    nobody waits for ever. In every round each running sequence that decodes gets its row; prompts are read in rank
+    order, as many tokens as ``pace`` allows; drafts get the rows and pages that are left. A sequence is admitted
+    when the pages of all its tokens are there; when pages run out later, the last-ranked one is preempted and
+    recomputed, without a changed token.
+
+    ``draft_rows`` says how many rows a decoding sequence's draft may add; ``reusable`` how many of a new one's
+    tokens may come from ``tree``. ``on_admit`` learns how many did, ``on_preempt`` who lost their pages.
     """
 
     def __init__(
@@ -23,30 +85,43 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_nodes: int,
+        draft_rows: Callable[[Sequence], int] = lambda sequence: 0,
+        pace: Pace | None = None,
+        tree: PrefixTree | None = None,
+        reusable: Callable[[Sequence], int] = lambda sequence: len(sequence.tokens),
+        on_admit: Callable[[Sequence, int], None] = lambda sequence, reused: None,
         on_preempt: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_rows = max_num_batched_tokens
-        self.max_nodes = max_nodes
+        self.draft_rows = draft_rows
+        self.pace = pace or Pace()
+        self.tree = tree
+        self.reusable = reusable
+        self.on_admit = on_admit
         self.on_preempt = on_preempt
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.clock = 0
+        self._decoding = self._prompt_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestError if it could never fit."""
-        if self.pool.pages_for(sequence.max_tokens + self.max_nodes) > self.pool.num_pages:
+        if self.pool.pages_for(sequence.max_tokens) > self.pool.num_pages:
             raise RequestError(
                 f"the request may need {sequence.max_tokens} tokens of KV cache; the pool holds "
-                f"{self.pool.num_pages * self.pool.page_size}"
+                f"{self.pool.num_pages * self.pool.page_size}: lower max_tokens or raise kv_cache_memory"
             )
-        self.waiting.append(sequence)
+        sequence.rank = (self.clock + PATIENCE * sequence.priority, sequence.id)
+        insort(self.waiting, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Drop a finished or aborted sequence and free its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
+            if self.tree is not None:
+                self.tree.commit(sequence.id, sequence.tokens, len(sequence.tokens))
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self.pool.free(sequence.id)
@@ -56,53 +131,104 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> list[Sequence]:
-        """Set ``scheduled`` on every sequence of the next round and return them.
-
-        Running sequences come first, oldest first; the youngest are preempted when pages run out.
-        """
-        rows = self.max_rows
-        chosen: list[Sequence] = []
+        """Set ``scheduled`` and ``room`` on every sequence of the next round and return them."""
+        self.clock += 1
         for sequence in list(self.running):
-            if sequence not in self.running:
-                continue
-            rows -= self._give(sequence, rows, chosen, preempt=True)
-        while self.waiting and len(self.running) < self.max_num_seqs and rows > 0:
+            self._secure(sequence)
+        decoding = [sequence for sequence in self.running if sequence.num_output and _missing(sequence) == 1]
+        for sequence in decoding:
+            sequence.scheduled = 1
+        rows = self.max_rows - len(decoding)
+        prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
+        self._decoding, self._prompt_tokens = len(decoding), sum(sequence.scheduled for sequence in prompts)
+        self._draft(decoding, rows - self._prompt_tokens)
+        return decoding + prompts
+
+    def observe(self, seconds: float) -> None:
+        """A round is over: its committed tokens are cached, and it took so long."""
+        self.pace.observe(self._decoding, self._prompt_tokens, seconds)
+        if self.tree is not None:
+            for sequence in self.running:
+                self.tree.commit(sequence.id, sequence.tokens, len(sequence.tokens))
+
+    def _allowance(self, decoding: list[Sequence], rows: int) -> int:
+        """Prompt tokens beside decoding sequences: not at the cost of drafts, but always some."""
+        drafts = sum(self.draft_rows(sequence) for sequence in decoding)
+        return min(rows, self.pace.allowance(len(decoding)), max(SMALLEST_CHUNK, rows - drafts))
+
+    def _secure(self, sequence: Sequence) -> None:
+        """Reserve entries for all tokens of a running sequence; the last ones are preempted where it needs pages."""
+        sequence.scheduled, sequence.room = 0, None
+        while sequence in self.running:
+            if self.pool.can_reserve(sequence.id, len(sequence.tokens)):
+                self.pool.reserve(sequence.id, len(sequence.tokens))
+                return
+            self.preempt(self.running[-1])
+
+    def _read_prompts(self, rows: int) -> list[Sequence]:
+        """Chunks for those who lack more than one token, then for as many of the waiting as fit."""
+        chosen: list[Sequence] = []
+        for sequence in self.running:
+            if not sequence.scheduled:
+                rows -= self._read(sequence, rows, chosen)
+        while rows > 0 and self.waiting and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
-            given = self._give(sequence, rows, chosen, preempt=False)
-            if not given:
+            if not self._admit(sequence):
                 break
-            rows -= given
-            self.waiting.popleft()
-            self.running.append(sequence)
+            rows -= self._read(sequence, rows, chosen)
         return chosen
 
-    def _give(self, sequence: Sequence, rows: int, chosen: list[Sequence], *, preempt: bool) -> int:
-        """Schedule as much of ``sequence`` as rows and pages allow; returns the rows used."""
-        sequence.scheduled = 0
-        missing = len(sequence.tokens) - sequence.cached
-        count = min(missing, rows)
-        if count < 1:
-            return 0
-        nodes = self.max_nodes if count == missing else 0
-        need = sequence.cached + count + nodes
-        while not self.pool.can_reserve(sequence.id, need):
-            victim = self.running[-1] if preempt and self.running else None
-            if victim is None or victim is sequence:
-                if preempt and len(self.running) > 1:
-                    self.preempt(sequence)
-                return 0
-            self.preempt(victim)
-            if victim in chosen:
-                chosen.remove(victim)
-        self.pool.reserve(sequence.id, need)
-        sequence.scheduled = count
-        chosen.append(sequence)
-        return count + nodes
+    @staticmethod
+    def _read(sequence: Sequence, rows: int, chosen: list[Sequence]) -> int:
+        sequence.scheduled, sequence.room = min(rows, _missing(sequence)), 0
+        if sequence.scheduled:
+            chosen.append(sequence)
+        return sequence.scheduled
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Take the head of the queue in if the pages of all its tokens are there, cached ones included."""
+        pool, wanted = self.pool, len(sequence.tokens)
+        reused = 0
+        if self.tree is not None:
+            # The last token is always fed: its logits are what a new token is drawn from.
+            limit = min(self.reusable(sequence), wanted - 1)
+            reused = self.tree.start(sequence.id, sequence.tokens, limit)
+            if not pool.can_reserve(sequence.id, wanted):
+                # Copying a page that is reused in part takes one more page than reading its tokens again.
+                pool.free(sequence.id)
+                reused = self.tree.start(sequence.id, sequence.tokens, limit, partial=False)
+        if not pool.can_reserve(sequence.id, wanted):
+            pool.free(sequence.id)
+            return False
+        pool.reserve(sequence.id, wanted)
+        sequence.cached = reused
+        self.waiting.pop(0)
+        insort(self.running, sequence, key=_rank)
+        self.on_admit(sequence, reused)
+        return True
+
+    def _draft(self, decoding: list[Sequence], rows: int) -> None:
+        """Rows and pages for drafts, where there are enough for whole ones."""
+        for sequence in decoding:
+            wanted = self.draft_rows(sequence)
+            sequence.room = 0
+            if 0 < wanted <= rows and self.pool.can_reserve(sequence.id, len(sequence.tokens) + wanted):
+                self.pool.reserve(sequence.id, len(sequence.tokens) + wanted)
+                sequence.room = wanted
+                rows -= wanted
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's pages back; it waits at the head of the queue and is recomputed."""
+        """Take a sequence's pages back; it waits in its old rank and is recomputed."""
         self.running.remove(sequence)
         self.pool.free(sequence.id)
-        sequence.cached = sequence.scheduled = 0
-        self.waiting.appendleft(sequence)
+        sequence.cached = sequence.scheduled = sequence.room = 0
+        insort(self.waiting, sequence, key=_rank)
         self.on_preempt(sequence)
+
+
+def _missing(sequence: Sequence) -> int:
+    return len(sequence.tokens) - sequence.cached
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from forerun.cache.pool import Pool
 from forerun.core.errors import ConfigError
 from forerun.core.registry import Registry
 from forerun.core.sequence import Sequence
@@ -89,7 +90,8 @@ class Needs:
     """What a drafter asks of the target; the engine serves needs, never names."""
 
     hidden: tuple[int, ...] = ()
-    """Layers whose outputs (of every committed token) it wants in ``Verdict.hidden``; -1 is the last."""
+    """Layers whose outputs (of every committed token) it wants in ``Verdict.hidden``, counted as transformers'
+    hidden states: 0 the embeddings, i the output of the i-th layer, the last one after the final norm."""
     model: bool = False
     """It calls the target's embedding, head or forward itself."""
 
@@ -108,6 +110,8 @@ class DraftContext:
     dtype: str = "auto"
     options: dict[str, Any] | None = None
     """Engine options that apply to a draft model too (``weights``, ``page_size``, ...)."""
+    prefix_caching: bool = False
+    """Whether prefixes of committed tokens are shared between requests, in the drafter's pages too."""
     stream: int = 0
     """Which of several drafters of one tree this is: their draws must be independent where p meets q."""
 
@@ -131,6 +135,11 @@ class Drafter(ABC, Generic[C]):
         self.config = config
         self.context = context
 
+    @classmethod
+    def build(cls, config: C, context: DraftContext) -> Drafter[C]:
+        """The drafter that ``config`` asks for; a subclass where options choose one."""
+        return cls(config, context)
+
     @abstractmethod
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """One draft per sequence, none deeper than its budget (at least 1)."""
@@ -147,6 +156,16 @@ class Drafter(ABC, Generic[C]):
     def rewind(self, sequence: Sequence) -> None:
         """Tokens that were ``tentative`` have been taken back: keep no state beyond ``sequence.tokens``."""
         self.release(sequence)
+
+    def pools(self) -> list[Pool]:
+        """Its own KV pools, which share the engine's memory budget. A full pool fails nobody: a drafter proposes
+        nothing for a sequence that it has no pages for."""
+        return []
+
+    def reusable(self, sequence: Sequence) -> int:
+        """How many of a new sequence's tokens the target may take from its prefix cache. A drafter that feeds on
+        hidden states wants them of every token, so none, unless it has kept them."""
+        return 0 if self.needs.hidden else len(sequence.tokens)
 
     def cached_tokens(self, sequence: Sequence) -> list[int] | None:
         """The tokens this drafter has state for; None if it keeps none. Always a prefix of the committed ones."""
@@ -210,6 +229,18 @@ class Chooser:
         top = self._top(warped, width)
         ids = [[d[i] for d in draws] if row.heat > 0.0 else top[i] for i, row in enumerate(rows)]
         return ids, q, q_rows
+
+    def rank(self, logits: torch.Tensor, rows: Seq[Row], count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The best ``count`` ids of each row, best first, and the log-probabilities to rank paths by.
+
+        Under ``coupled`` the target's own noise is part of the score; under other rules nothing random is, so that
+        the candidates are point masses which no draw has influenced.
+        """
+        scores = warp(self.align(logits), rows)
+        if not self.rule.needs_q:
+            scores = self.sampler.shared(scores, rows)
+        top = torch.log_softmax(scores, dim=1).topk(min(count, scores.shape[1]), dim=1)
+        return top.indices.tolist(), top.values.tolist()
 
     @staticmethod
     def _top(scores: torch.Tensor, width: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from forerun.cache.pool import Pool
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.base import Drafter
@@ -71,6 +72,15 @@ class Router:
             self.failures[sequence.id] = f"{type(error).__name__}: {error}"
             sequence.drafter = None
             drafter.release(sequence)
+
+    def pools(self) -> list[Pool]:
+        return [pool for drafter in self.drafters.values() for pool in drafter.pools()]
+
+    def reusable(self, sequence: Sequence) -> int:
+        """How many of a new sequence's tokens its drafter lets the target take from the prefix cache."""
+        if sequence.drafter is None:
+            return len(sequence.tokens)
+        return self.drafters[sequence.drafter].reusable(sequence)
 
     def release(self, sequence: Sequence) -> None:
         for drafter in self.drafters.values():

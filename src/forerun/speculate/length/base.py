@@ -51,12 +51,22 @@ class LengthPolicy(ABC):
     def longest(self, sequence: Sequence) -> int:
         """The deepest draft this sequence may get this round; 0 while it reads its prompt or has no drafter.
 
-        It leaves room for the token that follows the draft, and stays within the request's own bound.
+        It leaves room for the token that follows the draft, and stays within the request's own bound and what the
+        scheduler has found rows and pages for.
         """
         if sequence.drafter is None or not sequence.decodes or sequence.scheduled > 1:
             return 0
-        depth = min(len(self.setting.nodes[sequence.drafter]) - 1, sequence.remaining - 1)
-        return max(0, depth if sequence.max_draft is None else min(depth, sequence.max_draft))
+        nodes = self.setting.nodes[sequence.drafter]
+        depth = max(0, min(len(nodes) - 1, sequence.remaining - 1))
+        if sequence.max_draft is not None:
+            depth = min(depth, sequence.max_draft)
+        while sequence.room is not None and nodes[depth] > sequence.room:
+            depth -= 1
+        return depth
+
+    def longest_nodes(self, sequence: Sequence) -> int:
+        """Most rows that this sequence's draft may add this round."""
+        return self.setting.nodes[sequence.drafter][self.longest(sequence)] if sequence.drafter is not None else 0
 
     @abstractmethod
     def budgets(self, sequences: Seq[Sequence]) -> list[int]:
