@@ -85,7 +85,7 @@ class PrefixTree:
         """Enter the full pages of what ``key`` has cached of ``tokens[:limit]``, its committed ones."""
         size = self.pages.page_size
         length = min(self.pages.length(key), limit)
-        node = self.ends.get(key, self.root)
+        node = self._end(key, length)
         if (node.depth + 1) * size > length:
             return
         table = self.pages.tables[key]
@@ -102,6 +102,14 @@ class PrefixTree:
             node = child
         self.ends[key] = node
         self._touch(node)
+
+    def _end(self, key: int, length: int) -> _Node:
+        """Where ``key`` got to in the tree; from the root again if it has taken entries back since."""
+        node = self.ends.get(key, self.root)
+        index, table = node.depth - 1, self.pages.tables.get(key, [])
+        if index >= 0 and (node.depth * self.pages.page_size > length or table[index] != node.page):
+            return self.root
+        return node
 
     def _touch(self, node: _Node) -> None:
         while node.parent is not None:

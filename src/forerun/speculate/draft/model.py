@@ -12,6 +12,7 @@ import torch
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import new_cache
@@ -33,6 +34,20 @@ class DraftModelConfig(DrafterConfig):
     """Most tokens per round that sequences catch up on before they draft, all of them together."""
     max_model_len: int | None = None
     """The draft's context; past it, nothing is proposed. None: the checkpoint's, at most the target's."""
+    use_heterogeneous_vocab: bool = False
+    """The draft has another tokenizer than the target."""
+    heterogeneous_vocab_method: str = "tli"
+    """How two vocabularies meet: tli (draft among the tokens that both have) or slem (draft text, encode it anew)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        method = self.heterogeneous_vocab_method
+        if method not in ("tli", "slem"):
+            raise ConfigError(f"heterogeneous_vocab_method must be tli or slem, not {method!r}")
+        if method != "tli" and not self.use_heterogeneous_vocab:
+            raise ConfigError(f"heterogeneous_vocab_method {method!r} needs use_heterogeneous_vocab")
+        if method == "slem" and self.tree is not None:
+            raise ConfigError("heterogeneous_vocab_method 'slem' drafts chains; remove 'tree'")
 
 
 @drafters.register("draft_model")
@@ -49,8 +64,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.model = load_model(
             path, dtype=config.dtype or context.dtype, device=context.target.info.device, invariant=False, **options
         )
-        if context.tokenizer is not None:
-            check_compatible(context.tokenizer, load_tokenizer(path), context.target.info, self.model.info)
+        self._check_vocabulary(path)
         self.max_len = min(self.model.info.max_len, config.max_model_len or context.max_model_len)
         self.cache = new_cache(
             self.model,
@@ -63,18 +77,46 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.nodes = config.nodes_by_depth()
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
 
+    @classmethod
+    def build(cls, config: DraftModelConfig, context: DraftContext) -> DraftModel:
+        if not config.use_heterogeneous_vocab:
+            return cls(config, context)
+        from forerun.speculate.draft.heterogeneous import CrossVocabularyDraftModel, StringDraftModel
+
+        tli = config.heterogeneous_vocab_method == "tli"
+        return (CrossVocabularyDraftModel if tli else StringDraftModel)(config, context)
+
+    def _check_vocabulary(self, path: str) -> None:
+        """Raise ConfigError unless the draft's ids mean what the target's mean."""
+        context = self.context
+        if context.tokenizer is not None:
+            check_compatible(context.tokenizer, load_tokenizer(path), context.target.info, self.model.info)
+
+    def _read(self, sequence: Sequence) -> list[int]:
+        """What this model reads of a sequence: its committed tokens in the draft's ids."""
+        return sequence.tokens
+
+    def _own(self, tokens: list[int]) -> list[int]:
+        """Drafted tokens in the draft's ids."""
+        return tokens
+
+    def _translate(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's ids."""
+        return logits
+
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         active = self._catch_up(sequences, budgets)
 
         def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
-            return active.logits if depth == 0 else self._step(sequences, frontier, drafts)
+            logits = active.logits if depth == 0 else self._step(sequences, frontier, drafts)
+            return self._translate(logits)
 
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
         return grow_levels(sequences, active.ready, depths, self.config, self.chooser, score)
 
     def _depth(self, sequence: Sequence, budget: int) -> int:
         """The budget, less where the draft's context ends."""
-        return min(budget, self.max_len - len(sequence.tokens))
+        return min(budget, self.max_len - len(self._read(sequence)))
 
     @dataclass(slots=True)
     class _Active:
@@ -91,16 +133,16 @@ class DraftModel(Drafter[DraftModelConfig]):
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
         indices = [i for i, depth in enumerate(depths) if depth > 0 and self._has_room(sequences[i], depth)]
         left = self.config.prefill_chunk
-        for index in sorted(indices, key=lambda i: len(sequences[i].tokens) - pool.length(sequences[i].id)):
-            sequence = sequences[index]
+        for index in sorted(indices, key=lambda i: len(self._read(sequences[i])) - pool.length(sequences[i].id)):
+            sequence, known = sequences[index], self._read(sequences[index])
             length = pool.length(sequence.id)
-            missing = len(sequence.tokens) - length
+            missing = len(known) - length
             count = missing if missing <= self.config.num_speculative_tokens + 1 else min(missing, left)
             if not count:
                 break
             left -= min(left, count)
             reaches = count == missing
-            tokens = sequence.tokens[length : length + count]
+            tokens = known[length : length + count]
             spans.append(Span(sequence.id, length, tokens, logits=[count - 1] if reaches else []))
             if reaches:
                 ready.append(index)
@@ -110,10 +152,11 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def _has_room(self, sequence: Sequence, depth: int) -> bool:
         """Whether there are pages for its tokens and a draft; a sequence that is new here starts on a known prefix."""
-        pool, new = self.cache.pool, sequence.id not in self.cache.pool.tables
+        pool, known = self.cache.pool, self._read(sequence)
+        new = sequence.id not in pool.tables
         if new and self.tree is not None:
-            self.tree.start(sequence.id, sequence.tokens, len(sequence.tokens) - 1)
-        wanted = len(sequence.tokens) + self.nodes[depth]
+            self.tree.start(sequence.id, known, len(known) - 1)
+        wanted = len(known) + self.nodes[depth]
         if pool.can_reserve(sequence.id, wanted):
             pool.reserve(sequence.id, wanted)
             return True
@@ -125,10 +168,10 @@ class DraftModel(Drafter[DraftModelConfig]):
         """Feed the newest level of every growing draft."""
         spans: list[Span] = []
         for index in dict.fromkeys(index for index, _ in frontier):
-            draft, start = drafts[index], len(sequences[index].tokens)
+            draft, start = drafts[index], len(self._read(sequences[index]))
             stored = next(node for i, node in frontier if i == index)
             parents = None if draft.is_chain else draft.parents
-            tokens = draft.tokens[stored:]
+            tokens = self._own(draft.tokens[stored:])
             spans.append(Span(sequences[index].id, start, tokens, parents, stored, logits=list(range(len(tokens)))))
         return self.model.forward(Batch(spans, self.model.info.device), self.cache).logits
 
@@ -146,10 +189,16 @@ class DraftModel(Drafter[DraftModelConfig]):
                 kept = [node for node in verdict.path[: verdict.accepted] if node < fed]
                 pool.keep(sequence.id, start, kept)
             if self.tree is not None:
-                self.tree.commit(sequence.id, sequence.tokens, len(sequence.tokens) - sequence.tentative)
+                known = self._read(sequence)
+                self.tree.commit(sequence.id, known, len(known) - sequence.tentative)
 
     def release(self, sequence: Sequence) -> None:
         self.cache.pool.free(sequence.id)
+
+    def rewind(self, sequence: Sequence) -> None:
+        pool = self.cache.pool
+        if pool.length(sequence.id) > len(sequence.tokens):
+            pool.truncate(sequence.id, len(sequence.tokens))
 
     def pools(self) -> list[Pool]:
         return [self.cache.pool]
