@@ -64,13 +64,13 @@ class RunConfig:
     length: int = 512  # tokens of a training sequence
     long_share: float = 0.1  # share of the run in sequences as long as the context
     decay_share: float = 0.65  # share of the run over which the learning rates fall to zero
-    matrix_lr: float = 0.02  # peak learning rate of hidden matrices (Muon)
-    lr: float = 5e-3  # peak learning rate of everything else (AdamW)
+    matrix_lr: float = 0.006  # peak learning rate of hidden matrices (Muon)
+    lr: float = 2e-3  # peak learning rate of everything else (AdamW)
     seed: int = 0
     threads: int = 2  # CPU threads; 0 leaves torch's choice
     resume: bool = True  # go on from a checkpoint in `out`
     pause_file: Path | None = None  # while this file exists the run sleeps
-    eval_tokens: int = 250_000  # tokens between two looks at held-out text
+    eval_tokens: int = 200_000  # tokens between two looks at held-out text
     progress: bool = True  # show progress bars
 
     def settings(self) -> LoopSettings:

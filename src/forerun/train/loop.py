@@ -206,7 +206,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
-    """Restores model and optimizers in place; gives what the run had done."""
+    """Restores model and optimizers in place, but for the learning rates; gives what the run had done."""
     try:
         content = torch.load(path, weights_only=True)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -216,7 +216,10 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
             for name, parameter in parameters.items():
                 parameter.copy_(content["model"][name])
         for optimizer, saved in zip(optimizers, content["optimizers"], strict=True):
+            rates = [group["peak_lr"] for group in optimizer.param_groups]
             optimizer.load_state_dict(saved)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["peak_lr"] = rate
         return State(**content["state"])
     except Exception as error:
         raise ConfigError(f"{path} does not fit this run ({error}); use another out folder or resume=False") from error
