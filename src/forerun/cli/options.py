@@ -66,7 +66,7 @@ class Flag:
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=typing.Annotated.__class_getitem__((self.kind | None, option)),
+            annotation=typing.Annotated[self.kind | None, option],
         )
 
 

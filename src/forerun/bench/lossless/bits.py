@@ -1,0 +1,60 @@
+"""Bit equality: the logits of a verification against those of feeding the same tokens one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from forerun.bench.lossless.result import Result, layout_name
+from forerun.core.batch import Batch, Span
+from forerun.models.base import Model, new_cache
+from forerun.models.invariance import self_test
+
+WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9)
+"""Rows of the verifications, in turn."""
+
+
+@torch.inference_mode()
+def check_bits(model: Model, texts: Seq[Seq[int]], starts: Seq[int], page_size: int | None) -> list[Result]:
+    """``texts`` are prompts with answers; ``starts`` says where each answer begins. Two results: these texts, and
+    the model's own self-test (chunks, neighbours, trees, a padding boundary)."""
+    good, total, detail = 0, 0, ""
+    longest = max(map(len, texts))
+    cache = new_cache(model, max_seqs=1, max_len=longest, page_size=page_size, slack=max(WIDTHS))
+
+    def feed(tokens: Seq[int], start: int) -> torch.Tensor:
+        span = Span(0, start, list(tokens), logits=list(range(len(tokens))))
+        return model.forward(Batch([span], model.info.device), cache).logits
+
+    for text, start in zip(texts, starts):
+        cache.pool.free(0)
+        feed(text[:start], 0)
+        single = torch.cat([feed(text[i : i + 1], i) for i in range(start, len(text))])
+        cache.pool.truncate(0, start)
+        position, turn = start, 0
+        while position < len(text):
+            width = min(WIDTHS[turn % len(WIDTHS)], len(text) - position)
+            rows = feed(text[position : position + width], position)
+            wanted = single[position - start : position - start + width]
+            same = (rows == wanted).all(dim=1)
+            if not detail and not bool(same.all()):
+                detail = f"{width} rows at position {position} differ by up to {float((rows - wanted).abs().max()):.1e}"
+            good, total = good + int(same.sum()), total + width
+            position, turn = position + width, turn + 1
+    path, layout = model.info.path, layout_name(page_size)
+    failures = self_test(model, page_size=page_size)
+    return [
+        Result("bit-equal logits", path, layout, None, good, total, "rows", good == total, detail),
+        Result(
+            "bit-equal logits",
+            f"{path}: self-test",
+            layout,
+            None,
+            int(not failures),
+            1,
+            "runs",
+            not failures,
+            failures[0] if failures else "chunks, neighbours, trees, padding",
+        ),
+    ]

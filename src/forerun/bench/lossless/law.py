@@ -1,0 +1,83 @@
+"""The law of the output: sampled answers against probabilities enumerated from the target's own logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from forerun.bench.lossless.identity import accepted, answers
+from forerun.bench.lossless.result import Result, layout_name
+from forerun.core.batch import Batch, Span
+from forerun.engine.llm import LLM
+from forerun.models.base import new_cache
+from forerun.sampling.params import SamplingParams
+
+SUPPORT = 2
+LENGTH = 5
+FEWEST = 5.0
+"""Cells expected less often than this are counted together."""
+SMALLEST_P = 1e-4
+"""A smaller p-value is a failure: one false alarm in ten thousand checks."""
+
+
+@torch.inference_mode()
+def exact_law(llm: LLM, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
+    """Probability, float64, of every answer of LENGTH tokens when the SUPPORT likeliest tokens can be sampled."""
+    model = llm.model
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        cache = new_cache(model, max_seqs=len(law), max_len=len(prompt) + LENGTH)
+        spans = [Span(i, 0, [*prompt, *path], logits=[len(prompt) + len(path) - 1]) for i, path in enumerate(law)]
+        logits = model.forward(Batch(spans, model.info.device), cache).logits.double().cpu()
+        least = logits.topk(SUPPORT, dim=1).values[:, -1:]  # ties with the last one can be sampled too
+        shares = torch.softmax((logits / temperature).where(logits >= least, -torch.inf), dim=1)
+        law = {
+            (*path, token): chance * float(row[token])
+            for (path, chance), row in zip(law.items(), shares)
+            for token in row.nonzero()[:, 0].tolist()
+        }
+    return law
+
+
+def chi_square(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> tuple[float, int]:
+    """p-value of the counts under the law, and the degrees of freedom. A count outside the law gives 0."""
+    total = sum(counts.values())
+    if any(answer not in law for answer in counts):
+        return 0.0, 0
+    cells = [(counts.get(answer, 0), chance * total) for answer, chance in law.items()]
+    rare = [cell for cell in cells if cell[1] < FEWEST]
+    cells = [cell for cell in cells if cell[1] >= FEWEST]
+    if rare:
+        cells.append((sum(c for c, _ in rare), max(sum(e for _, e in rare), 1e-9)))
+    freedom = len(cells) - 1
+    if freedom < 1:
+        return 1.0, 0
+    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
+    tail = torch.special.gammaincc(
+        torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
+    )
+    return float(tail), freedom
+
+
+def check_law(
+    llm: LLM, options: Mapping[str, Any], prompt: list[int], *, samples: int, concurrency: int, seed: int
+) -> Result:
+    """Sample ``samples`` answers with seeds of their own and compare their frequencies with the exact law."""
+    params = [
+        SamplingParams(temperature=1.0, top_k=SUPPORT, max_tokens=LENGTH, ignore_eos=True, seed=seed + i)
+        for i in range(samples)
+    ]
+    found, total = answers(llm, options, [prompt] * samples, params, concurrency=concurrency)
+    law = exact_law(llm, prompt, 1.0)
+    counts = Counter(map(tuple, found))
+    p_value, freedom = chi_square(counts, law)
+    inside = sum(count for answer, count in counts.items() if answer in law)
+    detail = f"chi-square p = {p_value:.3f}, {freedom} degrees of freedom, {accepted(total)}"
+    passed = p_value >= SMALLEST_P and total.draft_error is None
+    what = f"{options['method']}, {options['accept']}"
+    return Result(
+        "law", what, layout_name(None), 1.0, inside, samples, "samples", passed, total.draft_error or detail, p_value
+    )

@@ -1,0 +1,140 @@
+"""All checks, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from forerun.bench.contenders import method_configs
+from forerun.bench.environment import environment
+from forerun.bench.lossless.bits import check_bits
+from forerun.bench.lossless.identity import answers, check_identity, requests
+from forerun.bench.lossless.law import check_law
+from forerun.bench.lossless.result import Result
+from forerun.bench.lossless.trees import METHOD
+from forerun.bench.prompts import HELD_OUT, REPETITIVE, make_prompts
+from forerun.core.errors import ConfigError
+from forerun.engine.llm import LLM
+from forerun.models.load import load_model, read_config, resolve
+from forerun.models.native import applies
+from forerun.speculate.accept import rules
+
+LAW_PROMPT = 14
+"""Tokens of the prompt whose continuations are counted; it repeats itself, for drafters that look back."""
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """What is checked and how thoroughly."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    speculative: dict[str, Any] = field(default_factory=dict)
+    methods: Seq[str] = ("ngram", "draft_model")
+    accepts: Seq[str] = ("coupled", "token")
+    trees: bool = True
+    prompts: int = 8
+    prompt_tokens: int = 32
+    max_tokens: int = 24
+    temperatures: Seq[float] = (0.0, 0.8)
+    page_sizes: Seq[int | None] = (None, 16)
+    samples: int = 200
+    concurrency: int = 8
+    prompt_set: str = HELD_OUT
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "max_tokens", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.samples < 0:
+            raise ConfigError(f"samples must not be negative, not {self.samples}")
+        for rule in self.accepts:
+            if not rules[rule].lossless:
+                raise ConfigError(f"rule {rule!r} is not lossless by design: there is nothing to check")
+        if not self.methods and not self.trees:
+            raise ConfigError("nothing to check: name at least one method, or leave the trees in")
+
+
+def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: None) -> dict[str, Any]:
+    """``{"passed": bool, "environment": ..., "results": [...]}``. Raises ForerunError subclasses."""
+    options = method_configs(config.methods, ("coupled",), ("fixed",), (), config.speculative)[1:]
+    llm = LLM(**config.engine)
+    prompts = make_prompts(
+        config.prompt_set, llm.tokenizer, count=config.prompts, length=config.prompt_tokens, seed=config.seed
+    )
+    methods: dict[str, Any] = {item["method"]: item for item in options}
+    if config.trees:
+        methods[METHOD] = None
+    results = list(
+        check_identity(
+            llm,
+            methods,
+            prompts,
+            temperatures=config.temperatures,
+            max_tokens=config.max_tokens,
+            page_sizes=config.page_sizes,
+            concurrency=config.concurrency,
+            seed=config.seed,
+            step=step,
+        )
+    )
+    results += _bits(config, llm, prompts, step)
+    if config.samples:
+        prompt = make_prompts(REPETITIVE, llm.tokenizer, count=1, length=LAW_PROMPT, seed=config.seed)[0]
+        results += _laws(config, llm, options, prompt, step)
+    return {
+        "passed": all(result.passed for result in results),
+        "environment": environment(llm, config.engine),
+        "results": [result.as_dict() for result in results],
+    }
+
+
+def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable[[str], None]) -> list[Result]:
+    """On every path that runs this model."""
+    params = requests(len(prompts), 1.0, config.max_tokens, config.seed)
+    found, _ = answers(llm, None, prompts, params, concurrency=config.concurrency)
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, found)]
+    starts = [len(prompt) for prompt in prompts]
+    results = []
+    for path in ("native", "hf"):
+        if path == "native" and applies(read_config(resolve(llm.config.model))) is not None:
+            continue
+        if llm.model.info.path.startswith(path):
+            model = llm.model
+        elif config.engine.get("quantization") is not None:
+            continue
+        else:
+            wanted = replace(llm.config, model_path=path)
+            model = load_model(
+                wanted.model, dtype=wanted.dtype, device=wanted.device, invariant=wanted.invariant, model_path=path
+            )
+        for page_size in config.page_sizes:
+            step(f"bits, {model.info.path}")
+            results += check_bits(model, texts, starts, page_size)
+    return results
+
+
+def _laws(
+    config: CheckConfig, llm: LLM, options: Seq[dict[str, Any]], prompt: list[int], step: Callable[[str], None]
+) -> list[Result]:
+    """Every rule with every method."""
+    results = []
+    for item in options:
+        for rule in config.accepts:
+            step(f"law, {item['method']}, {rule}")
+            case = {**item, "accept": rule}
+            results.append(
+                check_law(
+                    llm, case, prompt, samples=config.samples, concurrency=2 * config.concurrency, seed=config.seed
+                )
+            )
+    return results
+
+
+def steps(config: CheckConfig) -> int:
+    """About how many steps ``run_checks`` reports."""
+    cases = len(config.methods) + config.trees
+    laws = len(config.methods) * len(config.accepts) if config.samples else 0
+    return len(config.temperatures) * (1 + cases * len(config.page_sizes)) + 2 * len(config.page_sizes) + laws

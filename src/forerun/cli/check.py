@@ -1,0 +1,104 @@
+"""``forerun check``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from forerun.bench.lossless.run import CheckConfig, run_checks, steps
+from forerun.bench.prompts import HELD_OUT, SETS
+from forerun.cli.bench import MODEL_ONLY, split
+from forerun.cli.console import print_json, print_table, progress, set_threads
+from forerun.cli.options import ENGINE, parse_json, takes
+from forerun.core.errors import ConfigError
+from forerun.speculate.accept import rules
+from forerun.speculate.draft import drafters
+
+LOSSLESS = [name for name in rules if rules[name].lossless]
+LAYOUTS = {"slotted": None, "paged": 16}
+
+
+@takes(ENGINE, MODEL_ONLY)
+def check(
+    methods: Annotated[
+        str, typer.Option(help=f"who drafts, comma-separated, or all: {', '.join(drafters)}")
+    ] = "ngram,draft_model",
+    trees: Annotated[bool, typer.Option(help="check hand-made trees too")] = True,
+    prompts: Annotated[int, typer.Option(help="how many prompts")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 24,
+    temperature: Annotated[str, typer.Option(help="temperatures")] = "0,0.8",
+    layout: Annotated[str, typer.Option(help="cache layouts")] = ",".join(LAYOUTS),
+    accept: Annotated[
+        str, typer.Option(help=f"rules whose law is tested, or all: {', '.join(LOSSLESS)}")
+    ] = "coupled,token",
+    samples: Annotated[int, typer.Option(help="answers per test of the output's law; 0: no such test")] = 200,
+    concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 8,
+    prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="more options, for the methods that know them")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
+    seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    *,
+    engine: Mapping[str, Any],
+    speculative: Mapping[str, Any],
+) -> int:
+    """Prove, on this machine and model, that speculation changes nothing.
+
+    Same seed, same tokens as plain decoding; logits of a verification bit-equal to those of decoding; frequencies
+    of sampled answers as the target's probabilities say. Exit status 0 if all hold, 1 if not.
+    """
+    if "max_num_seqs" in engine or "page_size" in engine:
+        raise ConfigError("check chooses batches and layouts itself: use --concurrency and --layout")
+    layouts = split("layout", layout, str)
+    for name in layouts:
+        if name not in LAYOUTS:
+            raise ConfigError(f"unknown layout {name!r}: choose among {', '.join(LAYOUTS)}")
+    shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
+    if "spec_model" in speculative:
+        shared["model"] = speculative["spec_model"]
+    config = CheckConfig(
+        engine=dict(engine),
+        speculative=shared,
+        methods=list(drafters) if methods == "all" else [m for m in split("methods", methods, str) if m != "none"],
+        accepts=LOSSLESS if accept == "all" else split("accept", accept, str),
+        trees=trees,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        temperatures=split("temperature", temperature, float),
+        page_sizes=[LAYOUTS[name] for name in layouts],
+        samples=samples,
+        concurrency=concurrency,
+        prompt_set=prompt_set,
+        seed=seed,
+    )
+    set_threads(threads)
+    with progress("loading", steps(config)) as step:
+        result = run_checks(config, step)
+    if as_json:
+        print_json(result)
+    else:
+        show(result)
+    return 0 if result["passed"] else 1
+
+
+def show(result: Mapping[str, Any]) -> None:
+    about = result["environment"]
+    rows = []
+    for item in result["results"]:
+        heat = "-" if item["temperature"] is None else f"{item['temperature']:g}"
+        count = f"{item['good']}/{item['total']} {item['unit']}"
+        verdict = "ok" if item["passed"] else "FAILED"
+        rows.append([verdict, item["check"], item["what"], item["layout"], heat, count, item["detail"]])
+    print_table(["", "check", "of", "layout", "T", "good", ""], rows)
+    mode = "invariant" if about["invariant"] else "not invariant"
+    failed = sum(not item["passed"] for item in result["results"])
+    outcome = "lossless: everything holds" if result["passed"] else f"{failed} of {len(rows)} checks FAILED"
+    print(
+        f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s)\n{outcome}"
+    )

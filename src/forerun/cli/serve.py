@@ -1,0 +1,94 @@
+"""``forerun serve``."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.cli.console import out, set_threads, warn
+from forerun.cli.options import ENGINE, SPECULATIVE, parse_json, speculative_config, takes
+from forerun.core.errors import ConfigError
+from forerun.engine.llm import LLM
+
+
+@takes(ENGINE, SPECULATIVE)
+def serve(
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any free port", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(help="what clients must send as bearer token", envvar="FORERUN_API_KEY")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="the model's name in requests and answers")] = None,
+    also_draft: Annotated[
+        list[str] | None,
+        typer.Option(metavar="JSON", help="another drafter, which requests may choose by method (repeatable)"),
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
+    max_queue: Annotated[int, typer.Option(help="requests that may wait before 429", min=1)] = 1024,
+    max_body_bytes: Annotated[int, typer.Option(help="largest request", min=1024)] = 4 << 20,
+    request_timeout: Annotated[float, typer.Option(help="seconds from arrival to the last token", min=1)] = 600.0,
+    drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="torch's choice")] = None,
+    *,
+    engine: Mapping[str, Any],
+    speculative: Mapping[str, Any],
+) -> None:
+    """Answer OpenAI's API over HTTP; the playground is at /.
+
+    Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done.
+    """
+    try:
+        from forerun.engine.async_engine import AsyncEngine
+        from forerun.serve.app import ServerOptions, create_app
+        from forerun.serve.run import open_socket, run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
+    logging.getLogger("forerun").addHandler(logging.StreamHandler())
+    set_threads(threads)
+    listener = open_socket(host, port)
+    llm = LLM(**engine, speculative_config=_drafters(speculative, engine, also_draft or []))
+    template = _read(chat_template) if chat_template is not None else None
+    name = served_model_name or llm.model.info.name
+    options = ServerOptions(
+        model_name=name,
+        api_key=api_key,
+        chat_template=template,
+        max_body_bytes=max_body_bytes,
+        request_timeout=request_timeout,
+    )
+    if api_key is None and not _loopback(listener.getsockname()[0]):
+        warn(f"{host} can be reached from outside and there is no --api-key")
+    asynchronous = AsyncEngine(llm.engine, max_queue=max_queue)
+    app = create_app(asynchronous, options)
+    address = f"[{host}]" if ":" in host else host
+    methods = ", ".join(llm.engine.router.drafters) or "none"
+    out().print(f"{name}: {llm.engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}", soft_wrap=True)
+    out().print(f"listening on http://{address}:{listener.getsockname()[1]}", soft_wrap=True)
+    run(app, asynchronous, listener, drain_seconds=drain_timeout)
+
+
+def _drafters(
+    speculative: Mapping[str, Any], engine: Mapping[str, Any], others: list[str]
+) -> list[dict[str, Any]] | dict[str, Any] | None:
+    """Every drafter's config; the others take rule and length policy from the first."""
+    first = speculative_config(speculative, engine)
+    if not others:
+        return first
+    shared = {key: value for key, value in (first or {}).items() if key in ("accept", "length")}
+    return ([first] if first else []) + [{**shared, **parse_json("also_draft", text)} for text in others]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def _loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback
