@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.core.errors import ConfigError
 from forerun.core.registry import Registry
 from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft, Verdict
 from forerun.models.base import Model
-from forerun.sampling.draw import Sampler, node_key, probabilities
+from forerun.sampling.draw import Sampler, best, node_key, probabilities
 from forerun.sampling.noise import DRAFT
 from forerun.sampling.warp import Row, warp
 
@@ -112,8 +114,15 @@ class DraftContext:
     """Engine options that apply to a draft model too (``weights``, ``page_size``, ...)."""
     prefix_caching: bool = False
     """Whether prefixes of committed tokens are shared between requests, in the drafter's pages too."""
+    target_cache: Callable[[], Attention] | None = None
+    """The target's cache, for drafters that run the target itself; there once the engine is built."""
     stream: int = 0
     """Which of several drafters of one tree this is: their draws must be independent where p meets q."""
+
+    def cache(self) -> Attention:
+        if self.target_cache is None:
+            raise ConfigError("this drafter runs the target itself and needs an engine around it")
+        return self.target_cache()
 
 
 C = TypeVar("C", bound=DrafterConfig)
@@ -227,7 +236,7 @@ class Chooser:
             return self._top(self.sampler.perturb(warped, keys(0)), width), q, q_rows
         draws = [self.sampler.perturb(warped, keys(trial)).argmax(dim=1).tolist() for trial in range(width)]
         top = self._top(warped, width)
-        ids = [[d[i] for d in draws] if row.heat > 0.0 else top[i] for i, row in enumerate(rows)]
+        ids = [[d[i] for d in draws] if row.heat > 0.0 and top[i] else top[i] for i, row in enumerate(rows)]
         return ids, q, q_rows
 
     def rank(self, logits: torch.Tensor, rows: Seq[Row], count: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -246,7 +255,8 @@ class Chooser:
     def _top(scores: torch.Tensor, width: int) -> list[list[int]]:
         """The best ``width`` ids of each row that are permitted at all."""
         if width == 1:
-            return [[token] for token in scores.argmax(dim=1).tolist()]
+            values, tokens = (each.tolist() for each in best(scores))
+            return [[token] if value > float("-inf") else [] for token, value in zip(tokens, values)]
         top = scores.topk(min(width, scores.shape[1]), dim=1)
         finite = top.values > float("-inf")
         return [

@@ -37,7 +37,7 @@ class Part:
 
     def build(self, context: DraftContext, number: int = 0) -> Drafter:
         """``number`` tells the parts of one drafter apart, so that their draws are independent."""
-        return drafters[self.method](self.config, replace(context, stream=context.stream * 16 + number + 1))
+        return drafters[self.method].build(self.config, replace(context, stream=context.stream * 16 + number + 1))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,420 @@
+"""Drafters that learn from tokens alone, against brute force over the same tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from itertools import combinations, pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from forerun.core.errors import ConfigError
+from forerun.core.sequence import Sequence
+from forerun.core.tree import POINT_MASS, Verdict
+from forerun.sampling.draw import Sampler
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.accept import rules
+from forerun.speculate.draft import DraftContext, drafters
+from forerun.speculate.draft.automaton import ROOT, Automaton
+from forerun.speculate.draft.best_first import best_first, depth_first, shaped
+from forerun.speculate.draft.prompt_lookup import Places
+from forerun.speculate.draft.random import _distinct
+
+VOCAB = 50
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    def encode(self, text: str, **options) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text if "a" <= letter <= "z"]
+
+
+def build(method: str, rule: str = "coupled", **options):
+    cls = drafters[method]
+    context = DraftContext(
+        target=SimpleNamespace(),
+        sampler=Sampler(VOCAB),
+        rule=rules[rule](),
+        tokenizer=Letters(),
+        max_num_seqs=8,
+        max_model_len=4096,
+    )
+    return cls.build(cls.config_class.from_dict(method, options), context)
+
+
+def sequence(tokens, *, prompt=None, temperature=0.0, seed=1, key=1) -> Sequence:
+    prompt = len(tokens) if prompt is None else prompt
+    return Sequence(key, list(tokens), prompt, SamplingParams(temperature=temperature), seed, cached=1)
+
+
+def noisy_text(rng: random.Random, length: int, letters: int = 4) -> list[int]:
+    """Random tokens in which parts of earlier text come back."""
+    text = [rng.randrange(letters) for _ in range(5)]
+    while len(text) < length:
+        if rng.random() < 0.5:
+            start = rng.randrange(len(text))
+            text += text[start : start + rng.randrange(1, 12)]
+        else:
+            text.append(rng.randrange(letters))
+    return text[:length]
+
+
+def occurrences(part: list[int], text: list[int]) -> list[int]:
+    """Where ``part`` ends in ``text``."""
+    return [i for i in range(len(part), len(text) + 1) if text[i - len(part) : i] == part]
+
+
+# prompt_lookup
+
+
+def brute_lookup(text: list[int], low: int, high: int, count: int) -> list[int]:
+    for length in range(min(high, len(text)), low - 1, -1):
+        ends = [end for end in occurrences(text[-length:], text) if end < len(text)]
+        if ends:
+            distance = len(text) - ends[-1]
+            copied: list[int] = list(text)
+            for _ in range(count):
+                copied.append(copied[-distance])
+            return copied[len(text) :]
+    return []
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 4), (2, 5), (3, 3)])
+def test_prompt_lookup_copies_what_followed_the_latest_longest_match(low: int, high: int) -> None:
+    rng = random.Random(low * 10 + high)
+    hits = 0
+    for _ in range(40):
+        text = noisy_text(rng, 60)
+        drafter = build("prompt_lookup", prompt_lookup_min=low, prompt_lookup_max=high, num_speculative_tokens=6)
+        known = 0
+        while known < len(text):
+            known = min(len(text), known + rng.randrange(1, 5))
+            draft = drafter.propose([sequence(text[:known])], [6])[0]
+            expected = brute_lookup(text[:known], low, high, 6)
+            assert draft.tokens == expected
+            assert draft.is_chain
+            hits += bool(expected)
+    assert hits > 300
+
+
+def test_tentative_tokens_are_context_but_are_not_learnt() -> None:
+    rng = random.Random(3)
+    for method in ("prompt_lookup", "ngram", "suffix"):
+        drafter = build(method)
+        for _ in range(20):
+            text, tail = noisy_text(rng, 40), noisy_text(rng, 6)
+            drafter.release(sequence(text))
+            drafter.propose([sequence(text)], [5])
+            tentative = sequence(text + tail)
+            tentative.tentative = len(tail)
+            drafter.propose([tentative], [5])
+            drafter.rewind(sequence(text))
+            assert drafter.cached_tokens(sequence(text)) == text
+            again = drafter.propose([sequence(text)], [5])[0]
+            fresh = build(method).propose([sequence(text)], [5])[0]
+            assert again.tokens == fresh.tokens
+
+
+def test_a_lookup_behind_a_tail_continues_the_tail() -> None:
+    places = Places(2, 3)
+    places.update([1, 2, 3, 4, 1, 2, 9])
+    place, length = places.lookup([1, 2])
+    assert (place, length) == (6, 2)
+    assert places.copy(place, [1, 2], 5) == [9, 1, 2, 9, 1]
+
+
+def test_releasing_a_sequence_frees_its_index() -> None:
+    for method in ("prompt_lookup", "ngram", "suffix"):
+        drafter = build(method)
+        drafter.propose([sequence([1, 2, 1, 2], key=7), sequence([3, 3, 3], key=8)], [3, 3])
+        assert set(drafter.indices) == {7, 8}
+        drafter.release(sequence([1, 2, 1, 2], key=7))
+        assert set(drafter.indices) == {8}
+        assert drafter.cached_tokens(sequence([1, 2, 1, 2], key=7)) == []
+
+
+# ngram with counts as q
+
+
+def test_counts_are_the_law_that_ngram_draws_from() -> None:
+    text = [1, 2, 1, 3, 1, 2, 1, 4, 1, 2, 1]
+    drafter = build("ngram", "token", counts_as_q=True, max_order=2, num_speculative_tokens=1)
+    drawn: Counter[int] = Counter()
+    for seed in range(3000):
+        draft = drafter.propose([sequence(text, temperature=0.7, seed=seed)], [1])[0]
+        drawn[draft.tokens[0]] += 1
+        row = draft.trials[0][0].row
+        assert draft.q[row].nonzero()[:, 0].tolist() == [2, 3, 4]
+        torch.testing.assert_close(draft.q[row][[2, 3, 4]], torch.tensor([0.6, 0.2, 0.2]))
+    assert chisquare([drawn[2], drawn[3], drawn[4]], [1800, 600, 600]).pvalue > 1e-4
+
+
+def test_ngram_with_one_continuation_or_a_greedy_request_is_a_point_mass() -> None:
+    drafter = build("ngram", "token", counts_as_q=True)
+    single = drafter.propose([sequence([1, 2, 3, 1, 2], temperature=1.0)], [3])[0]
+    assert single.tokens[:1] == [3]
+    assert single.trials[0][0].row == POINT_MASS or single.q[single.trials[0][0].row][3] == 1.0
+    greedy = drafter.propose([sequence([1, 2, 1, 3, 1, 3, 1], temperature=0.0, key=2)], [2])[0]
+    assert greedy.tokens[0] == 3
+    assert all(trial.row == POINT_MASS for trials in greedy.trials for trial in trials)
+
+
+# random and table
+
+
+def test_random_tokens_are_uniform_and_say_so() -> None:
+    for rule in ("token", "coupled"):
+        drafter = build("random", rule, num_speculative_tokens=2)
+        seen: Counter[int] = Counter()
+        for seed in range(2500):
+            draft = drafter.propose([sequence([5, 6], temperature=1.0, seed=seed)], [2])[0]
+            seen.update(draft.tokens)
+            assert draft.q.shape == (1, VOCAB)
+            torch.testing.assert_close(draft.q[0], torch.full((VOCAB,), 1 / VOCAB))
+        assert chisquare([seen[token] for token in range(VOCAB)]).pvalue > 1e-4
+
+
+def test_draws_without_replacement_cover_every_order_alike() -> None:
+    rng = random.Random(0)
+    seen = Counter(tuple(_distinct([rng.random() for _ in range(3)], 4)) for _ in range(12_000))
+    assert len(seen) == 24
+    assert all(len(set(draw)) == 3 for draw in seen)
+    assert chisquare(list(seen.values())).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_table_draws_from_the_counts_of_its_file(tmp_path, order: int) -> None:
+    text = "abacabadabacabb"
+    (tmp_path / "text.txt").write_text(text)
+    drafter = build("table", "token", table_file=str(tmp_path / "text.txt"), table_order=order)
+    if order == 2:
+        counts = Counter(after for before, after in pairwise(text) if before == "a")
+    else:
+        counts = Counter(text)
+    total = sum(counts.values())
+    draft = drafter.propose([sequence([7, 0], temperature=2.0)], [1])[0]
+    weights = {letter: math.sqrt(count / total) for letter, count in counts.items()}
+    expected = torch.zeros(VOCAB)
+    for letter, weight in weights.items():
+        expected[ord(letter) - ord("a")] = weight / sum(weights.values())
+    torch.testing.assert_close(draft.q[draft.trials[0][0].row], expected)
+    greedy = drafter.propose([sequence([7, 0])], [3])[0]
+    assert greedy.tokens[0] == ord(counts.most_common(1)[0][0]) - ord("a")
+
+
+def test_table_backs_off_to_all_tokens_and_names_a_missing_file(tmp_path) -> None:
+    (tmp_path / "text.txt").write_text("aab")
+    drafter = build("table", table_file=str(tmp_path / "text.txt"))
+    assert drafter.propose([sequence([25])], [1])[0].tokens == [0]
+    with pytest.raises(ConfigError, match="missing.txt cannot be read"):
+        build("table", table_file=str(tmp_path / "missing.txt"))
+
+
+# suffix automaton
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_automaton_counts_every_substring_of_every_list(seed: int) -> None:
+    rng = random.Random(seed)
+    lists = [noisy_text(rng, rng.randrange(1, 28), letters=3) for _ in range(rng.randrange(1, 4))]
+    automaton = Automaton.of(lists)
+    parts = {tuple(text[i:j]) for text in lists for i in range(len(text)) for j in range(i + 1, len(text) + 1)}
+    for part in parts:
+        state = ROOT
+        for token in part:
+            state = automaton.next[state][token]
+        assert automaton.counts[state] == sum(len(occurrences(list(part), text)) for text in lists)
+        assert automaton.length[automaton.link[state]] < len(part) <= automaton.length[state]
+        followers = {other[-1] for other in parts if other[:-1] == part}
+        assert {token for token, _, _ in automaton.continuations(state)} == followers
+    assert len(automaton) <= 2 * sum(map(len, lists)) + 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_automaton_follows_the_longest_match_of_another_text(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    known, text = noisy_text(rng, 50, letters=3), noisy_text(rng, 60, letters=4)
+    automaton = Automaton.of([known])
+    state = length = 0
+    for end in range(1, len(text) + 1):
+        state, length = automaton.advance(state, length, text[end - 1])
+        longest = max(n for n in range(end + 1) if n == 0 or occurrences(text[end - n : end], known))
+        assert length == longest
+    for end in range(1, len(known) + 1):
+        prefix = Automaton.of([known[:end]])
+        found = max(n for n in range(end) if n == 0 or len(occurrences(known[end - n : end], known[:end])) > 1)
+        assert prefix.suffix()[1] == found
+
+
+def test_a_run_of_one_token_costs_no_more_than_other_text() -> None:
+    automaton = Automaton.of([[1] * 3000])
+    state, length = automaton.suffix()
+    assert length == 2999
+    assert len(automaton) == 3001
+
+
+# suffix
+
+
+def check_suffix_draft(draft, texts: list[list[int]], text: list[int], budget: int, config) -> int:
+    """Every path continues some suffix of ``text`` as one of ``texts`` did; returns the shortest such suffix that
+    explains the whole draft."""
+    depth = draft.depth
+    assert depth <= min(budget, config.suffix_decoding_max_tree_depth - 1)
+    for length in range(len(text), 0, -1):
+        suffix = text[-length:]
+        if depth > max(1, int(length * config.suffix_decoding_max_spec_factor)):
+            break
+        paths = [draft.path_tokens(node) for node in range(len(draft))]
+        if all(any(occurrences(suffix + path, known) for known in texts) for path in paths):
+            return length
+    raise AssertionError(f"no match of the text's end explains {draft.tokens}")
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": (3, 2, 1)}, {"tree_nodes": 9}, {"num_speculative_tokens": 4}])
+def test_suffix_drafts_continue_a_match(options: dict) -> None:
+    rng = random.Random(5)
+    drafter = build("suffix", **options)
+    drafted = 0
+    for _ in range(60):
+        text = noisy_text(rng, rng.randrange(2, 80))
+        draft = drafter.propose([sequence(text)], [drafter.config.num_speculative_tokens])[0]
+        drafter.indices.clear()
+        if len(draft):
+            drafted += len(draft)
+            check_suffix_draft(draft, [text], text, drafter.config.num_speculative_tokens, drafter.config)
+    assert drafted > 100
+
+
+def test_suffix_takes_the_most_frequent_continuation() -> None:
+    text = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3, 8, 7, 1, 2, 3]
+    draft = build("suffix").propose([sequence(text)], [3])[0]
+    assert draft.tokens[0] == 8
+
+
+def test_suffix_drafts_deeper_behind_longer_matches() -> None:
+    known = list(range(1, 31))
+    for matched in (1, 3, 8):
+        text = [*known, 40, *known[5 : 5 + matched]]
+        draft = build("suffix", num_speculative_tokens=20).propose([sequence(text)], [20])[0]
+        assert draft.tokens == known[5 + matched : 5 + 2 * matched]
+
+
+def test_improbable_tokens_are_not_drafted() -> None:
+    text = [1, 2, 1, 3, 1, 4, 1, 5, 1]
+    assert len(build("suffix", suffix_decoding_min_token_prob=0.1).propose([sequence(text)], [4])[0]) == 1
+    assert not len(build("suffix", suffix_decoding_min_token_prob=0.5).propose([sequence(text)], [4])[0])
+
+
+def finish(drafter, tokens: list[int], prompt: int, key: int) -> None:
+    drafter.propose([sequence(tokens, prompt=prompt, key=key)], [3])
+    drafter.release(sequence(tokens, prompt=prompt, key=key))
+
+
+def test_past_outputs_are_searched_and_prompts_are_not() -> None:
+    drafter = build("suffix")
+    finish(drafter, [30, 31, 32, 1, 2, 3, 4, 5, 6], 3, key=1)
+    draft = drafter.propose([sequence([9, 8, 1, 2, 3], key=2)], [3])[0]
+    assert draft.tokens == [4, 5, 6]
+    assert not len(drafter.propose([sequence([9, 30, 31], key=3)], [3])[0])
+    none = build("suffix", suffix_decoding_max_cached_requests=0)
+    finish(none, [30, 31, 32, 1, 2, 3, 4, 5, 6], 3, key=1)
+    assert not len(none.propose([sequence([9, 8, 1, 2, 3], key=2)], [3])[0])
+
+
+def test_a_preempted_request_is_not_a_past_output() -> None:
+    drafter = build("suffix")
+    preempted = sequence([30, 1, 2, 3, 4], prompt=1, key=1)
+    drafter.propose([preempted], [3])
+    preempted.cached = 0
+    drafter.release(preempted)
+    assert not len(drafter.propose([sequence([9, 1, 2], key=2)], [3])[0])
+
+
+def test_past_outputs_stay_within_their_bounds_and_useful_ones_stay_longer() -> None:
+    drafter = build("suffix", suffix_decoding_max_cached_tokens=80)
+    rng = random.Random(0)
+    useful = [41, 42, 43, 44, 45, 46, 47, 48]
+    finish(drafter, [1, *useful], 1, key=0)
+    for key in range(1, 60):
+        finish(drafter, [1, *(rng.randrange(30) for _ in range(8))], 1, key=key)
+        assert sum(block.tokens for block in drafter.past.blocks) <= 80
+        reader = sequence([3, 41, 42], key=1000 + key)
+        draft = drafter.propose([reader], [2])[0]
+        assert draft.tokens == [43, 44], key
+        drafter.observe([reader], [draft], [Verdict(path=[0], accepted=1)], SimpleNamespace())
+        drafter.indices.pop(reader.id)
+        drafter.past.forget(reader.id)
+    forgotten = build("suffix", suffix_decoding_max_cached_tokens=80)
+    finish(forgotten, [1, *useful], 1, key=0)
+    for key in range(1, 60):
+        finish(forgotten, [1, *(rng.randrange(30) for _ in range(8))], 1, key=key)
+    assert not len(forgotten.propose([sequence([3, 41, 42], key=1000)], [2])[0])
+
+
+def test_cursors_survive_outputs_that_are_added_meanwhile() -> None:
+    rng = random.Random(8)
+    drafter = build("suffix")
+    reader = sequence(noisy_text(rng, 12), prompt=1, key=500)
+    texts = []
+    for key in range(40):
+        other = noisy_text(rng, 20)
+        finish(drafter, [1, *other], 1, key=key)
+        texts.append(other)
+        reader.tokens.extend(noisy_text(rng, rng.randrange(1, 4)))
+        drafter.propose([reader], [3])
+        block = drafter.past.blocks[0]
+        _, state, length = block.cursors[reader.id]
+        longest = max(
+            n for n in range(25) if n == 0 or any(occurrences(reader.tokens[-n:], text) for text in texts)
+        )
+        assert min(length, 24) == longest
+        assert block.automaton.length[block.automaton.link[state]] < length <= block.automaton.length[state]
+
+
+# best-first trees
+
+
+def ranked(tree: dict, path: tuple = ()) -> list:
+    return sorted(((token, math.log(q), (*path, token)) for token, q in tree.get(path, {}).items()), key=lambda t: -t[1])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_best_first_is_the_best_connected_tree(seed: int) -> None:
+    rng = random.Random(seed)
+    laws: dict[tuple, dict[int, float]] = {}
+    paths: dict[tuple, float] = {}
+    for path in [(), *((i,) for i in range(3)), *((i, j) for i in range(3) for j in range(3))]:
+        weights = [rng.random() ** 3 for _ in range(3)]
+        laws[path] = {i: w / sum(weights) for i, w in enumerate(weights)}
+        for i, q in laws[path].items():
+            paths[(*path, i)] = paths.get(path, 1.0) * q
+    for size in (1, 2, 3, 4):
+        nodes = best_first(lambda path: ranked(laws, path), (), size, 3)
+        total = sum(math.exp(node.score) for node in nodes)
+        subtrees = (c for c in combinations(paths, size) if all(p[:-1] in c for p in c if len(p) > 1))
+        assert total == pytest.approx(max(sum(paths[p] for p in c) for c in subtrees))
+        draft = depth_first(nodes)
+        assert len(draft) == size
+        assert sorted(paths[tuple(draft.path_tokens(n))] for n in range(size)) == pytest.approx(
+            sorted(math.exp(node.score) for node in nodes)
+        )
+
+
+def test_depth_first_lays_branches_out_in_one_piece() -> None:
+    laws = {(): {1: 0.6, 2: 0.4}, (1,): {3: 0.7, 4: 0.3}, (2,): {5: 1.0}}
+    draft = depth_first(shaped(lambda path: ranked(laws, path), (), [2, 2]))
+    assert draft.tokens == [1, 3, 4, 2, 5]
+    assert draft.parents == [-1, 0, 0, -1, 3]
+
+
+def test_best_first_stops_at_depth_and_floor() -> None:
+    laws = {(): {1: 0.9, 2: 0.1}, (1,): {1: 0.9, 2: 0.1}, (1, 1): {1: 0.9, 2: 0.1}}
+    nodes = best_first(lambda path: ranked(laws, path), (), 10, 2)
+    assert len(nodes) == 4
+    assert len(best_first(lambda path: ranked(laws, path), (), 10, 3, math.log(0.5))) == 3
