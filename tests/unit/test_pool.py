@@ -1,0 +1,296 @@
+"""The KV pool against the simplest possible account of it: a list of values per sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from forerun.cache.pool import KVShape, OutOfPages, Pages, Pool
+
+SHAPES = [KVShape(1, 1, 2), KVShape(2, 3, 1)]
+
+
+def write(pool: Pool, key: int, values: list[int], at: int | None = None) -> None:
+    """What a forward does: reserve, store the same number in every component, advance."""
+    start = pool.length(key) if at is None else at
+    pool.reserve(key, start + len(values))
+    places = pool.places(key, range(start, start + len(values)))
+    for layer, shape in enumerate(pool.layers):
+        rows = torch.tensor(values, dtype=torch.float32)[:, None, None]
+        heads = (len(values), shape.heads)
+        pool.write(layer, places, rows.expand(*heads, shape.key_dim), -rows.expand(*heads, shape.value_dim))
+    pool.advance(key, start + len(values))
+
+
+def read(pool: Pool, key: int) -> list[int]:
+    """The stored numbers, once every component of every layer has been seen to hold them."""
+    length = pool.length(key)
+    found: set[tuple[float, ...]] = set()
+    for layer in range(len(pool.layers)):
+        keys, values = pool.gather(layer, torch.tensor(pool.tables[key], dtype=torch.long))
+        found |= {tuple(row.tolist()) for row in keys[:, :length].transpose(1, 2).reshape(-1, length)}
+        found |= {tuple((-row).tolist()) for row in values[:, :length].transpose(1, 2).reshape(-1, length)}
+    assert len(found) == 1
+    return [int(value) for value in found.pop()]
+
+
+class Shelf:
+    """A reclaimer that gives up its oldest idle page first."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.pages: dict[int, list[int]] = {}
+
+    def keep(self, page: int, values: list[int]) -> None:
+        self.pool.hold(page)
+        self.pages[page] = values
+
+    def reclaim(self, count: int) -> None:
+        idle = [page for page in self.pages if self.pool.refs[page] == 1]
+        for page in idle[:count]:
+            del self.pages[page]
+            self.pool.release(page)
+
+    def forget(self, key: int) -> None:
+        pass
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of operations: contents, tables and free pages are those of the account."""
+
+    sequences = Bundle("sequences")
+
+    @initialize(page_size=st.integers(1, 5), num_pages=st.integers(4, 14))
+    def start(self, page_size: int, num_pages: int) -> None:
+        self.pool = Pool(SHAPES, num_pages, page_size, torch.float32)
+        self.shelf = self.pool.reclaimer = Shelf(self.pool)
+        self.account: dict[int, list[int]] = {}
+        self.counter = 0
+
+    def fresh(self, count: int) -> list[int]:
+        self.counter += count
+        return list(range(self.counter - count + 1, self.counter + 1))
+
+    @rule(target=sequences)
+    def begin(self) -> int:
+        key = self.counter = self.counter + 1
+        self.account[key] = []
+        self.pool.reserve(key, 0)
+        return key
+
+    @rule(key=sequences, count=st.integers(1, 8))
+    def append(self, key: int, count: int) -> None:
+        values = self.fresh(count)
+        before = {other: list(table) for other, table in self.pool.tables.items()}
+        fits = self.pool.can_reserve(key, len(self.account[key]) + count)
+        if fits:
+            write(self.pool, key, values)
+            self.account[key] += values
+        else:
+            with pytest.raises(OutOfPages, match="the KV cache is full"):
+                self.pool.reserve(key, len(self.account[key]) + count)
+            assert before == self.pool.tables
+
+    @rule(key=sequences, data=st.data())
+    def truncate(self, key: int, data: st.DataObject) -> None:
+        length = data.draw(st.integers(0, len(self.account[key])))
+        refs, whole = list(self.pool.refs), -(-length // self.pool.page_size)
+        kept, held = self.pool.tables[key][:whole], self.pool.tables[key][whole:]
+        self.pool.truncate(key, length)
+        del self.account[key][length:]
+        assert self.pool.tables[key] == kept
+        assert all(self.pool.refs[page] == refs[page] - 1 for page in held)
+
+    @rule(key=sequences, count=st.integers(1, 7), data=st.data())
+    def draft_and_keep(self, key: int, count: int, data: st.DataObject) -> None:
+        """Tree rollback: some of the entries written last stay, moved together."""
+        start = len(self.account[key])
+        if not self.pool.can_reserve(key, start + count):
+            return
+        values = self.fresh(count)
+        write(self.pool, key, values)
+        chosen = sorted(data.draw(st.sets(st.integers(0, count - 1))))
+        self.pool.keep(key, start, chosen)
+        self.account[key] += [values[offset] for offset in chosen]
+        assert len(self.pool.tables[key]) == -(-len(self.account[key]) // self.pool.page_size)
+
+    @rule(target=sequences, source=sequences, data=st.data())
+    def fork(self, source: int, data: st.DataObject):
+        length = data.draw(st.integers(0, len(self.account[source])))
+        key = self.counter = self.counter + 1
+        free = self.pool.num_free
+        self.pool.fork(source, key, length)
+        self.account[key] = self.account[source][:length]
+        assert self.pool.num_free == free
+        return key
+
+    @rule(key=sequences, index=st.integers(0, 3))
+    def shelve(self, key: int, index: int) -> None:
+        """The prefix tree takes an interest in a full page."""
+        size = self.pool.page_size
+        values = self.account[key][index * size : (index + 1) * size]
+        if len(values) == size and self.pool.tables[key][index] not in self.shelf.pages:
+            self.shelf.keep(self.pool.tables[key][index], values)
+
+    @precondition(lambda self: hasattr(self, "shelf") and bool(self.shelf.pages))
+    @rule(target=sequences, data=st.data())
+    def adopt(self, data: st.DataObject):
+        pages = data.draw(st.lists(st.sampled_from(sorted(self.shelf.pages)), max_size=3, unique=True))
+        values = [value for page in pages for value in self.shelf.pages[page]]
+        length = data.draw(st.integers(max(0, len(values) - self.pool.page_size + 1), len(values)))
+        key = self.counter = self.counter + 1
+        self.pool.adopt(key, pages, length)
+        self.account[key] = values[:length]
+        return key
+
+    @rule(key=consumes(sequences))
+    def free(self, key: int) -> None:
+        self.pool.free(key)
+        self.pool.free(key)
+        del self.account[key]
+        assert self.pool.length(key) == 0
+
+    @invariant()
+    def contents_are_those_of_the_account(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        assert set(self.pool.tables) == set(self.account)
+        for key, values in self.account.items():
+            assert self.pool.length(key) == len(values)
+            if values:
+                assert read(self.pool, key) == values
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check()
+        used = {page for table in self.pool.tables.values() for page in table} | set(self.shelf.pages)
+        assert self.pool.num_free == self.pool.num_pages - len(used)
+        for key, values in self.account.items():
+            assert len(self.pool.tables[key]) == -(-len(values) // self.pool.page_size)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_truncation_keeps_a_partial_last_page_and_frees_those_past_it():
+    pages = Pages(8, 4)
+    pages.reserve(1, 15)
+    pages.advance(1, 15)
+    table = list(pages.tables[1])
+    for length, kept in ((13, 4), (12, 3), (9, 3), (8, 2), (1, 1), (0, 0)):
+        pages.truncate(1, length)
+        assert pages.tables[1] == table[:kept]
+        assert pages.num_free == 8 - kept
+        assert pages.length(1) == length
+
+
+def test_truncation_also_drops_what_was_reserved_and_never_written():
+    pages = Pages(8, 4)
+    pages.reserve(1, 5)
+    pages.advance(1, 5)
+    pages.reserve(1, 17)
+    assert pages.num_free == 3
+    pages.truncate(1, 9)
+    assert (pages.length(1), pages.num_free) == (5, 5)
+
+
+def test_truncation_leaves_shared_pages_to_the_others():
+    pool = Pool(SHAPES, 8, 4, torch.float32)
+    write(pool, 1, list(range(1, 11)))
+    pool.fork(1, 2, 10)
+    pool.truncate(1, 3)
+    assert read(pool, 2) == list(range(1, 11))
+    assert pool.num_free == 5
+    write(pool, 1, [50, 51])
+    assert read(pool, 1) == [1, 2, 3, 50, 51]
+    assert read(pool, 2) == list(range(1, 11))
+
+
+def test_a_shared_page_is_copied_before_it_is_written():
+    pool = Pool(SHAPES, 4, 4, torch.float32)
+    write(pool, 1, [1, 2])
+    pool.fork(1, 2, 2)
+    assert pool.tables[1] == pool.tables[2]
+    write(pool, 2, [3])
+    write(pool, 1, [4])
+    assert (read(pool, 1), read(pool, 2)) == ([1, 2, 4], [1, 2, 3])
+    assert pool.num_free == 2
+
+
+def test_a_copy_counts_as_a_page_that_is_needed():
+    pool = Pool(SHAPES, 2, 4, torch.float32)
+    write(pool, 1, [1, 2, 3])
+    pool.fork(1, 2, 3)
+    write(pool, 2, [9])
+    pool.fork(1, 3, 3)
+    assert not pool.can_reserve(3, 4)
+    with pytest.raises(OutOfPages):
+        pool.reserve(3, 4)
+    assert read(pool, 3) == [1, 2, 3]
+    assert pool.can_reserve(2, 4)
+
+
+def test_unwritten_entries_are_zero():
+    pool = Pool(SHAPES, 3, 4, torch.float16)
+    assert all(not side.any() for side in [*pool.keys, *pool.values])
+
+
+def test_check_notices_what_is_wrong():
+    def broken(change) -> Pages:
+        pages = Pages(4, 4)
+        pages.reserve(1, 6)
+        pages.advance(1, 6)
+        pages.check()
+        change(pages)
+        return pages
+
+    def leak(pages):
+        del pages.tables[1]
+
+    def double(pages):
+        pages.free_pages.append(pages.free_pages[-1])
+
+    def too_long(pages):
+        pages.lengths[1] = 9
+
+    def freed_in_use(pages):
+        pages.free_pages.append(pages.tables[1][0])
+
+    for change in (leak, double, too_long, freed_in_use):
+        with pytest.raises(AssertionError):
+            broken(change).check()
+
+
+def test_misuse_is_an_error():
+    pages = Pages(4, 4)
+    pages.reserve(1, 4)
+    with pytest.raises(ValueError, match="5 entries were written where 1 pages are reserved"):
+        pages.advance(1, 5)
+    with pytest.raises(ValueError, match="already has pages"):
+        pages.adopt(1, [0], 1)
+
+
+def test_the_slotted_layout_is_one_page_per_sequence():
+    pool = Pool(SHAPES, 2, 8, torch.float32)
+    for key in (1, 2):
+        write(pool, key, [key] * 8)
+    assert [len(pool.tables[key]) for key in (1, 2)] == [1, 1]
+    assert not pool.can_reserve(3, 1)
+    pool.free(1)
+    assert pool.can_reserve(3, 8)
