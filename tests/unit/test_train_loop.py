@@ -54,8 +54,8 @@ def test_schedule_rises_stays_and_falls_to_zero(tmp_path):
 
 
 def test_a_shorter_run_starts_its_decay_earlier(tmp_path):
-    assert settings(tmp_path, tokens=1000).scale(600) == 1
-    assert settings(tmp_path, tokens=700).scale(600) == pytest.approx(100 / 140)
+    assert settings(tmp_path, tokens=1000, decay_share=0.2).scale(600) == 1
+    assert settings(tmp_path, tokens=700, decay_share=0.2).scale(600) == pytest.approx(100 / 140)
 
 
 def test_long_sequences_come_last(tmp_path):

@@ -1,6 +1,7 @@
 """Text files to tokens: which files are read, which are held out, and how training sequences are cut from them."""
 
 import json
+import os
 import platform
 import random
 import sysconfig
@@ -39,14 +40,13 @@ def list_files(corpus: Path) -> list[Path]:
     if not corpus.is_dir():
         raise ConfigError(f"corpus {corpus} does not exist; give a folder or a text file")
     suffixes = (".py",) if corpus == standard_library() else SUFFIXES
-    files = [
-        path
-        for path in sorted(corpus.rglob("*"))
-        if path.suffix in suffixes and path.is_file() and not SKIPPED_FOLDERS & set(path.relative_to(corpus).parts[:-1])
-    ]
+    files = []
+    for folder, subfolders, names in os.walk(corpus):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        files += [Path(folder, name) for name in names if name.endswith(suffixes)]
     if not files:
         raise ConfigError(f"corpus {corpus} holds no {', '.join(suffixes)} files")
-    return files
+    return sorted(files)
 
 
 def read_text(path: Path) -> str:

@@ -71,7 +71,7 @@ def train_draft_model(config: DistillConfig) -> Path:
         torch.set_num_threads(config.threads)
     folder = config.target or pretrained.path("target")
     target, tokenizer = load_target(folder)
-    train_files, held_out = _split(config, folder)
+    train_files, held_out = record_of(config, folder)
     stream = corpora.encode_files(train_files, tokenizer, config.seed)
     test = corpora.encode_files(held_out, tokenizer, config.seed)
     batches: loop.Batches = corpora.TokenStream(stream, config.seed)
@@ -155,7 +155,7 @@ def _rows(stream: Tensor, length: int) -> Tensor:
     return stream[: len(stream) // length * length].long().view(-1, length)
 
 
-def _split(config: DistillConfig, folder: Path) -> tuple[list[Path], list[Path]]:
+def record_of(config: RunConfig, folder: Path) -> tuple[list[Path], list[Path]]:
     """The files that the target was trained on and those that it was not, as its record says."""
     files = corpora.list_files(config.corpus)
     record = json.loads((folder / RECORD).read_text(encoding="utf-8")) if (folder / RECORD).exists() else {}
