@@ -143,8 +143,9 @@ class Engine:
                 "weights": self.config.weights,
             },
             prefix_caching=self.config.caches_prefixes,
+            target_cache=lambda: self.target.cache,
         )
-        return {c.method: drafters[c.method](c.drafter, context) for c in configs if c.drafter is not None}
+        return {c.method: drafters[c.method].build(c.drafter, context) for c in configs if c.drafter is not None}
 
     def add(
         self,

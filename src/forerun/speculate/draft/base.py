@@ -222,19 +222,17 @@ class Chooser:
         hot = any(row.heat > 0.0 for row in rows)
         q_rows = [i if row.heat > 0.0 else POINT_MASS for i, row in enumerate(rows)]
         q = probabilities(warped) if hot else None
-        if not self.rule.needs_q or not hot:
+        if not self.rule.needs_q or q is None:
             return self._top(self.sampler.shared(warped, rows), width), q, q_rows
         roots = [len(row.sequence.tokens) for row in rows]
 
-        def keys(trial: int) -> list[int | None]:
-            return [
-                node_key(self.purpose, row, root, parent, trial) if row.heat > 0.0 else None
-                for row, root, parent in zip(rows, roots, parents)
-            ]
+        def keys(trial: int) -> list[int]:
+            return [node_key(self.purpose, row, root, node, trial) for row, root, node in zip(rows, roots, parents)]
 
-        if width == 1 or not self.rule.replacement:
-            return self._top(self.sampler.perturb(warped, keys(0)), width), q, q_rows
-        draws = [self.sampler.perturb(warped, keys(trial)).argmax(dim=1).tolist() for trial in range(width)]
+        if width > 1 and not self.rule.replacement:
+            noisy = [key if row.heat > 0.0 else None for key, row in zip(keys(0), rows)]
+            return self._top(self.sampler.perturb(warped, noisy), width), q, q_rows
+        draws = [self.sampler.draw(q, keys(trial)).tolist() for trial in range(width)]
         top = self._top(warped, width)
         ids = [[d[i] for d in draws] if row.heat > 0.0 and top[i] else top[i] for i, row in enumerate(rows)]
         return ids, q, q_rows

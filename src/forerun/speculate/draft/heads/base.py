@@ -1,0 +1,236 @@
+"""What trained heads share: a module that describes itself on disk, and a drafter around it."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from forerun.core.errors import ConfigError, ModelError
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+from forerun.models.base import Model
+from forerun.models.load import BUNDLED, resolve
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs
+from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
+from forerun.speculate.draft.levels import Frontier, grow_levels
+from forerun.speculate.verify.score import Verification
+
+FORMAT = "forerun_head"
+C = TypeVar("C", bound="HeadConfig")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The target a head was made for, and the head's own sizes."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    """Decoder layers of the target; hidden state ``num_layers`` is the one after the final norm."""
+    depth: int = 5
+    """How many tokens ahead it was trained to guess."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Lesson:
+    """One training batch: the frozen target's view of ``tokens`` int64 [rows, length].
+
+    ``hidden[layer]`` [rows, length, hidden size]; ``logits`` [rows, length, vocabulary] predict the token after each
+    position; ``embedding`` and ``head`` are the target's [vocabulary, hidden size] weights. ``target`` reruns it.
+    """
+
+    tokens: torch.Tensor
+    hidden: dict[int, torch.Tensor]
+    logits: torch.Tensor
+    embedding: torch.Tensor
+    head: torch.Tensor
+    target: nn.Module
+
+
+class Head(nn.Module, ABC):
+    """A trainable head. Saved as ``config.json`` and ``model.safetensors``."""
+
+    method: ClassVar[str]
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Hidden states of the target that it reads."""
+        return (self.sizes.num_layers,)
+
+    @abstractmethod
+    def loss(self, lesson: Lesson) -> torch.Tensor:
+        """Mean training loss of a batch, a scalar."""
+
+    def save(self, folder: Path, record: dict[str, Any] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {FORMAT: self.method, **vars(self.sizes), **(record or {})}
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf8")
+        weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in self.state_dict().items()}
+        save_file(weights, folder / "model.safetensors")
+
+    @classmethod
+    def load(cls, folder: Path, num_layers: int = 0) -> Head:
+        """``num_layers`` is the target's depth, for files that do not name it. Raises ModelError for a folder that does
+        not hold a head of this method."""
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf8"))
+            weights = load_file(folder / "model.safetensors")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelError(f"{folder} holds no readable head: {str(error).splitlines()[0]}") from error
+        if config.get(FORMAT) != cls.method:
+            raise ModelError(f"{folder} holds {config.get(FORMAT)!r}, not a {cls.method!r} head")
+        head = cls(Sizes(**{name: config[name] for name in Sizes.__dataclass_fields__}))
+        try:
+            head.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+        except RuntimeError as error:
+            raise ModelError(f"{folder}: the weights do not fit their config: {str(error).splitlines()[0]}") from error
+        return head
+
+
+def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+    """[...]: cross entropy of softmax(logits) under softmax(target_logits), nats."""
+    return -(torch.softmax(target_logits.float(), -1) * torch.log_softmax(logits.float(), -1)).sum(-1)
+
+
+@dataclass(frozen=True)
+class HeadConfig(DrafterConfig):
+    num_speculative_tokens: int = 4
+    model: str | None = None
+    """Folder or hub id of the trained head; None: the one bundled for the bundled target."""
+
+
+@dataclass(frozen=True)
+class BlockConfig(TreeConfig, HeadConfig):
+    """Options of heads that guess all depths at once, so that the best tree can be picked afterwards."""
+
+
+class HeadDrafter(Drafter[C]):
+    """Keeps what its head needs of every sequence's newest hidden states.
+
+    A sequence whose hidden states did not all come by (a prefix hit, say) drafts nothing.
+    """
+
+    config_class: ClassVar[type[DrafterConfig]] = HeadConfig
+    head_class: ClassVar[type[Head]]
+
+    def __init__(self, config: C, context: DraftContext) -> None:
+        super().__init__(config, context)
+        info = context.target.info
+        self.head = self._load(config, context.target).to(device=info.device, dtype=info.dtype).eval()
+        sizes = self.head.sizes
+        if (sizes.hidden_size, sizes.vocab_size, sizes.num_layers) != (
+            info.hidden_size,
+            info.vocab_size,
+            info.num_layers,
+        ):
+            raise ConfigError(
+                f"the {self.name} head was trained for a target of hidden size {sizes.hidden_size}, "
+                f"{sizes.num_layers} layers and {sizes.vocab_size} tokens; {info.name} has {info.hidden_size}, "
+                f"{info.num_layers} and {info.vocab_size}"
+            )
+        if config.num_speculative_tokens > sizes.depth:
+            raise ConfigError(f"this {self.name} head guesses {sizes.depth} tokens ahead, not "
+                              f"{config.num_speculative_tokens}")  # fmt: skip
+        self.needs = Needs(hidden=self.head.layers, model=True)
+        self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
+        self.seen: dict[int, int] = {}
+
+    def _load(self, config: C, target: Model) -> Head:
+        if config.model is None and target.info.name != f"{BUNDLED}target":
+            raise ConfigError(
+                f"method {self.name!r} needs a head trained on {target.info.name}: make one with "
+                f"'forerun train {self.name} --target {target.info.name} --out FOLDER' and name it as 'model'"
+            )
+        return self.head_class.load(resolve(config.model or f"{BUNDLED}{self.name}"), target.info.num_layers)
+
+    def features(self, verdict: Verdict) -> torch.Tensor | None:
+        """[tokens, layers * hidden size] of the tokens a round added to the target's cache."""
+        if verdict.hidden is None or verdict.error is not None:
+            return None
+        return torch.cat([verdict.hidden[layer] for layer in self.needs.hidden], dim=-1)
+
+    def observe(
+        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+    ) -> None:
+        for sequence, verdict in zip(sequences, verdicts):
+            rows = self.features(verdict)
+            if rows is None:
+                continue
+            seen = self.seen.get(sequence.id, 0)
+            if seen + rows.shape[0] == sequence.cached:
+                self.seen[sequence.id] = sequence.cached
+                self.keep(sequence, rows)
+
+    def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
+        """Take in the features of newly cached tokens."""
+
+    def ready(self, sequence: Sequence) -> bool:
+        return self.seen.get(sequence.id, 0) == len(sequence.tokens) - 1
+
+    def release(self, sequence: Sequence) -> None:
+        self.seen.pop(sequence.id, None)
+
+    def cached_tokens(self, sequence: Sequence) -> list[int]:
+        return sequence.tokens[: self.seen.get(sequence.id, 0)]
+
+    @classmethod
+    def example(cls, target: Path, folder: Path) -> dict[str, Any]:
+        config = json.loads((target / "config.json").read_text(encoding="utf8"))
+        sizes = Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], 4)
+        torch.manual_seed(0)
+        cls.head_class(sizes).save(folder)
+        return {"model": str(folder)}
+
+
+class BlockDrafter(HeadDrafter[BlockConfig]):
+    """Heads that guess all depths in one pass: the distribution of depth d does not depend on the path to it."""
+
+    config_class = BlockConfig
+
+    @abstractmethod
+    def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        """Float32 logits [sequences, depth, vocabulary] of the tokens after the last committed one."""
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]
+        if not ready:
+            return [Draft() for _ in sequences]
+        logits = self.guess([sequences[index] for index in ready])
+        place = {index: i for i, index in enumerate(ready)}
+        if self.config.tree_nodes is not None:
+            drafts = [Draft() for _ in sequences]
+            for index in ready:
+                drafts[index] = self._best(sequences[index], budgets[index], logits[place[index]])
+            return drafts
+
+        def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
+            return logits[[place[index] for index, _ in frontier], depth]
+
+        return grow_levels(sequences, ready, budgets, self.config, self.chooser, score)
+
+    def _best(self, sequence: Sequence, depth: int, logits: torch.Tensor) -> Draft:
+        """A best-first tree of point masses. Under ``coupled`` candidates are ranked with the target's own noise;
+        other rules see the likeliest tokens, which no draw has influenced."""
+        assert self.config.tree_nodes is not None
+        rows = [self.chooser.row(sequence, [0] * level) for level in range(depth)]
+        ids, logs = self.chooser.rank(logits[:depth], rows, min(self.config.tree_nodes, 16))
+
+        def source(level: int):
+            return ((token, log_q, level + 1) for token, log_q in zip(ids[level], logs[level]))
+
+        return depth_first(best_first(source, 0, self.config.tree_nodes, depth))

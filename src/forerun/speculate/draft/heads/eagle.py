@@ -1,0 +1,241 @@
+"""``eagle``: EAGLE-3 (Li et al., arXiv 2503.01840), a one-layer decoder on the target's low, middle and high features.
+
+Entry t of its own cache pairs the target's feature of token t with the embedding of token t + 1 and predicts token
+t + 2. While drafting, its own output stands in for the feature; afterwards those entries are forgotten and fed again
+with true features. The vocabulary may be reduced: row i of its output layer then stands for token i + d2t[i].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forerun.attention.sdpa import SdpaAttention
+from forerun.cache.pool import KVShape, Pool
+from forerun.core.batch import Batch, Span
+from forerun.core.errors import ModelError
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft
+from forerun.speculate.draft.base import DraftContext, drafters
+from forerun.speculate.draft.heads.base import Head, HeadConfig, HeadDrafter, Lesson, Sizes, soft_cross_entropy
+from forerun.speculate.draft.heads.eagle_files import is_public, read_public
+from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
+from forerun.speculate.draft.levels import Frontier, grow_levels
+
+DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}
+STEP_DECAY = 0.8
+
+
+class EagleHead(Head):
+    """Options: ``layers`` (hidden states read), ``draft_vocab_size`` with ``d2t``, ``own_head``."""
+
+    method = "eagle"
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.options = {**DEFAULTS, **sizes.options}
+        size, o = sizes.hidden_size, self.options
+        self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
+        self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
+        self.input_layernorm = Norm(size, o["eps"])
+        self.hidden_norm = Norm(size, o["eps"])
+        self.post_attention_layernorm = Norm(size, o["eps"])
+        self.norm = Norm(size, o["eps"])
+        self.q_proj = nn.Linear(2 * size, self.heads * self.width, bias=False)
+        self.k_proj = nn.Linear(2 * size, self.kv_heads * self.width, bias=False)
+        self.v_proj = nn.Linear(2 * size, self.kv_heads * self.width, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.width, size, bias=False)
+        nn.init.zeros_(self.o_proj.weight)
+        self.mlp = FeedForward(size, o["inner_size"])
+        rows = o.get("draft_vocab_size")
+        self.lm_head = nn.Linear(size, rows or sizes.vocab_size, bias=False) if o.get("own_head") or rows else None
+        if rows:
+            self.register_buffer("d2t", torch.zeros(rows, dtype=torch.long))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Low, middle and high; the paper's 2, n / 2 and n - 3 where the target is deep enough."""
+        given = self.sizes.options.get("layers")
+        last = self.sizes.num_layers
+        if given is not None:
+            return tuple(given)
+        return (2, last // 2, last - 3) if last >= 12 else tuple(sorted({1, max(1, last // 2), max(1, last - 1)}))
+
+    def qkv(
+        self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys, values [..., n, heads, width]."""
+        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], dim=-1)
+        q = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.width)), positions, self.options["theta"])
+        k = rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.width)), positions, self.options["theta"])
+        return q, k, self.v_proj(x).unflatten(-1, (self.kv_heads, self.width))
+
+    def finish(self, feature: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The layer's output, which is also the next step's feature."""
+        x = feature + self.o_proj(attended)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def loss(self, lesson: Lesson, steps: int | None = None) -> torch.Tensor:
+        """Training-time test: ``sizes.depth`` unrolled steps. At step j a position attends to the first step's keys
+        up to itself and to its own keys of the steps since (the paper's figure 6)."""
+        length = lesson.tokens.shape[1] - self.sizes.depth - 1
+        features = torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1)
+        feature = self.fc(features[:, :length])
+        causal = torch.ones(length, length, dtype=torch.bool, device=feature.device).tril()
+        groups = self.heads // self.kv_heads
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        total = feature.new_zeros((), dtype=torch.float32)
+        for step in range(steps or self.sizes.depth):
+            embedded = lesson.embedding[lesson.tokens[:, step + 1 : step + 1 + length]].to(feature.dtype)
+            q, k, v = self.qkv(embedded, feature, torch.arange(length, device=feature.device) + step)
+            keys.append(k.repeat_interleave(groups, dim=-2))
+            values.append(v.repeat_interleave(groups, dim=-2))
+            feature = self.finish(feature, self._unrolled(q, keys, values, causal))
+            logits = self._logits(self.norm(feature), lesson.head)
+            wanted = lesson.logits[:, step + 1 : step + 1 + length]
+            total = total + STEP_DECAY**step * soft_cross_entropy(logits, self._reduced(wanted)).mean()
+        return total
+
+    def _unrolled(
+        self, q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], causal: torch.Tensor
+    ) -> torch.Tensor:
+        scale = self.width**-0.5
+        scores = (torch.einsum("bqhw,bkhw->bhqk", q, keys[0]) * scale).masked_fill(~causal, float("-inf"))
+        own = [(q * k).sum(-1).transpose(1, 2)[..., None] * scale for k in keys[1:]]
+        weights = torch.softmax(torch.cat([scores, *own], dim=-1).float(), dim=-1).to(q.dtype)
+        length = causal.shape[0]
+        out = torch.einsum("bhqk,bkhw->bqhw", weights[..., :length], values[0])
+        for i, v in enumerate(values[1:]):
+            out = out + weights[..., length + i].transpose(1, 2)[..., None] * v
+        return out.flatten(-2)
+
+    def _logits(self, normed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(normed) if self.lm_head is not None else F.linear(normed, head.to(normed.dtype))
+
+    def _reduced(self, logits: torch.Tensor) -> torch.Tensor:
+        """The target's logits of the tokens in this head's vocabulary."""
+        return logits if not hasattr(self, "d2t") else logits[..., self.token_ids()]
+
+    def token_ids(self) -> torch.Tensor:
+        d2t = self.d2t
+        assert isinstance(d2t, torch.Tensor)
+        return torch.arange(d2t.shape[0], device=d2t.device) + d2t
+
+    @classmethod
+    def load(cls, folder: Path, num_layers: int = 0) -> Head:
+        """A head of ours, or a public EAGLE-3 checkpoint for a target of ``num_layers`` layers."""
+        if not is_public(folder):
+            return super().load(folder)
+        sizes, weights = read_public(folder, num_layers)
+        head = cls(sizes)
+        missing, unexpected = head.load_state_dict(weights, strict=False)
+        if missing or unexpected:
+            raise ModelError(f"{folder}: an EAGLE-3 head without {missing or 'gaps'}, with unknown {unexpected}")
+        return head
+
+
+@drafters.register("eagle")
+class Eagle(HeadDrafter[HeadConfig]):
+    name = "eagle"
+    head_class = EagleHead
+
+    def __init__(self, config: HeadConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        head, info = self.head, context.target.info
+        assert isinstance(head, EagleHead)
+        self.eagle = head
+        shape = KVShape(head.kv_heads, head.width, head.width)
+        longest = context.max_model_len + config.max_nodes()
+        page_size = (context.options or {}).get("page_size") or longest
+        pages = context.max_num_seqs * -(-longest // page_size)
+        self.cache = SdpaAttention(Pool([shape], pages, page_size, info.dtype, info.device), reach=longest + 1)
+        self.pending: dict[int, list[torch.Tensor]] = {}
+
+    def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
+        """Rows wait here until the token behind each of them is known and the layer has read them."""
+        self.pending.setdefault(sequence.id, []).append(rows.clone())
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]
+        if not ready:
+            return [Draft() for _ in sequences]
+        states: dict[tuple[int, int], torch.Tensor] = {}
+
+        def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
+            if depth == 0:
+                out = self._catch_up([sequences[index] for index in ready])
+            else:
+                out = self._step(sequences, frontier, drafts, states)
+            states.update({place: out[i] for i, place in enumerate(frontier)})
+            return self._predict(out)
+
+        drafts = grow_levels(sequences, ready, budgets, self.config, self.chooser, score)
+        for index in ready:
+            self.cache.pool.truncate(sequences[index].id, len(sequences[index].tokens) - 1)
+        return drafts
+
+    def _predict(self, out: torch.Tensor) -> torch.Tensor:
+        """Float32 logits over the target's vocabulary; tokens outside a reduced one are impossible."""
+        normed = self.eagle.norm(out)
+        if self.eagle.lm_head is None:
+            return self.context.target.lm_head(normed)
+        logits = self.eagle.lm_head(normed).float()
+        if not hasattr(self.eagle, "d2t"):
+            return logits
+        full = logits.new_full((logits.shape[0], self.eagle.sizes.vocab_size), float("-inf"))
+        full[:, self.eagle.token_ids()] = logits
+        return full
+
+    def _run(self, spans: list[Span], feature: torch.Tensor) -> torch.Tensor:
+        """One pass of the layer over ragged rows: ``feature`` [rows, hidden], tokens in the spans."""
+        batch = Batch(spans, self.context.target.info.device)
+        embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
+        q, k, v = self.eagle.qkv(embedded, feature, batch.positions)
+        self.cache.begin(batch)
+        attended = self.cache.run(0, q, k, v, batch, self.eagle.width**-0.5)
+        self.cache.finish(batch)
+        return self.eagle.finish(feature, attended)
+
+    def _catch_up(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        """Read the waiting features, each with the token behind it; the last row of each sequence."""
+        spans: list[Span] = []
+        rows: list[torch.Tensor] = []
+        last: list[int] = []
+        for sequence in sequences:
+            waiting = self.pending.pop(sequence.id, [])
+            start = self.cache.pool.length(sequence.id)
+            tokens = sequence.tokens[start + 1 :]
+            spans.append(Span(sequence.id, start, tokens))
+            rows.extend(waiting)
+            last.append((last[-1] if last else -1) + len(tokens))
+        return self._run(spans, self.eagle.fc(torch.cat(rows)))[last]
+
+    def _step(
+        self,
+        sequences: Seq[Sequence],
+        frontier: Frontier,
+        drafts: Seq[Draft],
+        states: dict[tuple[int, int], torch.Tensor],
+    ) -> torch.Tensor:
+        spans: list[Span] = []
+        for index in dict.fromkeys(index for index, _ in frontier):
+            draft, start = drafts[index], len(sequences[index].tokens) - 1
+            stored = next(node for i, node in frontier if i == index)
+            parents = None if draft.is_chain else draft.parents
+            spans.append(Span(sequences[index].id, start, draft.tokens[stored:], parents, stored))
+        feature = torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
+        return self._run(spans, feature)
+
+    def pools(self) -> list[Pool]:
+        return [self.cache.pool]
+
+    def release(self, sequence: Sequence) -> None:
+        super().release(sequence)
+        self.pending.pop(sequence.id, None)
+        self.cache.pool.free(sequence.id)

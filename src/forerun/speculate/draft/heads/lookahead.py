@@ -1,0 +1,91 @@
+"""``lookahead``: PaSS, parallel speculative sampling (Monea et al., arXiv 2311.13581).
+
+T trained input embeddings are fed behind the last committed token through the target itself: one pass gives the
+target's own distribution of the next token and guesses for the T tokens behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import nn
+
+from forerun.core.batch import Batch, Span
+from forerun.core.sequence import Sequence
+from forerun.speculate.draft.base import drafters
+from forerun.speculate.draft.heads.base import BlockDrafter, Head, Lesson, Sizes, soft_cross_entropy
+
+ANCHORS = 16
+DEPTH_DECAY = 0.8
+
+
+class LookaheadHead(Head):
+    method = "lookahead"
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.embeddings = nn.Embedding(sizes.depth - 1, sizes.hidden_size)
+        nn.init.normal_(self.embeddings.weight, std=0.02)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return ()
+
+    def loss(self, lesson: Lesson) -> torch.Tensor:
+        """The look-ahead rows of several anchors ride behind each sequence, each group seeing the text up to its
+        anchor and itself; they learn the target's distributions at their positions."""
+        batch, length = lesson.tokens.shape
+        ahead = self.embeddings.num_embeddings
+        anchors = torch.randint(0, length - ahead - 1, (ANCHORS,), device=lesson.tokens.device).sort().values
+        total = length + ANCHORS * ahead
+        mask = torch.zeros(total, total, dtype=torch.bool, device=anchors.device)
+        mask[:length, :length] = torch.ones(length, length, dtype=torch.bool, device=anchors.device).tril()
+        positions = torch.cat([torch.arange(length), (anchors[:, None] + 1 + torch.arange(ahead)).flatten()])
+        for group, anchor in enumerate(anchors.tolist()):
+            first = length + group * ahead
+            mask[first : first + ahead, : anchor + 1] = True
+            mask[first : first + ahead, first : first + ahead] = torch.ones(ahead, ahead, dtype=torch.bool).tril()
+        dtype = next(lesson.target.parameters()).dtype
+        embedded = lesson.embedding[lesson.tokens].to(dtype)
+        extra = self.embeddings.weight.to(dtype).repeat(ANCHORS, 1).expand(batch, -1, -1)
+        additive = torch.zeros(1, 1, total, total, dtype=embedded.dtype).masked_fill_(~mask, float("-inf"))
+        out = lesson.target(
+            inputs_embeds=torch.cat([embedded, extra], dim=1),
+            attention_mask=additive,
+            position_ids=positions[None].expand(batch, -1),
+            use_cache=False,
+            logits_to_keep=torch.arange(length, total),
+        ).logits.unflatten(1, (ANCHORS, ahead))
+        wanted = lesson.logits[:, anchors[:, None] + 1 + torch.arange(ahead)]
+        losses = soft_cross_entropy(out, wanted).mean(dim=(0, 1))
+        return (losses * DEPTH_DECAY ** torch.arange(ahead)).sum()
+
+
+@drafters.register("lookahead")
+class Lookahead(BlockDrafter):
+    """Costs one pass of the target per round; its first guess is drawn from the target's own distribution."""
+
+    name = "lookahead"
+    head_class = LookaheadHead
+
+    def ready(self, sequence: Sequence) -> bool:
+        return sequence.cached == len(sequence.tokens) - 1
+
+    def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        assert isinstance(self.head, LookaheadHead)
+        ahead = self.config.num_speculative_tokens - 1
+        cache = self.context.cache()
+        spans: list[Span] = []
+        rows: list[int] = []
+        for index, sequence in enumerate(sequences):
+            tokens = [sequence.tokens[-1]] + [0] * ahead
+            spans.append(Span(sequence.id, sequence.cached, tokens, logits=list(range(ahead + 1))))
+            first = index * (ahead + 1)
+            rows.extend(range(first + 1, first + ahead + 1))
+        embeds = self.head.embeddings.weight[:ahead].repeat(len(sequences), 1)
+        batch = Batch(spans, self.context.target.info.device, embeds=embeds, embed_rows=rows)
+        logits = self.context.target.forward(batch, cache).logits
+        for sequence in sequences:
+            cache.pool.truncate(sequence.id, sequence.cached)
+        return logits.unflatten(0, (len(sequences), ahead + 1))

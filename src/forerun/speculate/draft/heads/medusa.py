@@ -1,0 +1,81 @@
+"""``medusa``: residual heads on the target's last hidden state, one per position ahead (Cai et al., arXiv 2401.10774).
+
+Head i turns the state that predicted the last committed token into a guess for the token i places behind it. The
+output layer is the target's own, so a head costs one square matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forerun.core.sequence import Sequence
+from forerun.speculate.draft.base import DraftContext, drafters
+from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter, Head, Lesson, Sizes, soft_cross_entropy
+
+DEPTH_DECAY = 0.8
+
+
+class ResidualHead(Head):
+    """Heads whose guess for depth d is the target's output layer on a transformed last hidden state."""
+
+    def transform(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden size] -> [n, depth, hidden size]."""
+        raise TypeError(f"{type(self).__name__} must define transform")
+
+    def loss(self, lesson: Lesson) -> torch.Tensor:
+        """Cross entropy against the target's own distribution at each depth, weighted 0.8^depth (the paper's)."""
+        hidden = lesson.hidden[self.sizes.num_layers]
+        length = hidden.shape[1] - self.sizes.depth
+        guessed = self.transform(hidden[:, :length].flatten(0, 1)).unflatten(0, (hidden.shape[0], length))
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for depth in range(self.sizes.depth):
+            logits = F.linear(guessed[:, :, depth], lesson.head.to(guessed.dtype))
+            wanted = lesson.logits[:, depth + 1 : depth + 1 + length]
+            total = total + DEPTH_DECAY**depth * soft_cross_entropy(logits, wanted).mean()
+        return total
+
+
+class MedusaHead(ResidualHead):
+    method = "medusa"
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        blocks = [nn.Linear(sizes.hidden_size, sizes.hidden_size) for _ in range(sizes.depth)]
+        for block in blocks:
+            nn.init.zeros_(block.weight)
+            nn.init.zeros_(block.bias)
+        self.blocks = nn.ModuleList(blocks)
+
+    def transform(self, hidden: torch.Tensor) -> torch.Tensor:
+        """x + silu(W_i x + b_i); zero weights, as at the start of training, repeat the target's own guess."""
+        return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks], dim=1)
+
+
+class ResidualDrafter(BlockDrafter):
+    """Drafts from the newest hidden state alone."""
+
+    def __init__(self, config: BlockConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        self.latest: dict[int, torch.Tensor] = {}
+
+    def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
+        self.latest[sequence.id] = rows[-1].clone()
+
+    def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        assert isinstance(self.head, ResidualHead)
+        states = self.head.transform(torch.stack([self.latest[sequence.id] for sequence in sequences]))
+        return self.context.target.lm_head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+
+    def release(self, sequence: Sequence) -> None:
+        super().release(sequence)
+        self.latest.pop(sequence.id, None)
+
+
+@drafters.register("medusa")
+class Medusa(ResidualDrafter):
+    name = "medusa"
+    head_class = MedusaHead

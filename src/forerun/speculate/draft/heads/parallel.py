@@ -1,0 +1,201 @@
+"""``parallel``: a block of guesses in one pass of a small head (in the spirit of PARD, arXiv 2504.18583, and DFlash,
+2602.06036).
+
+The block's rows are the last committed token and learnt mask tokens behind it. They see each other in both directions
+and, through keys and values projected from the target's low, middle and last hidden states, a window of the committed
+context. Row i guesses the token i + 1 places behind the last committed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forerun.core.sequence import Sequence
+from forerun.speculate.draft.base import DraftContext, drafters
+from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter, Head, Lesson, Sizes, soft_cross_entropy
+from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
+
+DEPTH_DECAY = 0.8
+DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "blocks": 1, "window": 256, "theta": 10000.0}
+
+
+class _Block(nn.Module):
+    """Attention over context and block, then a feed-forward layer."""
+
+    def __init__(self, size: int, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width = options["heads"], options["kv_heads"], options["width"]
+        self.theta = options["theta"]
+        self.norm = Norm(size)
+        self.norm_mlp = Norm(size)
+        self.q_proj = nn.Linear(size, self.heads * self.width, bias=False)
+        self.k_proj = nn.Linear(size, self.kv_heads * self.width, bias=False)
+        self.v_proj = nn.Linear(size, self.kv_heads * self.width, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.width, size, bias=False)
+        nn.init.zeros_(self.o_proj.weight)
+        self.mlp = FeedForward(size, options["inner_size"])
+
+    def keys(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [..., n, kv heads, width] of features or block rows."""
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.width))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.width))
+        return rotate(k, positions, self.theta), v
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return rotate(self.q_proj(x).unflatten(-1, (self.heads, self.width)), positions, self.theta)
+
+
+class ParallelHead(Head):
+    method = "parallel"
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.options = {**DEFAULTS, **sizes.options}
+        size = sizes.hidden_size
+        self.fuse = nn.Linear(len(self.layers) * size, size, bias=False)
+        self.norm_context = Norm(size)
+        self.mask = nn.Embedding(sizes.depth - 1, size)
+        nn.init.normal_(self.mask.weight, std=0.02)
+        self.blocks = nn.ModuleList(_Block(size, self.options) for _ in range(self.options["blocks"]))
+        self.norm = Norm(size)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        last = self.sizes.num_layers
+        return tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
+
+    def each_block(self) -> list[_Block]:
+        return list(self.blocks)  # type: ignore[arg-type]
+
+    def context(self, features: torch.Tensor) -> torch.Tensor:
+        """[..., layers * hidden] -> [..., hidden]."""
+        return self.norm_context(self.fuse(features))
+
+    def rows(self, embedded: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
+        """Inputs of the block [n, depth, hidden]: the last token's embedding and the masks, each with the newest
+        context feature added."""
+        mask = self.mask.weight.to(embedded.dtype).expand(embedded.shape[0], -1, -1)
+        return torch.cat([embedded[:, None], mask], dim=1) + newest[:, None]
+
+    def loss(self, lesson: Lesson) -> torch.Tensor:
+        """Cross entropy against the target's distributions, from anchors spread over the sequence."""
+        batch, length = lesson.tokens.shape
+        depth = self.sizes.depth
+        features = self.context(torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1))
+        step = 4
+        first = 1 + int(torch.randint(step, (1,)))
+        anchors = torch.arange(first, length - depth + 1, step, device=features.device)
+        x = self.rows(
+            lesson.embedding[lesson.tokens[:, anchors]].flatten(0, 1).to(features.dtype),
+            features[:, anchors - 1].flatten(0, 1),
+        ).unflatten(0, (batch, len(anchors)))
+        where = anchors[:, None] + torch.arange(depth, device=anchors.device)
+        before = torch.arange(length, device=anchors.device)[None, :] - anchors[:, None]
+        mask = torch.where((before < 0) & (before >= -self.options["window"]), 0.0, float("-inf"))
+        mask = mask[:, None, :].expand(-1, depth, -1).flatten(0, 1)
+        for block in self.each_block():
+            x = x + self._attend(block, x, features, where, mask)
+            x = x + block.mlp(block.norm_mlp(x))
+        logits = F.linear(self.norm(x), lesson.head.to(x.dtype))
+        losses = soft_cross_entropy(logits, lesson.logits[:, where]).mean(dim=(0, 1))
+        weights = DEPTH_DECAY ** torch.arange(depth, device=losses.device)
+        return (losses * weights).sum()
+
+    def _attend(
+        self, block: _Block, x: torch.Tensor, features: torch.Tensor, where: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Training form: x [batch, anchors, depth, hidden], context features [batch, length, hidden]."""
+        normed = block.norm(x)
+        q = block.queries(normed, where)
+        own_k, own_v = block.keys(normed, where)
+        k, v = block.keys(features, torch.arange(features.shape[1], device=features.device))
+        groups = block.heads // block.kv_heads
+        k, v, own_k, own_v = (t.repeat_interleave(groups, dim=-2) for t in (k, v, own_k, own_v))
+        scale = block.width**-0.5
+        far = torch.einsum("badhw,blhw->bhadl", q, k) * scale
+        far = far + mask.unflatten(0, where.shape)
+        near = torch.einsum("badhw,baehw->bhade", q, own_k) * scale
+        weights = torch.softmax(torch.cat([far, near], dim=-1).float(), dim=-1).to(v.dtype)
+        length = features.shape[1]
+        out = torch.einsum("bhadl,blhw->badhw", weights[..., :length], v)
+        out = out + torch.einsum("bhade,baehw->badhw", weights[..., length:], own_v)
+        return block.o_proj(out.flatten(-2))
+
+
+class _Memory:
+    """One sequence's context: keys and values of every block [kv heads, capacity, width], and the newest feature."""
+
+    def __init__(self, blocks: int) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.blocks = blocks
+        self.length = 0
+        self.newest: torch.Tensor | None = None
+
+    def add(self, pairs: Seq[tuple[torch.Tensor, torch.Tensor]], newest: torch.Tensor, window: int) -> None:
+        """Append [n, kv heads, width] per block; only the last ``window`` entries are kept."""
+        for index, (k, v) in enumerate(pairs):
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+            if len(self.keys) <= index:
+                self.keys.append(k[:, -window:])
+                self.values.append(v[:, -window:])
+            else:
+                self.keys[index] = torch.cat([self.keys[index], k], dim=1)[:, -window:]
+                self.values[index] = torch.cat([self.values[index], v], dim=1)[:, -window:]
+        self.newest = newest
+
+
+@drafters.register("parallel")
+class Parallel(BlockDrafter):
+    name = "parallel"
+    head_class = ParallelHead
+
+    def __init__(self, config: BlockConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        self.memory: dict[int, _Memory] = {}
+
+    @torch.inference_mode()
+    def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
+        head = self.head
+        assert isinstance(head, ParallelHead)
+        memory = self.memory.setdefault(sequence.id, _Memory(len(head.blocks)))
+        features = head.context(rows)
+        positions = torch.arange(sequence.cached - rows.shape[0], sequence.cached, device=rows.device)
+        pairs = [block.keys(features, positions) for block in head.each_block()]
+        memory.add(pairs, features[-1].clone(), head.options["window"])
+
+    def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        head = self.head
+        assert isinstance(head, ParallelHead)
+        depth = self.config.num_speculative_tokens
+        device = self.context.target.info.device
+        last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
+        newest = torch.stack([self.memory[s.id].newest for s in sequences])  # type: ignore[misc]
+        x = head.rows(self.context.target.embed(last).to(newest.dtype), newest)[:, :depth]
+        starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=device)
+        where = starts[:, None] + torch.arange(depth, device=device)
+        for index, block in enumerate(head.each_block()):
+            normed = block.norm(x)
+            q = block.queries(normed, where)
+            own_k, own_v = block.keys(normed, where)
+            parts = []
+            for i, sequence in enumerate(sequences):
+                memory = self.memory[sequence.id]
+                k = torch.cat([memory.keys[index], own_k[i].transpose(0, 1)], dim=1)
+                v = torch.cat([memory.values[index], own_v[i].transpose(0, 1)], dim=1)
+                groups = q.shape[2] // k.shape[0]
+                folded = q[i].unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)
+                out = F.scaled_dot_product_attention(folded[None], k[None], v[None])[0]
+                parts.append(out.unflatten(1, (groups, depth)).permute(2, 0, 1, 3).flatten(1))
+            x = x + block.o_proj(torch.stack(parts))
+            x = x + block.mlp(block.norm_mlp(x))
+        return self.context.target.lm_head(head.norm(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    def release(self, sequence: Sequence) -> None:
+        super().release(sequence)
+        self.memory.pop(sequence.id, None)

@@ -1,0 +1,112 @@
+"""``layerskip``: the target drafts for itself with some of its layers (Draft & Verify, arXiv 2309.08168; LayerSkip,
+2404.16710). The chosen layers read the target's own cache, so nothing is prefilled twice and no second model is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft
+from forerun.models.load import resolve
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, drafters
+from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun.speculate.draft.levels import Frontier, grow_levels
+
+
+@dataclass(frozen=True)
+class LayerskipConfig(DrafterConfig):
+    exit_layer: int | None = None
+    """Draft with the first ``exit_layer`` layers; None: half of them."""
+    layers: tuple[int, ...] | None = None
+    """Or with exactly these layers, counted from 0, in ascending order."""
+    exit_head: str | None = None
+    """Folder of a trained exit head (``forerun train layerskip``)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers is not None:
+            layers = tuple(self.layers)
+            if self.exit_layer is not None:
+                raise ConfigError("give exit_layer or layers, not both")
+            if (
+                not layers
+                or any(not isinstance(i, int) or i < 0 for i in layers)
+                or list(layers) != sorted(set(layers))
+            ):
+                raise ConfigError(f"layers must be ascending layer numbers from 0, not {self.layers!r}")
+            object.__setattr__(self, "layers", layers)
+        elif self.exit_layer is not None and self.exit_layer < 1:
+            raise ConfigError(f"exit_layer must be at least 1, not {self.exit_layer}")
+
+
+@drafters.register("layerskip")
+class Layerskip(Drafter[LayerskipConfig]):
+    name = "layerskip"
+    config_class = LayerskipConfig
+    needs = Needs(model=True)
+
+    def __init__(self, config: LayerskipConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        info = context.target.info
+        self.layers = config.layers or tuple(range(config.exit_layer or max(1, info.num_layers // 2)))
+        if self.layers[-1] >= info.num_layers:
+            raise ConfigError(f"the target has layers 0 to {info.num_layers - 1}, not {self.layers[-1]}")
+        if not info.path.startswith("native"):
+            raise ConfigError(
+                f"method 'layerskip' needs the native path (Llama family); {info.name} runs on {info.path}"
+            )
+        self.head: MedusaHead | None = None
+        if config.exit_head is not None:
+            head = MedusaHead.load(resolve(config.exit_head)).to(device=info.device, dtype=info.dtype)
+            assert isinstance(head, MedusaHead)
+            if (head.sizes.hidden_size, head.sizes.vocab_size) != (info.hidden_size, info.vocab_size):
+                raise ConfigError(f"the exit head in {config.exit_head} was trained for another target")
+            self.head = head
+        self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """Entries that drafting writes to the target's cache are overwritten when the target reads the draft."""
+        ready = [index for index, s in enumerate(sequences) if s.cached == len(s.tokens) - 1]
+
+        def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
+            spans: list[Span] = []
+            for index in dict.fromkeys(index for index, _ in frontier):
+                sequence, draft = sequences[index], drafts[index]
+                if depth == 0:
+                    spans.append(Span(sequence.id, sequence.cached, [sequence.tokens[-1]], logits=[0]))
+                    continue
+                stored = next(node for i, node in frontier if i == index)
+                parents = None if draft.is_chain else draft.parents
+                tokens = draft.tokens[stored:]
+                start, rows = len(sequence.tokens), list(range(len(tokens)))
+                spans.append(Span(sequence.id, start, tokens, parents, stored, logits=rows))
+            return self._logits(spans)
+
+        drafts = grow_levels(sequences, ready, budgets, self.config, self.chooser, score)
+        pool = self.context.cache().pool
+        for index in ready:
+            pool.truncate(sequences[index].id, sequences[index].cached)
+        return drafts
+
+    def _logits(self, spans: list[Span]) -> torch.Tensor:
+        target, cache = self.context.target, self.context.cache()
+        last = target.info.num_layers
+        hidden = () if self.head is None else (last,)
+        batch = Batch(spans, target.info.device, layers=self.layers, hidden=hidden)
+        out = target.forward(batch, cache)
+        if self.head is None:
+            return out.logits
+        return target.lm_head(self.head.transform(out.hidden[last])[:, 0])[batch.logit_rows]
+
+    @classmethod
+    def example(cls, target: Path, folder: Path) -> dict[str, Any]:
+        return {"exit_layer": 1}

@@ -1,0 +1,117 @@
+"""`forerun train medusa | blockwise | eagle | parallel | lookahead | layerskip`: heads on a frozen target.
+
+The loss belongs to the head; what is generic is here: the target's hidden states and distributions over text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forerun import pretrained
+from forerun.core.errors import ConfigError
+from forerun.speculate.draft.heads.base import Head, Lesson, Sizes
+from forerun.speculate.draft.heads.blockwise import BlockwiseHead
+from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.lookahead import LookaheadHead
+from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun.speculate.draft.heads.parallel import ParallelHead
+from forerun.train import corpus as corpora
+from forerun.train import loop
+from forerun.train.config import RunConfig
+from forerun.train.distill import load_target, record_of
+
+HEADS: dict[str, type[Head]] = {
+    "medusa": MedusaHead,
+    "blockwise": BlockwiseHead,
+    "eagle": EagleHead,
+    "parallel": ParallelHead,
+    "lookahead": LookaheadHead,
+    "layerskip": MedusaHead,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTrainConfig(RunConfig):
+    """What `forerun train METHOD` is told."""
+
+    method: str = "medusa"  # which head
+    target: Path | None = None  # folder of the target; none means the bundled one
+    depth: int = 5  # tokens ahead that the head learns to guess
+    exit_layer: int | None = None  # layerskip: after how many layers the target leaves; none means half
+    options: dict[str, Any] = field(default_factory=dict)  # the head's own sizes
+    tokens: int = 300_000
+    length: int = 256
+    long_share: float = 0.0
+    lr: float = 1e-3
+    matrix_lr: float = 5e-3
+
+    def __post_init__(self) -> None:
+        if self.method not in HEADS:
+            raise ConfigError(f"no head is called {self.method!r}: choose one of {', '.join(sorted(HEADS))}")
+        if self.depth < 1:
+            raise ConfigError(f"depth must be at least 1, not {self.depth}")
+
+
+def train_head(config: HeadTrainConfig) -> Path:
+    """Trains a head; gives its folder, which ``speculative_config`` can name as ``model``."""
+    folder = config.target or pretrained.path("target")
+    target, tokenizer = load_target(folder)
+    text = target.config.get_text_config()
+    depth = 1 if config.method == "layerskip" else config.depth
+    sizes = Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers, depth, dict(config.options))
+    torch.manual_seed(config.seed)
+    head = HEADS[config.method](sizes)
+    train_files, held_out = record_of(config, folder)
+    stream = corpora.TokenStream(corpora.encode_files(train_files, tokenizer, config.seed), config.seed)
+    test = corpora.encode_files(held_out, tokenizer, config.seed)
+    exit_layer = (config.exit_layer or max(1, text.num_hidden_layers // 2)) if config.method == "layerskip" else None
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(model, Head)
+        return model.loss(lesson(target, batch, exit_layer))
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        rows = test[: 8 * (config.length + 1)].view(8, -1).long()
+        with torch.no_grad():
+            return {"held_out_loss": float(loss(model, rows))}
+
+    untrained = evaluate(head)["held_out_loss"]
+    state = loop.run(head, stream, loss, config.settings(), evaluate)
+    record = {
+        "target": str(config.target or "forerun:target"),
+        "tokens": state.tokens,
+        "seconds": round(state.seconds),
+        "seed": config.seed,
+        "held_out_loss": evaluate(head)["held_out_loss"],
+        "untrained_loss": untrained,
+        "exit_layer": exit_layer,
+    }
+    head.save(config.out, record)
+    return config.out
+
+
+def lesson(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> Lesson:
+    """The frozen target's view of token ids [rows, length]. With ``exit_layer``, what it has made of them there,
+    through its final norm, stands in for the last hidden state."""
+    with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16):
+        out = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
+    hidden = {index: state.float() for index, state in enumerate(out.hidden_states)}
+    if exit_layer is not None:
+        with torch.no_grad():
+            hidden[len(hidden) - 1] = target.get_decoder().norm(out.hidden_states[exit_layer]).float()
+    embedding: Any = target.get_input_embeddings().weight
+    head: Any = target.get_output_embeddings().weight
+    return Lesson(
+        tokens=tokens,
+        hidden=hidden,
+        logits=out.logits.float(),
+        embedding=embedding.float(),
+        head=head.float(),
+        target=target,
+    )

@@ -1,0 +1,204 @@
+"""Trained heads: what they compute, how they are saved, and that training them helps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from forerun import LLM, ConfigError, ForerunError, SamplingParams, drafters
+from forerun.speculate.draft.heads.base import Sizes
+from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun.train.heads import HEADS, HeadTrainConfig, lesson, train_head
+
+PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def scramble(head: torch.nn.Module) -> None:
+    """Random weights everywhere: a fresh head starts with zeros that would hide mistakes."""
+    torch.manual_seed(3)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+
+
+def sizes_of(target: Path, depth: int = 4) -> Sizes:
+    config = json.loads((target / "config.json").read_text())
+    return Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], depth)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_target):
+    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+
+
+def first_draft(target: Path, folder: Path, method: str, prompt: list[int], **options):
+    """The first draft of a greedy request: its tokens, and what the target had committed when it was made."""
+    llm = LLM(str(target), speculative_config={"method": method, "model": str(folder), **options}, trace=True)
+    out = llm.generate([prompt], GREEDY)[0]
+    trace = out.outputs[0].trace
+    index = next(i for i, entry in enumerate(trace) if entry.drafted)
+    committed = prompt + [token for entry in trace[:index] for token in entry.tokens]
+    entry = trace[index]
+    kept = [token for token, origin in zip(entry.tokens, entry.origins) if origin == "accepted"]
+    return kept + list(entry.rejected), committed
+
+
+@torch.no_grad()
+def test_medusa_drafts_the_argmax_of_its_heads(tiny_target, tmp_path, reference):
+    head = MedusaHead(sizes_of(Path(tiny_target)))
+    scramble(head)
+    head.save(tmp_path)
+    drafted, committed = first_draft(tiny_target, tmp_path, "medusa", PROMPT, num_speculative_tokens=4)
+    saved = MedusaHead.load(tmp_path)
+    out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
+    state = out.hidden_states[-1][0, -1]
+    wanted = [int(reference.lm_head(state + torch.nn.functional.silu(block(state))).argmax()) for block in saved.blocks]
+    assert drafted == wanted
+
+
+@torch.no_grad()
+def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp_path, reference):
+    """Independent form: the whole sequence at once, its own outputs appended as features, dense causal attention."""
+    sizes = sizes_of(Path(tiny_target))
+    sizes = Sizes(**{**vars(sizes), "options": {"heads": 4, "kv_heads": 2, "width": 8, "inner_size": 24}})
+    head = EagleHead(sizes)
+    scramble(head)
+    head.save(tmp_path)
+    drafted, committed = first_draft(tiny_target, tmp_path, "eagle", PROMPT, num_speculative_tokens=3)
+    saved = EagleHead.load(tmp_path)
+    out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
+    feature = saved.fc(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
+    tokens = list(committed[1:])
+    wanted = []
+    for _ in range(3):
+        count = feature.shape[0]
+        embedded = reference.get_input_embeddings()(torch.tensor(tokens))
+        q, k, v = saved.qkv(embedded, feature, torch.arange(count))
+        scores = torch.einsum("qhw,khw->hqk", q, k.repeat_interleave(2, 1)) / 8**0.5
+        scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), float("-inf"))
+        mixed = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
+        state = saved.finish(feature, mixed)[-1]
+        wanted.append(int(reference.lm_head(saved.norm(state)).argmax()))
+        tokens.append(wanted[-1])
+        feature = torch.cat([feature, state[None]])
+    assert drafted == wanted
+
+
+@pytest.mark.parametrize("method", ["medusa", "blockwise", "eagle", "parallel", "lookahead"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_are_those_of_plain_decoding(tiny_target, tmp_path, method, temperature):
+    options = drafters[method].example(Path(tiny_target), tmp_path)
+    params = [SamplingParams(temperature=temperature, max_tokens=30, seed=seed, ignore_eos=True) for seed in range(3)]
+    prompts = [PROMPT, [3], [6, 6, 6, 7] * 9]
+    plain = LLM(str(tiny_target))
+    drafted = LLM(
+        str(tiny_target), speculative_config={"method": method, **options}, max_num_batched_tokens=16, page_size=16
+    )
+    wanted = [out.outputs[0].token_ids for out in plain.generate(prompts, params)]
+    out = drafted.generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in out] == wanted
+    assert all(o.metrics.num_draft_tokens > 0 and o.metrics.draft_error is None for o in out)
+    drafted.engine.check()
+
+
+@pytest.mark.parametrize("method", sorted(HEADS))
+def test_training_beats_an_untrained_head(tiny_target, tmp_path, method):
+    text = tmp_path / "corpus"
+    text.mkdir()
+    for name in "abcd":
+        (text / f"{name}.py").write_text("def f(x):\n    return x + 1\n" * 100)
+    options = {"heads": 4, "kv_heads": 2, "width": 8, "inner_size": 32} if method in ("eagle", "parallel") else {}
+    config = HeadTrainConfig(
+        method=method, target=Path(tiny_target), corpus=text, held_out=1, out=tmp_path / "head", depth=3, tokens=6000,
+        batch_tokens=512, length=64, threads=1, progress=False, options=options, lr=5e-3, matrix_lr=0.02,
+    )  # fmt: skip
+    folder = train_head(config)
+    record = json.loads((folder / "config.json").read_text())
+    assert record["forerun_head"] == HEADS[method].method
+    assert record["held_out_loss"] < record["untrained_loss"]
+
+
+@torch.no_grad()
+def test_lesson_is_the_targets_own_view(tiny_target, reference):
+    tokens = torch.tensor([PROMPT])
+    found = lesson(reference, tokens)
+    out = reference(tokens, output_hidden_states=True)
+    pair = torch.stack([found.logits.flatten(), out.logits.flatten()])
+    assert float(torch.corrcoef(pair)[0, 1]) > 0.999
+    assert sorted(found.hidden) == list(range(len(out.hidden_states)))
+
+
+PUBLIC = {"midlayer": "midlayer.", "speculators": "layers.0."}
+
+
+@pytest.mark.parametrize("layout", PUBLIC)
+def test_public_eagle3_checkpoints_load(tiny_target, tmp_path, layout):
+    config = json.loads((Path(tiny_target) / "config.json").read_text())
+    size, vocabulary, reduced, inner = config["hidden_size"], config["vocab_size"], 20, 24
+    prefix = PUBLIC[layout]
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.2
+
+    ids = torch.arange(0, 2 * reduced, 2)
+    weights = {
+        "fc.weight": weight(size, 3 * size),
+        "norm.weight": torch.ones(size),
+        "lm_head.weight": weight(reduced, size),
+        "embed_tokens.weight": weight(vocabulary, size),
+        "d2t": ids - torch.arange(reduced),
+        "t2d": torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True),
+    }
+    for name, shape in (("q", (32, 2 * size)), ("k", (16, 2 * size)), ("v", (16, 2 * size)), ("o", (size, 32))):
+        weights[f"{prefix}self_attn.{name}_proj.weight"] = weight(*shape)
+    for name, shape in (("gate", (inner, size)), ("up", (inner, size)), ("down", (size, inner))):
+        weights[f"{prefix}mlp.{name}_proj.weight"] = weight(*shape)
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        weights[f"{prefix}{name}.weight"] = torch.ones(size)
+    layer = {
+        "hidden_size": size, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "intermediate_size": inner, "vocab_size": vocabulary, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    extra = {"eagle_aux_hidden_state_layer_ids": [0, 1, config["num_hidden_layers"]]}
+    found = {**layer, **extra} if layout == "midlayer" else {"transformer_layer_config": layer, **extra}
+    (tmp_path / "config.json").write_text(json.dumps({**found, "draft_vocab_size": reduced}))
+    save_file(weights, tmp_path / "model.safetensors")
+    llm = LLM(str(tiny_target), speculative_config={"method": "eagle", "model": str(tmp_path)}, trace=True)
+    out = llm.generate([PROMPT], GREEDY)[0]
+    assert out.metrics.num_draft_tokens > 0
+    assert out.metrics.draft_error is None
+    drafted = {token for entry in out.outputs[0].trace for token in entry.rejected}
+    assert drafted <= set(ids.tolist())
+
+
+def test_clear_errors(tiny_target, tmp_path):
+    target = str(tiny_target)
+    with pytest.raises(ConfigError, match="forerun train medusa"):
+        LLM(target, speculative_config={"method": "medusa"})
+    for method in ("medusa", "eagle"):
+        with pytest.raises(ForerunError, match=r"no readable head|no safetensors"):
+            LLM(target, speculative_config={"method": method, "model": str(_empty(tmp_path / method))})
+    MedusaHead(Sizes(8, 10, 1)).save(tmp_path / "b")
+    with pytest.raises(ConfigError, match="hidden size 8"):
+        LLM(target, speculative_config={"method": "medusa", "model": str(tmp_path / "b")})
+    with pytest.raises(ForerunError, match="not a 'eagle' head"):
+        LLM(target, speculative_config={"method": "eagle", "model": str(tmp_path / "b")})
+    MedusaHead(sizes_of(Path(target), depth=2)).save(tmp_path / "c")
+    options = {"method": "medusa", "model": str(tmp_path / "c"), "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match="2 tokens ahead"):
+        LLM(target, speculative_config=options)
+    with pytest.raises(ConfigError, match="has layers 0 to"):
+        LLM(target, speculative_config={"method": "layerskip", "exit_layer": 99})
+
+
+def _empty(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
