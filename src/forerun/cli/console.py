@@ -36,6 +36,7 @@ def one_line(message: object) -> str:
 def quiet() -> None:
     """Silence other libraries' remarks; Forerun's own warnings become one line each on stderr."""
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     logging.getLogger("forerun").addHandler(logging.NullHandler())
     warnings.resetwarnings()
     warnings.simplefilter("ignore")

@@ -1,0 +1,98 @@
+"""``forerun plan``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.bench.contenders import method_configs
+from forerun.bench.environment import environment
+from forerun.bench.prompts import HELD_OUT, SETS, make_prompts
+from forerun.cli.bench import MODEL_ONLY, split
+from forerun.cli.console import print_json, print_table, progress, set_threads
+from forerun.cli.options import ENGINE, parse_json, takes
+from forerun.core.errors import ConfigError
+from forerun.engine.llm import LLM
+from forerun.plan.run import LENGTHS, run_plan
+from forerun.speculate.accept import rules
+from forerun.speculate.draft import drafters
+
+
+@takes(ENGINE, MODEL_ONLY)
+def plan(
+    methods: Annotated[str, typer.Option(help=f"candidates: {', '.join(drafters)}")] = "draft_model,ngram",
+    accept: Annotated[str, typer.Option(help=f"acceptance rule: {', '.join(rules)}")] = "coupled",
+    temperature: Annotated[float, typer.Option(help="of your requests")] = 0.0,
+    concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 1,
+    longest: Annotated[int, typer.Option(help="most drafted tokens to consider")] = 8,
+    prompts: Annotated[int, typer.Option(help="how many prompts")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 48,
+    prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
+    prompts_file: Annotated[Path | None, typer.Option(help="take prompts from this file, one per line")] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="more options, for the methods that know them")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
+    seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    *,
+    engine: Mapping[str, Any],
+    speculative: Mapping[str, Any],
+) -> None:
+    """Measure acceptance and costs on your models and prompts, predict every method, recommend one."""
+    if "max_num_seqs" in engine:
+        raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
+    if min(longest, concurrency, max_tokens) < 1:
+        raise ConfigError("--longest, --concurrency and --max-tokens must be at least 1")
+    shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
+    if "spec_model" in speculative:
+        shared["model"] = speculative["spec_model"]
+    options = method_configs(split("methods", methods, str), [accept], ["fixed"], (), shared)[1:]
+    set_threads(threads)
+    with progress("loading", len(LENGTHS) * (1 + len(options))) as step:
+        llm = LLM(**engine)
+        found = run_plan(
+            llm,
+            options,
+            make_prompts(
+                prompt_set,
+                llm.tokenizer,
+                count=max(prompts, concurrency),
+                length=prompt_tokens,
+                seed=seed,
+                file=prompts_file,
+            ),
+            temperature=temperature,
+            max_tokens=max_tokens,
+            concurrency=concurrency,
+            longest=longest,
+            seed=seed,
+            step=step,
+        )
+    found["environment"] = environment(llm, engine)
+    if as_json:
+        print_json(found)
+    else:
+        show(found)
+
+
+def show(found: Mapping[str, Any]) -> None:
+    lengths = sorted({p["k"] for p in found["predictions"]})
+    rows = []
+    for item in found["estimates"]:
+        speeds = [f"{p['speedup']:.2f}" for p in found["predictions"] if p["method"] == item["method"]]
+        figures = [f"{item[key]:.2f}" for key in ("alpha", "match_rate", "coverage", "c")]
+        rows.append([item["method"], *figures, *speeds])
+    if rows:
+        print_table(["method", "alpha", "match", "drafts in", "c", *[f"k={k}" for k in lengths]], rows)
+    for method in found["silent"]:
+        print(f"{method}: drafted nothing on these prompts")
+    prices = ", ".join(f"{rows} rows {price:.2f}" for rows, price in found["verify_cost"].items())
+    print(f"\nverification, in plain forwards: {prices}")
+    print(f"plain decoding: {found['plain_tokens_per_second']:.0f} tokens/s at temperature {found['temperature']:g}")
+    print(f"recommended: --speculative-config '{json.dumps(found['recommended'])}'")

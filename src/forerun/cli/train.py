@@ -1,0 +1,53 @@
+"""``forerun train``: one subcommand per kind of model, its flags made from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from forerun.cli.options import Flags, flags_of, takes
+from forerun.core.errors import ConfigError
+from forerun.train.config import RunConfig, Shape
+from forerun.train.distill import DistillConfig, train_draft_model
+from forerun.train.target import TargetConfig, train_target
+
+app = typer.Typer(help="Train a target, or what speculates for it.", rich_markup_mode="rich")
+
+
+@app.callback(invoke_without_command=True)
+def start(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def command(kind: type[RunConfig], train: Callable[[Any], Path], help_text: str, **fixed: Any) -> Callable[..., None]:
+    """A command that fills ``kind`` from flags and runs ``train``; ``fixed`` are fields it decides itself."""
+    shape = next(item.default_factory for item in fields(kind) if item.name == "shape")
+    assert shape is not MISSING
+    default_shape: Shape = shape()
+    sizes = Flags("sizes", flags_of(Shape, "Model", defaults=vars(default_shape)))
+    run = Flags("run", flags_of(kind, "Run", skip=("shape", *fixed)))
+
+    @takes(run, sizes)
+    def start(*, run: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+        if "out" not in run:
+            raise ConfigError("--out is missing: name the folder for the finished model")
+        given = {**run, **fixed}
+        if sizes:
+            given["shape"] = Shape(**{**vars(default_shape), **sizes})
+        print(train(kind(**given)))
+
+    start.__doc__ = help_text
+    return start
+
+
+app.command("target")(
+    command(TargetConfig, train_target, "Train a small language model and its tokenizer from a folder of text files.")
+)
+app.command("draft_model")(
+    command(DistillConfig, train_draft_model, "Distil a draft model from a target, the bundled one by default.")
+)

@@ -1,0 +1,97 @@
+"""From measured acceptance and cost to a recommendation: which method, how many drafted tokens, or none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forerun.core.errors import ConfigError
+from forerun.engine.config import NONE
+from forerun.plan.estimate import Costs, Sample, full
+from forerun.theory import best_gamma, expected_tokens
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What was measured of one method. ``coverage`` is the share of rounds in which it had something to say."""
+
+    method: str
+    alpha: float
+    match_rate: float
+    coverage: float
+    c: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A method with ``k`` drafted tokens: ``verify_cost`` of k + 1 rows, speed-up over plain decoding."""
+
+    method: str
+    k: int
+    match_rate: float
+    c: float
+    verify_cost: float
+    speedup: float
+
+
+class CostCurve:
+    """Price of a verification by its rows, in plain forwards: measured points, straight lines between them.
+
+    Rows are padded to a multiple, so the price comes in steps. Beyond the last point it grows as it did before it.
+    """
+
+    def __init__(self, points: Mapping[int, float], row_multiple: int = 1) -> None:
+        if not points:
+            raise ConfigError("a cost curve needs at least one measured point")
+        self.row_multiple = row_multiple
+        grouped: dict[int, list[float]] = {}
+        for rows, cost in points.items():
+            grouped.setdefault(self.padded(rows), []).append(cost)
+        self.points = {rows: min(costs) for rows, costs in sorted(grouped.items())}
+
+    def padded(self, rows: int) -> int:
+        return -(-rows // self.row_multiple) * self.row_multiple
+
+    def __call__(self, rows: int) -> float:
+        rows = self.padded(rows)
+        known = sorted(self.points)
+        if rows in self.points:
+            return self.points[rows]
+        if rows < known[0] or len(known) == 1:
+            return self.points[known[0]]
+        right = next((i for i, value in enumerate(known) if value > rows), len(known) - 1)
+        low, high = known[right - 1], known[right]
+        slope = (self.points[high] - self.points[low]) / (high - low)
+        return max(self.points[low] + slope * (rows - low), self.points[known[0]])
+
+
+def estimate(method: str, alpha: float, match_rate: float, rounds: Seq[Sample], costs: Costs) -> Estimate:
+    rounds = full(rounds, costs.sequences)
+    drafted = sum(depth > 0 for r in rounds for depth in r.depths)
+    return Estimate(method, alpha, match_rate, drafted / sum(len(r.depths) for r in rounds), costs.c or 0.0)
+
+
+def predict(found: Estimate, curve: CostCurve, longest: int, sequences: int = 1) -> list[Prediction]:
+    """Every draft length from 1 to ``longest``; a round without a draft is a plain one."""
+    predictions = []
+    for k in range(1, longest + 1):
+        cost = curve(sequences * (k + 1))
+        tokens = 1 - found.coverage + found.coverage * expected_tokens(found.match_rate, k)
+        time = 1 - found.coverage + found.coverage * (k * found.c + cost)
+        predictions.append(Prediction(found.method, k, found.match_rate, found.c, cost, tokens / time))
+    return predictions
+
+
+def recommend(predictions: Seq[Prediction], margin: float = 1.02) -> dict[str, Any]:
+    """The fastest prediction as a ``speculative_config``; plain decoding where nothing promises ``margin``."""
+    best = max(predictions, key=lambda p: p.speedup, default=None)
+    if best is None or best.speedup < margin:
+        return {"method": NONE}
+    return {"method": best.method, "num_speculative_tokens": best.k}
+
+
+def theory_row(found: Estimate, longest: int) -> dict[str, Any]:
+    """What Leviathan et al. 2023 say of the estimate where verification is free (section 3.5)."""
+    return {**asdict(found), "best_gamma": best_gamma(found.match_rate, found.c, longest)}
