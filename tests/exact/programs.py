@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy
-
 from enumeration import Program, Sketch, Tables
 
 
