@@ -1,0 +1,313 @@
+"""The prefix tree against a plain list of the token sequences it has been given; and through engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from forerun import LLM, SamplingParams
+from forerun.cache.pool import KVShape, Pool
+from forerun.cache.prefix import PrefixTree
+
+Run = tuple[int, ...]
+
+
+def common(a: Run, b: Run) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Sequences come, share, draft, roll back and go while the pool is short.
+
+    A cache entry holds the number of the token it belongs to, so what a sequence reads must be its own tokens. The
+    account is a list of known runs of whole pages with the time each was last used.
+    """
+
+    @initialize(page_size=st.integers(1, 4), num_pages=st.integers(4, 12))
+    def start(self, page_size: int, num_pages: int) -> None:
+        self.pool = Pool([KVShape(1, 1, 1)], num_pages, page_size, torch.float32)
+        self.tree = PrefixTree(self.pool)
+        self.tokens: dict[int, list[int]] = {}
+        self.known: dict[Run, int] = {}
+        self.time = 0
+        self.keys = 0
+
+    def use(self, run: Run) -> None:
+        """A run was used, and with it everything that it begins with."""
+        self.time += 1
+        for end in range(self.pool.page_size, len(run) + 1, self.pool.page_size):
+            self.known[run[:end]] = self.time
+
+    def room(self, key: int, length: int) -> bool:
+        """Reserve, and check which runs had to go for it: the least recently used of those that nobody has."""
+        if not self.pool.can_reserve(key, length):
+            return False
+        before = set(self.known)
+        self.pool.reserve(key, length)
+        kept = self.entered()
+        gone = before - kept
+        held = [self.pool.tables[key], *self.pool.tables.values()]
+        used = {page for table in held for page in table}
+        unused = [run for run in before if run in gone or self.page_of(run) not in used]
+        unused.sort(key=lambda run: (self.known[run], -len(run)))
+        assert set(unused[: len(gone)]) == gone
+        for run in gone:
+            del self.known[run]
+        return True
+
+    def entered(self) -> set[Run]:
+        found: set[Run] = set()
+        open_nodes = [((), self.tree.root)]
+        while open_nodes:
+            run, node = open_nodes.pop()
+            for child in node.children.values():
+                found.add(run + child.run)
+                open_nodes.append((run + child.run, child))
+        return found
+
+    def page_of(self, run: Run) -> int:
+        node, size = self.tree.root, self.pool.page_size
+        for start in range(0, len(run), size):
+            node = node.children[run[start : start + size]]
+        return node.page
+
+    def write(self, key: int, start: int, values: list[int]) -> None:
+        places = self.pool.places(key, range(start, start + len(values)))
+        rows = torch.tensor(values, dtype=torch.float32)[:, None, None]
+        self.pool.write(0, places, rows, rows)
+        self.pool.advance(key, start + len(values))
+
+    @rule(data=st.data(), length=st.integers(1, 14), partial=st.booleans())
+    def begin(self, data: st.DataObject, length: int, partial: bool) -> None:
+        """A request whose prompt may begin like an earlier one; all but its last token may be reused."""
+        like = data.draw(st.sampled_from([(), *sorted(self.known)]))
+        rest = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+        prompt = (*like, *rest)[: max(length, len(like))]
+        self.keys += 1
+        key, limit, size = self.keys, len(prompt) - 1, self.pool.page_size
+        shared = [(common(run, prompt[:limit]), run) for run in self.known]
+        longest = max((count for count, _ in shared), default=0)
+        expected = longest if partial else longest // size * size
+        reused = self.tree.start(key, prompt, limit, partial=partial)
+        assert reused == expected
+        if reused:
+            pages = -(-reused // size) * size
+            self.use(next(run[:pages] for run in self.entered() if common(run, prompt[:limit]) >= reused))
+        if not self.room(key, len(prompt)):
+            self.pool.free(key)
+            return
+        self.tokens[key] = list(prompt[:reused])
+        self.feed(key, list(prompt[reused:]))
+
+    def feed(self, key: int, values: list[int]) -> None:
+        self.write(key, len(self.tokens[key]), values)
+        self.tokens[key] += values
+        self.commit(key)
+
+    def commit(self, key: int) -> None:
+        size, tokens = self.pool.page_size, self.tokens[key]
+        whole = tuple(tokens[: len(tokens) // size * size])
+        new = len(whole) // size > getattr(self, "ends", {}).get(key, 0)
+        self.tree.commit(key, tokens, len(tokens))
+        if new:
+            self.__dict__.setdefault("ends", {})[key] = len(whole) // size
+            self.use(whole)
+
+    @rule(data=st.data(), draft=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def round(self, data: st.DataObject, draft: list[int]) -> None:
+        """Drafted entries are written and some of them kept; only those may enter the tree."""
+        if not self.tokens:
+            return
+        key = data.draw(st.sampled_from(sorted(self.tokens)))
+        start = len(self.tokens[key])
+        if not self.room(key, start + len(draft)):
+            return
+        self.write(key, start, draft)
+        kept = sorted(data.draw(st.sets(st.integers(0, len(draft) - 1))))
+        self.pool.keep(key, start, kept)
+        self.tokens[key] += [draft[node] for node in kept]
+        self.commit(key)
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        if self.tokens:
+            key = data.draw(st.sampled_from(sorted(self.tokens)))
+            self.pool.free(key)
+            del self.tokens[key]
+
+    @invariant()
+    def everyone_reads_their_own_tokens(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for key, tokens in self.tokens.items():
+            assert self.pool.length(key) == len(tokens)
+            keys, _ = self.pool.gather(0, torch.tensor(self.pool.tables[key], dtype=torch.long))
+            assert keys[0, : len(tokens), 0].tolist() == tokens
+
+    @invariant()
+    def the_tree_is_what_was_committed(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check()
+        assert self.entered() == set(self.known)
+        assert self.pool.num_pages - self.pool.num_free >= len(self.known)
+        for run in self.known:
+            page = self.pool.keys[0][self.page_of(run), 0, :, 0].tolist()
+            assert tuple(page) == run[-self.pool.page_size :]
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            for key in list(self.tokens):
+                self.pool.free(key)
+            assert self.pool.num_idle == len(self.known)
+            self.tree.clear()
+            assert self.pool.num_free == self.pool.num_pages
+            self.pool.check()
+
+
+TestPrefixTree = PrefixMachine.TestCase
+TestPrefixTree.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_pages_computed_twice_are_kept_once():
+    """Two sequences that read the same prompt side by side end up on the same pages, so that the tree can give up
+    neither of them while one is in use."""
+    pool = Pool([KVShape(1, 1, 1)], 8, 2, torch.float32)
+    tree = PrefixTree(pool)
+    for key in (1, 2):
+        pool.reserve(key, 4)
+        pool.advance(key, 4)
+    assert pool.num_free == 4
+    for key in (1, 2):
+        tree.commit(key, [7, 8, 9, 10], 4)
+    assert pool.tables[1] == pool.tables[2]
+    assert pool.num_free == 6
+    pool.free(1)
+    assert pool.num_idle == 0
+    pool.free(2)
+    assert pool.num_idle == 2
+    pool.check()
+
+
+def test_taking_entries_back_starts_from_the_root_again():
+    pool = Pool([KVShape(1, 1, 1)], 8, 2, torch.float32)
+    tree = PrefixTree(pool)
+    pool.reserve(1, 4)
+    pool.advance(1, 4)
+    tree.commit(1, [1, 2, 3, 4], 4)
+    pool.truncate(1, 1)
+    pool.reserve(1, 4)
+    pool.advance(1, 4)
+    tree.commit(1, [1, 5, 6, 7], 4)
+    assert tree.start(2, [1, 2, 3, 4, 9], 4) == 4
+    assert tree.start(3, [1, 5, 6, 7, 9], 4) == 4
+    assert set(pool.tables[2]).isdisjoint(pool.tables[3])
+    pool.check()
+
+
+TEXT = "the quick brown fox jumps over the lazy dog; "
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True, logprobs=2)
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def paged(llm: Callable[..., LLM], tiny_draft: str) -> LLM:
+    return llm({**DRAFT, "model": tiny_draft}, page_size=8, invariant=True)
+
+
+def fresh(model: LLM) -> None:
+    for drafter in model.engine.router.drafters.values():
+        drafter.tree.clear()
+    model.engine.scheduler.tree.clear()
+    model.engine.check()
+    assert all(pool.num_free == pool.num_pages for pool in model.engine.pools)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_reused_prefix_changes_no_bit(llm: Callable[..., LLM], paged: LLM, params: SamplingParams) -> None:
+    """Tokens and log-probabilities, against an engine that shares nothing; the tail of an answer is reused too."""
+    alone = llm(invariant=True)
+    fresh(paged)
+    first = paged.generate(TEXT, params)[0]
+    answered = first.prompt_token_ids + first.outputs[0].token_ids + [5]
+    prompts = [TEXT, TEXT + "and more", TEXT[:20], answered]
+    for prompt in prompts:
+        got, wanted = paged.generate(prompt, params)[0], alone.generate(prompt, params)[0]
+        assert got.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert got.outputs[0].logprobs == wanted.outputs[0].logprobs
+        reusable = len(got.prompt_token_ids) - 1
+        # Of the last prompt, the answer's last token was never fed, and its last page never filled.
+        assert reusable - 10 <= got.metrics.num_cached_tokens <= reusable
+        assert prompt is answered or got.metrics.num_cached_tokens in (reusable, len(TEXT))
+    paged.engine.check()
+
+
+def test_a_known_prompt_recomputes_its_last_token_only(paged: LLM) -> None:
+    """Whether or not the prompt fills its last page."""
+    for length in (16, 17, 23, 24):
+        fresh(paged)
+        prompt = paged.tokenizer.encode(TEXT)[:length]
+        before = paged.engine.stats.prefix_hits
+        paged.generate(prompt, GREEDY)
+        again = paged.generate(prompt, GREEDY)[0]
+        assert again.metrics.num_cached_tokens == length - 1
+        assert paged.engine.stats.prefix_hits - before == length - 1
+
+
+def test_the_draft_starts_on_its_prefix_too(paged: LLM) -> None:
+    fresh(paged)
+    drafter = paged.engine.router.drafters["draft_model"]
+    rows: list[int] = []
+    forward = drafter.model.forward
+
+    def counting(batch, cache):
+        rows.append(batch.num_rows)
+        return forward(batch, cache)
+
+    drafter.model.forward = counting
+    try:
+        paged.generate(TEXT, GREEDY)
+        cold = max(rows)
+        rows.clear()
+        paged.generate(TEXT, GREEDY)
+    finally:
+        drafter.model.forward = forward
+    assert cold >= len(TEXT)
+    assert max(rows) <= 8
+
+
+def test_prompt_logprobs_read_the_whole_prompt(paged: LLM) -> None:
+    fresh(paged)
+    asked = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1)
+    first, again = paged.generate(TEXT, asked)[0], paged.generate(TEXT, asked)[0]
+    assert again.metrics.num_cached_tokens == 0
+    assert again.prompt_logprobs == first.prompt_logprobs
+    assert len(again.prompt_logprobs) == len(again.prompt_token_ids)
+
+
+def test_off_means_off(llm: Callable[..., LLM]) -> None:
+    off = llm(page_size=8, prefix_caching=False)
+    for _ in range(2):
+        assert off.generate(TEXT, GREEDY)[0].metrics.num_cached_tokens == 0
+    assert off.engine.stats.prefix_queries == 0
+    assert off.engine.pools[0].num_free == off.engine.pools[0].num_pages
+
+
+def test_a_drafter_without_hidden_states_of_a_prefix_reads_it_again(paged: LLM) -> None:
+    """``reusable`` bounds the hit, whatever the tree knows."""
+    fresh(paged)
+    paged.generate(TEXT, GREEDY)
+    drafter = paged.engine.router.drafters["draft_model"]
+    drafter.reusable = lambda sequence: 11
+    try:
+        assert paged.generate(TEXT, GREEDY)[0].metrics.num_cached_tokens == 11
+    finally:
+        del drafter.reusable
