@@ -13,6 +13,7 @@ from forerun.cli.options import Flags, flags_of, takes
 from forerun.core.errors import ConfigError
 from forerun.train.config import RunConfig, Shape
 from forerun.train.distill import DistillConfig, train_draft_model
+from forerun.train.heads import HEADS, HeadTrainConfig, train_head
 from forerun.train.target import TargetConfig, train_target
 
 app = typer.Typer(help="Train a target, or what speculates for it.", rich_markup_mode="rich")
@@ -24,12 +25,16 @@ def start(context: typer.Context) -> None:
         print(context.get_help())
 
 
-def command(kind: type[RunConfig], train: Callable[[Any], Path], help_text: str, **fixed: Any) -> Callable[..., None]:
-    """A command that fills ``kind`` from flags and runs ``train``; ``fixed`` are fields it decides itself."""
+def command(
+    kind: type[RunConfig], train: Callable[[Any], Path], help_text: str, *, sized: bool = True, **fixed: Any
+) -> Callable[..., None]:
+    """A command that fills ``kind`` from flags and runs ``train``; ``fixed`` are fields it decides itself.
+
+    ``sized``: the model's shape can be chosen."""
     shape = next(item.default_factory for item in fields(kind) if item.name == "shape")
     assert shape is not MISSING
     default_shape: Shape = shape()
-    sizes = Flags("sizes", flags_of(Shape, "Model", defaults=vars(default_shape)))
+    sizes = Flags("sizes", flags_of(Shape, "Model", defaults=vars(default_shape)) if sized else [])
     run = Flags("run", flags_of(kind, "Run", skip=("shape", *fixed)))
 
     @takes(run, sizes)
@@ -51,3 +56,13 @@ app.command("target")(
 app.command("draft_model")(
     command(DistillConfig, train_draft_model, "Distil a draft model from a target, the bundled one by default.")
 )
+for head in HEADS:
+    app.command(head)(
+        command(
+            HeadTrainConfig,
+            train_head,
+            f"Train {head} on a frozen target, the bundled one by default.",
+            sized=False,
+            method=head,
+        )
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
-from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.plan.estimate import Costs, Sample, full
 from forerun.theory import best_gamma, expected_tokens
@@ -40,16 +40,17 @@ class CostCurve:
     """Price of a verification by its rows, in plain forwards: measured points, straight lines between them.
 
     Rows are padded to a multiple, so the price comes in steps. Beyond the last point it grows as it did before it.
+    A plain forward of ``sequences`` rows costs 1.
     """
 
-    def __init__(self, points: Mapping[int, float], row_multiple: int = 1) -> None:
-        if not points:
-            raise ConfigError("a cost curve needs at least one measured point")
+    def __init__(self, points: Mapping[int, float], sequences: int = 1, row_multiple: int = 1) -> None:
         self.row_multiple = row_multiple
         grouped: dict[int, list[float]] = {}
         for rows, cost in points.items():
             grouped.setdefault(self.padded(rows), []).append(cost)
-        self.points = {rows: min(costs) for rows, costs in sorted(grouped.items())}
+        self.points = {rows: median(costs) for rows, costs in grouped.items()}
+        self.points[self.padded(sequences)] = 1.0
+        self.points = dict(sorted(self.points.items()))
 
     def padded(self, rows: int) -> int:
         return -(-rows // self.row_multiple) * self.row_multiple

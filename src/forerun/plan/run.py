@@ -66,8 +66,7 @@ def run_plan(
         for rows, price in costs.verify.items():
             prices[rows].append(price)
         estimates.append(estimate(method, total.alpha, total.match_rate, measured.rounds, costs))
-    points = {rows: median(values) for rows, values in prices.items()} or {concurrency: 1.0}
-    curve = CostCurve(points, llm.model.row_multiple)
+    curve = CostCurve({rows: median(values) for rows, values in prices.items()}, concurrency, llm.model.row_multiple)
     predictions = [p for item in estimates for p in predict(item, curve, longest, concurrency)]
     return {
         "recommended": recommend(predictions),
