@@ -32,6 +32,10 @@ class QueueFullError(RequestError):
     """As many requests wait as the queue holds; try again later."""
 
 
+class TimeLimitError(RequestError):
+    """The request took longer than it was given."""
+
+
 class ClosedError(RequestError):
     """The engine is draining or has ended: it takes no new requests."""
 
@@ -80,6 +84,7 @@ class Stream:
         self._produced = 0
         self._consumed = 0
         self._paused = False
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def backlog(self) -> int:
@@ -126,24 +131,20 @@ class Stream:
         self._ready.set()
 
 
-OnDelta = Callable[[Stream, Delta], None]
-
-
 class AsyncEngine:
     """Asyncio in front of an ``Engine``.
 
     ``max_queue`` bounds the requests that wait beyond those that can run (QueueFullError above it). A request whose
-    reader leaves ``max_backlog`` rounds unread is set aside until half of them are read. ``on_delta`` sees every delta,
-    in its reader's event loop.
+    reader leaves ``max_backlog`` rounds unread is set aside until half of them are read. ``on_delta`` and ``on_forget``
+    may be set to see every delta and every request's end, in its reader's event loop.
     """
 
-    def __init__(
-        self, engine: Engine, *, max_queue: int = 1024, max_backlog: int = 64, on_delta: OnDelta | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, *, max_queue: int = 1024, max_backlog: int = 64) -> None:
         self.engine = engine
         self.max_queue = max_queue
         self.max_backlog = max_backlog
-        self.on_delta = on_delta
+        self.on_delta: Callable[[Stream, Delta], None] | None = None
+        self.on_forget: Callable[[Stream], None] | None = None
         self.streams: set[Stream] = set()
         self.draining = False
         self._by_job: dict[int, Stream] = {}
@@ -153,9 +154,17 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
         self._thread.start()
 
-    async def submit(self, prompt: Seq[int], params: SamplingParams, **choices: Any) -> Stream:
-        """Queue a request; ``choices`` are ``Engine.add``'s keywords. Raises RequestError if it cannot be run,
-        QueueFullError if too many wait and ClosedError while draining."""
+    @property
+    def num_paused(self) -> int:
+        """Sequences that are set aside for their readers to catch up."""
+        return sum(len(stream.jobs) for stream in list(self.streams) if stream._paused)
+
+    async def submit(
+        self, prompt: Seq[int], params: SamplingParams, *, timeout: float | None = None, **choices: Any
+    ) -> Stream:
+        """Queue a request; ``choices`` are ``Engine.add``'s keywords. After ``timeout`` seconds it fails with
+        TimeLimitError. Raises RequestError if it cannot be run, QueueFullError if too many wait and ClosedError
+        while draining."""
         if self.draining:
             raise ClosedError("the server is shutting down and takes no new requests")
         if len(self.streams) >= self.max_queue + self.engine.config.max_num_seqs:
@@ -170,6 +179,9 @@ class AsyncEngine:
         except BaseException:
             self.forget(stream)
             raise
+        if timeout is not None and stream in self.streams:
+            late = TimeLimitError(f"the request was not answered within {timeout:g} seconds")
+            stream._timer = loop.call_later(timeout, stream._fail, late)
         return stream
 
     async def generate(self, prompt: Seq[int], params: SamplingParams, **choices: Any) -> AsyncIterator[Delta]:
@@ -213,6 +225,10 @@ class AsyncEngine:
         """Stop counting a request; its unfinished jobs are aborted."""
         if stream in self.streams:
             self.streams.discard(stream)
+            if stream._timer is not None:
+                stream._timer.cancel()
+            if self.on_forget is not None:
+                self.on_forget(stream)
             self.post(lambda: self._abort(stream))
 
     # Below: the engine thread.

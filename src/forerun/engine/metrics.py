@@ -23,6 +23,7 @@ REPORTED = (
     "preemptions",
     "num_cached_tokens",
     "draft_error",
+    "synthetic",
 )
 """The fields of ``generate --json``'s ``metrics``, in order."""
 
@@ -39,6 +40,9 @@ class RequestMetrics:
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     """Entry j: how many drafts had exactly j tokens accepted."""
+    accepted_per_step: list[int] = field(default_factory=list)
+    drafted_per_step: list[int] = field(default_factory=list)
+    """Round by round, those with a draft only."""
     tested: int = 0
     matched: int = 0
     overlap: float = 0.0
@@ -52,6 +56,8 @@ class RequestMetrics:
     preemptions: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose KV a prefix hit supplied."""
+    synthetic: bool = False
+    """Drafts were accepted at given rates, whatever their tokens: the text is not the target's."""
 
     def add(self, draft: Draft, verdict: Verdict) -> None:
         """Count one decoding round."""
@@ -65,6 +71,8 @@ class RequestMetrics:
         missing = verdict.accepted + 1 - len(self.acceptance_histogram)
         self.acceptance_histogram.extend([0] * missing)
         self.acceptance_histogram[verdict.accepted] += 1
+        self.accepted_per_step.append(verdict.accepted)
+        self.drafted_per_step.append(len(draft))
         self.tested += verdict.tested
         self.matched += verdict.matched
         self.overlap += verdict.overlap
@@ -118,7 +126,7 @@ class RequestMetrics:
         """One request's metrics from its n sequences."""
         if len(parts) == 1:
             return parts[0]
-        total = cls(start=min(p.start for p in parts))
+        total = cls(start=min(p.start for p in parts), synthetic=parts[0].synthetic)
         for part in parts:
             for name in ("rounds", "num_drafts", "num_draft_tokens", "num_accepted_draft_tokens", "tested", "matched",
                          "overlap", "decode_tokens", "preemptions", "num_cached_tokens"):  # fmt: skip
@@ -127,6 +135,8 @@ class RequestMetrics:
                 if j >= len(total.acceptance_histogram):
                     total.acceptance_histogram.append(0)
                 total.acceptance_histogram[j] += count
+            total.accepted_per_step += part.accepted_per_step
+            total.drafted_per_step += part.drafted_per_step
             total.draft_error = total.draft_error or part.draft_error
         firsts = [p.first_token for p in parts if p.first_token is not None]
         ends = [p.end for p in parts if p.end is not None]
@@ -154,6 +164,8 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     """Prompt tokens looked up in, and found in, the prefix cache."""
+    synthetic: bool = False
+    """Drafts are accepted at given rates, whatever their tokens."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

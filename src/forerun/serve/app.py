@@ -1,0 +1,294 @@
+"""The routes: OpenAI's API, and what an operator needs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Sequence as Seq
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from forerun import __version__
+from forerun.engine.async_engine import AsyncEngine, Stream
+from forerun.sampling.params import SamplingParams
+from forerun.serve import errors, page
+from forerun.serve.errors import ApiError
+from forerun.serve.guard import Guard
+from forerun.serve.metrics import Recorder
+from forerun.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    Speculative,
+    TokenizeRequest,
+)
+from forerun.serve.stream import ChatReply, CompletionReply, Reply
+from forerun.serve.text import TextService
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How the server treats its clients. Times are in seconds."""
+
+    model_name: str = "forerun"
+    api_key: str | None = None
+    chat_template: str | None = None
+    max_body_bytes: int = 4 << 20
+    body_timeout: float = 60.0
+    request_timeout: float = 600.0
+    """From arrival to the last token."""
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "The request cannot be run as it is"},
+    401: {"description": "The API key is missing or wrong"},
+    404: {"description": "There is no such model"},
+    413: {"description": "The body is too large"},
+    429: {"description": "Too many requests are waiting"},
+    503: {"description": "The server is shutting down"},
+}
+
+
+class Server:
+    """The state behind the routes."""
+
+    def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.text = TextService(engine.engine.tokenizer, options.chat_template)
+        self.recorder = Recorder(engine, options.model_name)
+        self.started = int(time.time())
+
+    @property
+    def limit(self) -> int:
+        return self.engine.engine.max_model_len
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.options.model_name:
+            raise ApiError(
+                404, f"there is no model {name!r} here; there is {self.options.model_name!r}", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+    def choices(self, wish: Speculative | None, priority: int) -> dict[str, Any]:
+        """``Engine.add``'s keywords for a request's ``speculative`` object."""
+        loaded = self.engine.engine.router.drafters
+        if wish is None:
+            return {"priority": priority}
+        if not wish.enabled:
+            if wish.method is not None or wish.num_speculative_tokens:
+                raise ApiError(400, "speculative.enabled is false: remove the other options", param="speculative")
+            return {"speculate": False, "trace": wish.trace, "priority": priority}
+        if not loaded:
+            raise ApiError(
+                400, "no drafter is loaded: start the server with --speculative-config, or remove 'speculative'",
+                param="speculative",
+            )  # fmt: skip
+        return {
+            "method": wish.method,
+            "max_draft": wish.num_speculative_tokens,
+            "trace": wish.trace,
+            "priority": priority,
+        }
+
+    async def submit(
+        self, prompts: Seq[Seq[int]], params: SamplingParams, body: Generation, limit: int | None
+    ) -> list[Stream]:
+        """Queue every prompt, or none. ``limit`` is the client's own bound on new tokens."""
+        choices = self.choices(body.speculative, body.priority)
+        for prompt in prompts:
+            if limit is not None and len(prompt) + limit > self.limit:
+                raise ApiError(
+                    400,
+                    f"the prompt has {len(prompt)} tokens and max_tokens is {limit}: together more than this model's "
+                    f"{self.limit}",
+                    param="max_tokens",
+                    code="context_length_exceeded",
+                )
+        wanted = params.grammar
+        if wanted is not None:
+            # A schema may take a second to compile: not in the engine's thread.
+            await asyncio.to_thread(lambda: self.engine.engine.grammars.compile(wanted))
+        streams: list[Stream] = []
+        try:
+            for prompt in prompts:
+                streams.append(
+                    await self.engine.submit(prompt, params, timeout=self.options.request_timeout, **choices)
+                )
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return streams
+
+    def reply_options(self, body: Generation, streams: Seq[Stream], logprobs: bool) -> dict[str, Any]:
+        sequence = streams[0].jobs[0].sequence
+        drafter = self.engine.engine.router.drafters.get(sequence.drafter or "")
+        own = drafter.config.num_speculative_tokens if drafter is not None else 0
+        stream_options = body.stream_options
+        return {
+            "model": self.options.model_name,
+            "include_usage": stream_options is not None and stream_options.include_usage,
+            "continuous_usage": stream_options is not None and stream_options.continuous_usage_stats,
+            "logprobs": logprobs,
+            "trace": body.speculative is not None and body.speculative.trace,
+            "identical": self.engine.engine.identity,
+            "num_spec_tokens": own if sequence.max_draft is None else min(own, sequence.max_draft),
+        }
+
+    async def completion(self, body: CompletionRequest) -> Reply:
+        self.check_model(body.model)
+        if body.echo and body.stream and body.logprobs is not None:
+            raise ApiError(400, "echo with logprobs does not stream: remove stream, echo or logprobs", param="echo")
+        prompts = await self._prompts(body)
+        if len(prompts) * body.n > 128:
+            raise ApiError(400, f"{len(prompts)} prompts times n {body.n} are more than 128 answers", param="n")
+        explicit = body.max_tokens if "max_tokens" in body.model_fields_set else None
+        echoes = body.echo and body.logprobs is not None
+        params = body.sampling(
+            logprobs=body.logprobs,
+            max_tokens=body.max_tokens,
+            prompt_logprobs=body.logprobs if echoes else None,
+        )
+        echo = None
+        if body.echo:
+            echo = [await self.text.decode(prompt) for prompt in prompts]
+        streams = await self.submit(prompts, params, body, explicit)
+        options = self.reply_options(body, streams, body.logprobs is not None)
+        return CompletionReply(streams, self.text, echo=echo, **options)
+
+    async def _prompts(self, body: CompletionRequest) -> list[list[int]]:
+        prompt: Any = body.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            prompt = [prompt]
+        return [await self.text.encode(item) if isinstance(item, str) else list(item) for item in prompt]
+
+    async def chat(self, body: ChatRequest) -> Reply:
+        self.check_model(body.model)
+        ids = await self.text.encode_chat([message.plain() for message in body.messages])
+        limit = body.max_completion_tokens or body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = body.sampling(logprobs=logprobs, max_tokens=limit, prompt_logprobs=None)
+        streams = await self.submit([ids], params, body, limit)
+        return ChatReply(streams, self.text, **self.reply_options(body, streams, body.logprobs))
+
+    async def answer(self, request: Request, body: Generation, make: Coroutine[Any, Any, Reply]) -> Response:
+        reply = await make
+        if body.stream:
+            return StreamingResponse(
+                reply.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
+        return await unless_gone(request, reply.collect())
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+    """The result of ``work``, which is cancelled if the client hangs up."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, waiting = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return JSONResponse(working.result())
+        return Response(status_code=499)  # nobody reads it
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+
+
+def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> FastAPI:
+    """The ASGI application. It closes ``engine`` when it shuts down."""
+    options = options or ServerOptions()
+    server = Server(engine, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        engine.close()
+        server.text.close()
+
+    app = FastAPI(
+        title="Forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan, responses=ERRORS
+    )
+    app.add_middleware(
+        Guard, api_key=options.api_key, max_body_bytes=options.max_body_bytes, body_timeout=options.body_timeout
+    )
+    errors.install(app)
+    page.install(app)
+    _answers(app, server)
+    _operations(app, server)
+    return app
+
+
+def _answers(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await server.answer(request, body, server.completion(body))
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await server.answer(request, body, server.chat(body))
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        server.check_model(body.model)
+        if body.messages is not None:
+            tokens = await server.text.encode_chat([message.plain() for message in body.messages])
+        else:
+            tokens = await server.text.encode(body.prompt or "", special=body.add_special_tokens)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": server.limit}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        server.check_model(body.model)
+        return {"prompt": await server.text.decode(body.tokens)}
+
+
+def _operations(app: FastAPI, server: Server) -> None:
+    engine = server.engine
+
+    def model() -> dict[str, Any]:
+        return {
+            "id": server.options.model_name,
+            "object": "model",
+            "created": server.started,
+            "owned_by": "forerun",
+            "max_model_len": server.limit,
+            "speculative": {
+                name: {"num_speculative_tokens": drafter.config.num_speculative_tokens}
+                for name, drafter in engine.engine.router.drafters.items()
+            },
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        server.check_model(name)
+        return model()
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        if engine.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(server.recorder.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

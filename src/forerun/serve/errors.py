@@ -1,0 +1,108 @@
+"""Errors as OpenAI's clients expect them: a status and ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from forerun.core.errors import ForerunError
+from forerun.engine.async_engine import ClosedError, QueueFullError, TimeLimitError
+
+log = logging.getLogger("forerun")
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "internal_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
+        return JSONResponse(self.body, self.status, headers.get(self.status))
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The status of an exception of ours; anything else is a 500 that says nothing of its cause."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, ClosedError):
+        return ApiError(503, str(error), code="shutting_down")
+    if isinstance(error, TimeLimitError):
+        return ApiError(504, str(error), code="timeout")
+    if isinstance(error, ForerunError):
+        return ApiError(400, str(error))
+    log.error("unexpected error", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the cause")
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, in words."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    kind = first["type"]
+    if kind == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return ApiError(400, f"the body is not valid JSON: {reason}", code="json_invalid")
+    name = ".".join(place) or None
+    if kind == "extra_forbidden":
+        return ApiError(400, f"unknown field {name!r}: remove it", param=name, code="unknown_field")
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{name}: {message}" if name else message, param=name, code=kind)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of ``app`` in this shape; no traceback reaches a client."""
+
+    async def ours(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _invalid(error).response()
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        message = error.detail
+        if error.status_code == 404:
+            message = f"there is nothing at {request.url.path}"
+        elif error.status_code == 405:
+            message = f"{request.url.path} does not take {request.method}"
+        response = ApiError(error.status_code, message).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    app.add_exception_handler(ApiError, ours)
+    app.add_exception_handler(ForerunError, ours)
+    app.add_exception_handler(Exception, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)

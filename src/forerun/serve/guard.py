@@ -1,0 +1,76 @@
+"""What every request passes before its body is looked at: the key, the size, and the time it takes to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.serve.errors import ApiError
+
+OPEN = ("/", "/health", "/metrics")
+"""Paths that need no key; the playground's files, under /page/, neither."""
+
+
+class Guard:
+    """ASGI middleware. Bodies are read whole, at most ``max_body_bytes`` within ``body_timeout`` seconds."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, body_timeout: float) -> None:
+        self.app = app
+        self.key = api_key.encode() if api_key is not None else None
+        self.max_body_bytes = max_body_bytes
+        self.body_timeout = body_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._check_key(scope)
+            async with asyncio.timeout(self.body_timeout):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            error = ApiError(408, f"the body did not arrive within {self.body_timeout:g} seconds")
+            await error.response()(scope, receive, send)
+            return
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return pending.pop() if pending else await receive()
+
+        await self.app(scope, replay, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        path = scope["path"]
+        if self.key is None or path in OPEN or path.startswith("/page/"):
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
+            raise ApiError(
+                401, "this server needs its API key: send 'Authorization: Bearer KEY'", code="invalid_api_key"
+            )
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self.max_body_bytes:
+            self._refuse()
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return b"".join(chunks)
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > self.max_body_bytes:
+                self._refuse()
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    def _refuse(self) -> None:
+        raise ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")

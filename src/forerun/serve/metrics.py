@@ -1,0 +1,115 @@
+"""Prometheus metrics: vLLM's names under ``forerun:``. Counters are read from the engine when somebody asks; only the
+latency histograms are kept here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from forerun.engine.async_engine import AsyncEngine, Delta, Stream
+
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
+class EngineCollector:
+    """The engine's own counters, as they stand."""
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self.engine = engine
+        self.model = model
+
+    def collect(self) -> Iterator[Metric]:
+        engine, stats = self.engine.engine, self.engine.engine.stats
+        pool = engine.target.cache.pool
+        running = len(engine.scheduler.running)
+        yield self._gauge("num_requests_running", "sequences that decode or read their prompt", running)
+        waiting = len(engine.scheduler.waiting) + self.engine.num_paused
+        yield self._gauge("num_requests_waiting", "sequences in the queue, or set aside for a slow reader", waiting)
+        used = 1 - (pool.num_free + pool.num_idle) / pool.num_pages
+        yield self._gauge("kv_cache_usage_perc", "share of the target's KV pages in use", used)
+        rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+        yield self._gauge("prefix_cache_hit_rate", "prompt tokens found in the prefix cache, of those looked up", rate)
+        for name, text, value in (
+            ("prompt_tokens", "prompt tokens of accepted requests", stats.prompt_tokens),
+            ("generation_tokens", "emitted tokens", stats.generated_tokens),
+            ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
+            ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_hits),
+            ("num_preemptions", "times a sequence lost its pages", stats.preemptions),
+            ("num_rounds", "target forwards", stats.rounds),
+            ("spec_decode_num_drafts", "rounds of a sequence that carried a draft", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "drafted tokens", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "drafted tokens that were accepted", stats.num_accepted_tokens),
+        ):
+            yield self._counter(name, text, {(): value})
+        by_position = {(str(i),): count for i, count in enumerate(list(stats.accepted_per_pos))}
+        yield self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "accepted tokens by draft position", by_position, ["position"]
+        )
+        phases = ("draft", "verify", "accept", "host")
+        seconds = {(phase,): getattr(stats, f"{phase}_seconds") for phase in phases}
+        yield self._counter("round_seconds", "where the engine's time went", seconds, ["phase"])
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"forerun:{name}", text, labels=["model_name"])
+        family.add_metric([self.model], value)
+        return family
+
+    def _counter(self, name: str, text: str, values: Mapping[Any, float], labels: list[str] | None = None) -> Metric:
+        family = CounterMetricFamily(f"forerun:{name}", text, labels=["model_name", *(labels or [])])
+        for key, value in values.items():
+            family.add_metric([self.model, *key], value)
+        return family
+
+
+class Recorder:
+    """Latency histograms, and how requests ended; sees every delta in the event loop."""
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self.engine = engine
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine, model))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"forerun:{name}", text, ["model_name"], registry=self.registry, buckets=buckets).labels(
+                model
+            )
+
+        self.first = histogram("time_to_first_token_seconds", "from arrival to the first token", FIRST_TOKEN)
+        self.between = histogram(
+            "inter_token_latency_seconds", "a round's interval over its tokens, once per round", PER_TOKEN
+        )
+        self.whole = histogram("e2e_request_latency_seconds", "from arrival to the last token", WHOLE)
+        ended = Counter(
+            "forerun:request_success", "answers by why they ended", ["model_name", "finished_reason"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.ended = {reason: ended.labels(model, reason) for reason in ("stop", "length", "error")}
+        self._latest: dict[tuple[Stream, int], float] = {}
+        engine.on_delta = self.observe
+        engine.on_forget = self.forget
+
+    def observe(self, stream: Stream, delta: Delta) -> None:
+        key = (stream, delta.index)
+        latest = self._latest.get(key)
+        if latest is None:
+            self.first.observe(delta.seconds - stream.arrival)
+        elif delta.token_ids:
+            self.between.observe((delta.seconds - latest) / len(delta.token_ids))
+        self._latest[key] = delta.seconds
+        if delta.finish is not None:
+            self.whole.observe(delta.seconds - stream.arrival)
+            self.ended[delta.finish.reason].inc()
+            del self._latest[key]
+
+    def forget(self, stream: Stream) -> None:
+        for job in stream.jobs:
+            self._latest.pop((stream, job.index), None)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,62 @@
+"""The process: a socket, uvicorn, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from forerun.core.errors import ConfigError
+from forerun.engine.async_engine import AsyncEngine
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any. Raises ConfigError if the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        # Listening at once is what makes a second server on this port fail.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use: choose another with --port") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+class DrainingServer(uvicorn.Server):
+    """Finishes what it has begun before it ends: at most ``drain_seconds``, then the rest fails with a clear error.
+
+    A second signal ends it at once.
+    """
+
+    def __init__(self, app: FastAPI, engine: AsyncEngine, drain_seconds: float) -> None:
+        # Uvicorn's own limit comes later: it would cut connections off without a word.
+        patience = int(drain_seconds) + 5
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience, server_header=False
+        )
+        super().__init__(config)
+        self.engine = engine
+        self.drain_seconds = drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(self.engine.drain(self.drain_seconds))
+        await super().shutdown(sockets)
+        await draining
+
+
+def run(app: FastAPI, engine: AsyncEngine, listener: socket.socket, *, drain_seconds: float = 30.0) -> None:
+    """Serve until a signal ends it."""
+    DrainingServer(app, engine, drain_seconds).run(sockets=[listener])

@@ -1,0 +1,343 @@
+"""From deltas to OpenAI's objects, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import Sequence as Seq
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.core.errors import ForerunError
+from forerun.engine.async_engine import Delta, Stream
+from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.metrics import RequestMetrics
+from forerun.engine.stop import ERROR, Finish
+from forerun.models.tokenizer import Detokenizer
+from forerun.serve.errors import ApiError, as_api_error
+from forerun.serve.text import TextService
+from forerun.speculate.accept.base import NO_TOKEN
+
+LOWEST = -9999.0
+"""Stands for a log-probability of minus infinity, which JSON lacks."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer: all of it, or what is new of it."""
+
+    index: int
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+    num_tokens: int = 0
+    trace: list[dict[str, Any]] = field(default_factory=list)
+    offset: int = 0
+    """Characters of the answer before ``text``."""
+
+
+async def merge(streams: Seq[Stream]) -> AsyncGenerator[tuple[int, Delta]]:
+    """Deltas of several requests, with the request's place, as they come. Whoever leaves early ends them all."""
+    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(maxsize=1)
+
+    async def forward(place: int, stream: Stream) -> None:
+        try:
+            async for delta in stream:
+                await queue.put((place, delta))
+        except ForerunError as error:
+            await queue.put(error)
+        await queue.put(None)
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        if len(streams) == 1:
+            async for delta in streams[0]:
+                yield 0, delta
+            return
+        tasks = [asyncio.create_task(forward(place, stream)) for place, stream in enumerate(streams)]
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        for stream in streams:
+            stream.abort()
+
+
+class Reply(ABC):
+    """One HTTP request's answers, of one kind of endpoint."""
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(
+        self,
+        streams: Seq[Stream],
+        text: TextService,
+        *,
+        model: str,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+        logprobs: bool = False,
+        trace: bool = False,
+        identical: bool = False,
+        num_spec_tokens: int = 0,
+    ) -> None:
+        self.streams = streams
+        self.text = text
+        self.include_usage = include_usage
+        self.continuous_usage = continuous_usage
+        self.logprobs = logprobs
+        self.traced = trace
+        self.identical = identical
+        self.num_spec_tokens = num_spec_tokens
+        self.method = streams[0].jobs[0].sequence.drafter
+        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.per_prompt = len(streams[0].jobs)
+        self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
+        self._detokenizers: dict[int, Detokenizer] = {}
+
+    @abstractmethod
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """A finished answer."""
+
+    @abstractmethod
+    def piece(self, choice: Choice) -> dict[str, Any]:
+        """What is new of an answer."""
+
+    def openings(self) -> list[dict[str, Any]]:
+        """Choices to stream before the first token."""
+        return []
+
+    def _read(self, place: int, delta: Delta) -> Choice:
+        """The delta as a choice; the full one is extended by it. Raises ApiError if the answer failed."""
+        if delta.finish is not None and delta.finish.reason == ERROR:
+            message = str(delta.finish.stopped_by)
+            raise ApiError(400 if message == NO_TOKEN or message.startswith("the grammar") else 500, message)
+        choice = self.choices[place * self.per_prompt + delta.index]
+        new = Choice(
+            choice.index, delta.text, delta.logprobs, delta.finish, len(delta.token_ids), offset=len(choice.text)
+        )
+        if self.traced and delta.round is not None:
+            new.trace = [self._trace(choice.index, place, delta)]
+        choice.text += delta.text
+        choice.logprobs.extend(delta.logprobs)
+        choice.num_tokens += new.num_tokens
+        choice.finish = delta.finish
+        choice.trace.extend(new.trace)
+        return new
+
+    def _trace(self, index: int, place: int, delta: Delta) -> dict[str, Any]:
+        """A round in text: every emitted token with its origin, and the drafted tokens that were not kept."""
+        round_ = delta.round
+        assert round_ is not None
+        detokenizer = self._detokenizers.get(index)
+        if detokenizer is None:
+            sequence = self.streams[place].jobs[delta.index].sequence
+            prompt = sequence.tokens[: sequence.num_prompt]
+            detokenizer = self._detokenizers[index] = Detokenizer(self.text.tokenizer, prompt)
+        return {
+            "tokens": [[detokenizer.push([token]), origin] for token, origin in zip(round_.tokens, round_.origins)],
+            "rejected": [self.text.token_text(token)[0] for token in round_.rejected],
+            "drafted": round_.drafted,
+            "method": round_.method,
+        }
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole answer. Raises ApiError or ForerunError if it failed."""
+        async with aclosing(merge(self.streams)) as deltas:
+            async for place, delta in deltas:
+                self._read(place, delta)
+        choices = []
+        for choice in self.choices:
+            body = self.whole(choice)
+            if self.traced:
+                body["trace"] = choice.trace
+            choices.append(body)
+        return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage(), "metrics": self.metrics()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events; a failure is an event too."""
+        try:
+            for opening in self.openings():
+                yield self._event([opening])
+            async with aclosing(merge(self.streams)) as deltas:
+                async for place, delta in deltas:
+                    new = self._read(place, delta)
+                    if new.text or new.finish is not None or new.trace or (self.logprobs and new.logprobs):
+                        body = self.piece(new)
+                        if new.trace:
+                            body["trace"] = new.trace
+                        yield self._event([body])
+            if self.include_usage:
+                yield self._event([], usage=self.usage(), metrics=self.metrics())
+        except (ApiError, ForerunError) as error:
+            yield _data(as_api_error(error).body)
+        finally:
+            for stream in self.streams:
+                stream.abort()
+        yield "data: [DONE]\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **rest: Any) -> str:
+        if self.continuous_usage:
+            rest.setdefault("usage", self.usage())
+        return _data({**self.head, "object": self.chunk_kind, "choices": choices, **rest})
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts: prompts once each, and every emitted token, the one that ended the answer included."""
+        prompt = sum(stream.num_prompt_tokens for stream in self.streams)
+        completion = sum(choice.num_tokens for choice in self.choices)
+        cached = sum(stream.jobs[0].metrics.num_cached_tokens for stream in self.streams)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        jobs = [job for stream in self.streams for job in stream.jobs]
+        metrics = RequestMetrics.merged([job.metrics for job in jobs])
+        return {
+            "tokens_per_second": metrics.tokens_per_second,
+            "time_to_first_token": metrics.time_to_first_token,
+            "rounds": metrics.rounds,
+            "tokens_per_round": metrics.tokens_per_round,
+            "speculative_decoding": {
+                "mean_acceptance_length": metrics.mean_acceptance_length,
+                "draft_acceptance_rate": metrics.draft_acceptance_rate,
+                "acceptance_histogram": metrics.acceptance_histogram,
+                "num_spec_steps": metrics.num_drafts,
+                "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+                "num_draft_tokens": metrics.num_draft_tokens,
+                "num_spec_tokens": self.num_spec_tokens,
+                "per_step_accepted": metrics.accepted_per_step,
+                "per_step_drafted": metrics.drafted_per_step,
+                "alpha": metrics.alpha,
+                "method": self.method,
+                "identical_to_plain_decoding": self.identical,
+                "draft_error": metrics.draft_error,
+            },
+        }
+
+
+def _data(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class CompletionReply(Reply):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, *arguments: Any, echo: Seq[str] | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.echo = echo
+        """The prompts' texts, where the answer repeats them."""
+
+    def openings(self) -> list[dict[str, Any]]:
+        if self.echo is None:
+            return []
+        return [self._body(choice, self._prompt(choice), None) for choice in self.choices]
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        prompt = self._prompt(choice)
+        return self._body(choice, prompt + choice.text, self._logprobs(choice, self._prompt_logprobs(choice)))
+
+    def piece(self, choice: Choice) -> dict[str, Any]:
+        return self._body(choice, choice.text, self._logprobs(choice, []))
+
+    @staticmethod
+    def _body(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        finish = choice.finish
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish.reason if finish is not None else None,
+            "stop_reason": finish.stopped_by if finish is not None else None,
+        }
+
+    def _prompt(self, choice: Choice) -> str:
+        return self.echo[choice.index // self.per_prompt] if self.echo is not None else ""
+
+    def _prompt_logprobs(self, choice: Choice) -> list[TokenLogprobs | int]:
+        """Of the echoed prompt; the first token has none, only its id."""
+        if self.echo is None or not self.logprobs:
+            return []
+        job = self.streams[choice.index // self.per_prompt].jobs[0]
+        found = job.prompt_logprobs or []
+        return [job.sequence.tokens[i] if item is None else item for i, item in enumerate(found)]
+
+    def _logprobs(self, choice: Choice, before: Seq[TokenLogprobs | int]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        place = choice.offset
+        for item in [*before, *choice.logprobs]:
+            token = item if isinstance(item, int) else item.token
+            text = self.text.token_text(token)[0]
+            tokens.append(text)
+            offsets.append(place)
+            place += len(text)
+            if isinstance(item, int):
+                values.append(None)
+                tops.append(None)
+                continue
+            values.append(_finite(item.logprob))
+            top = {self.text.token_text(t)[0]: _finite(value) for t, value in item.top.items()}
+            tops.append(top | {text: _finite(item.logprob)})
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+class ChatReply(Reply):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def openings(self) -> list[dict[str, Any]]:
+        opening = {"role": "assistant", "content": ""}
+        return [{"index": choice.index, "delta": opening, "finish_reason": None} for choice in self.choices]
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        return self._body(choice, {"message": {"role": "assistant", "content": choice.text, "refusal": None}})
+
+    def piece(self, choice: Choice) -> dict[str, Any]:
+        return self._body(choice, {"delta": {"content": choice.text}})
+
+    def _body(self, choice: Choice, content: dict[str, Any]) -> dict[str, Any]:
+        finish = choice.finish
+        return {
+            "index": choice.index,
+            **content,
+            "logprobs": {"content": [self._token(item) for item in choice.logprobs]} if self.logprobs else None,
+            "finish_reason": finish.reason if finish is not None else None,
+            "stop_reason": finish.stopped_by if finish is not None else None,
+        }
+
+    def _token(self, item: TokenLogprobs) -> dict[str, Any]:
+        top = [self._entry(token, value) for token, value in item.top.items()]
+        return {**self._entry(item.token, item.logprob), "top_logprobs": top}
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        text, encoded = self.text.token_text(token)
+        return {"token": text, "logprob": _finite(value), "bytes": encoded}
+
+
+def _finite(value: float) -> float:
+    return max(value, LOWEST)

@@ -1,0 +1,97 @@
+"""Text in and out of token ids, away from the event loop and from the engine's own tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+
+from forerun.core.errors import RequestError
+
+log = logging.getLogger("forerun")
+
+T = TypeVar("T")
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters that byte-level tokenizers write bytes with (GPT-2's table, inverted)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in plain}
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_LETTERS = _byte_letters()
+
+
+class TextService:
+    """Two copies of the tokenizer: one behind a thread, for prompts, and one for the event loop, for single tokens.
+    Fast tokenizers must not be used from two threads at once.
+
+    ``chat_template`` replaces the checkpoint's. Templates run in transformers' sandbox.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self._encoder = copy.deepcopy(tokenizer)
+        self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forerun-text")
+        self.token_text = lru_cache(maxsize=1 << 17)(self._token_text)
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *arguments))
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return await self.run(self._encode, text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return self._encoder.encode(text, add_special_tokens=special, verbose=False)
+
+    async def decode(self, tokens: Seq[int]) -> str:
+        """Raises RequestError for an id beyond the tokenizer."""
+        size = len(self.tokenizer)
+        for token in tokens:
+            if token >= size:
+                raise RequestError(f"token id {token} is outside the tokenizer's {size}")
+        return await self.run(self._encoder.decode, list(tokens))
+
+    async def encode_chat(self, messages: Seq[dict[str, str]]) -> list[int]:
+        """Raises RequestError if there is no template, or it refuses the messages."""
+        if self.chat_template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
+            )
+        return await self.run(self._encode_chat, list(messages))
+
+    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            text = self._encoder.apply_chat_template(
+                messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            log.info("a chat template failed", exc_info=error)
+            raise RequestError(f"the model's chat template refuses these messages: {error}") from None
+        return self._encode(text, False)
+
+    def _token_text(self, token: int) -> tuple[str, list[int] | None]:
+        """One token's text and, where they can be told, its bytes (half a character has no text of its own)."""
+        text = self.tokenizer.decode([token])
+        if "\ufffd" not in text:
+            return text, list(text.encode())
+        letters = self.tokenizer.convert_ids_to_tokens(token)
+        if letters is None:
+            return text, None
+        if letters.startswith("<0x") and letters.endswith(">"):
+            return text, [int(letters[3:-1], 16)]
+        known = [BYTE_LETTERS.get(letter) for letter in letters]
+        return text, None if None in known else [byte for byte in known if byte is not None]
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
