@@ -202,3 +202,27 @@ def _empty(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     return folder
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["native", "hf"])
+def test_layerskip_drafts_what_the_first_layers_say(tiny_target, reference, path):
+    layers = (0,)
+    llm = LLM(
+        str(tiny_target),
+        speculative_config={"method": "layerskip", "layers": layers, "num_speculative_tokens": 3},
+        model_path=path,
+        trace=True,
+    )
+    trace = llm.generate([PROMPT], GREEDY)[0].outputs[0].trace
+    index = next(i for i, entry in enumerate(trace) if entry.drafted)
+    tokens = PROMPT + [token for entry in trace[:index] for token in entry.tokens]
+    entry = trace[index]
+    drafted = [t for t, origin in zip(entry.tokens, entry.origins) if origin == "accepted"] + list(entry.rejected)
+    every = reference.model.layers
+    reference.model.layers = torch.nn.ModuleList([every[i] for i in layers])
+    wanted = []
+    for _ in range(3):
+        wanted.append(int(reference(torch.tensor([tokens + wanted]), use_cache=False).logits[0, -1].argmax()))
+    reference.model.layers = every
+    assert drafted == wanted

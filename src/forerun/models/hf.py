@@ -7,6 +7,8 @@ attention function untouched. No mask is ever built by transformers: rows see wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -162,8 +164,6 @@ class HFModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: SdpaAttention) -> Output:
-        if batch.layers is not None:
-            raise ModelError("a forward through some of the layers needs the native path (Llama family)")
         cache.begin(batch)
         ids = pad_rows(batch.input_ids, self.row_multiple)
         positions = pad_rows(batch.positions, self.row_multiple)
@@ -174,17 +174,37 @@ class HFModel:
             inputs = {"inputs_embeds": embeds[None]}
         wanted = batch.num_logits
         rows = pad_rows(batch.logit_rows, self.row_multiple) if wanted else batch.positions[:0]
-        out = self.module(
-            **inputs,
-            position_ids=positions[None],
-            use_cache=False,
-            output_hidden_states=bool(batch.hidden),
-            logits_to_keep=rows,
-            forerun=_Context(batch, cache),
-        )
+        with self._only(batch.layers):
+            out = self.module(
+                **inputs,
+                position_ids=positions[None],
+                use_cache=False,
+                output_hidden_states=bool(batch.hidden),
+                logits_to_keep=rows,
+                forerun=_Context(batch, cache),
+            )
         cache.finish(batch)
-        hidden = {layer: out.hidden_states[layer][0, : batch.num_rows] for layer in batch.hidden}
+        last = self.info.num_layers
+        hidden = {
+            layer: out.hidden_states[-1 if layer == last else layer][0, : batch.num_rows] for layer in batch.hidden
+        }
         return Output(out.logits[0, :wanted].float(), hidden)
+
+    @contextmanager
+    def _only(self, layers: tuple[int, ...] | None) -> Iterator[None]:
+        """Run some of the decoder's layers, for one forward; each still knows its own number."""
+        if layers is None:
+            yield
+            return
+        decoder = self.module.get_decoder()
+        every = getattr(decoder, "layers", None)
+        if not isinstance(every, torch.nn.ModuleList):
+            raise ModelError(f"{self.info.architecture} keeps its layers where forerun cannot choose among them")
+        decoder.layers = torch.nn.ModuleList([every[index] for index in layers])
+        try:
+            yield
+        finally:
+            decoder.layers = every
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -59,10 +59,6 @@ class Layerskip(Drafter[LayerskipConfig]):
         self.layers = config.layers or tuple(range(config.exit_layer or max(1, info.num_layers // 2)))
         if self.layers[-1] >= info.num_layers:
             raise ConfigError(f"the target has layers 0 to {info.num_layers - 1}, not {self.layers[-1]}")
-        if not info.path.startswith("native"):
-            raise ConfigError(
-                f"method 'layerskip' needs the native path (Llama family); {info.name} runs on {info.path}"
-            )
         self.head: MedusaHead | None = None
         if config.exit_head is not None:
             head = MedusaHead.load(resolve(config.exit_head)).to(device=info.device, dtype=info.dtype)
