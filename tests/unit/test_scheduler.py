@@ -1,0 +1,383 @@
+"""The scheduler against an account of rows, pages and turns; no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from forerun import LLM, SamplingParams
+from forerun.cache.pool import Pages
+from forerun.cache.prefix import PrefixTree
+from forerun.core.errors import ConfigError, RequestError
+from forerun.core.sequence import Sequence
+from forerun.engine.config import EngineConfig
+from forerun.engine.memory import parse_bytes
+from forerun.engine.scheduler import PATIENCE, Pace, Scheduler
+
+PARAMS = SimpleNamespace()
+
+
+def sequence(key: int, prompt: int, output: int = 4, priority: int = 0, tokens: list[int] | None = None) -> Sequence:
+    made = Sequence(key, tokens or [key] * prompt, prompt, PARAMS, seed=0, max_tokens=prompt + output)
+    made.priority = priority
+    return made
+
+
+class Rounds:
+    """Plays the part of the round: feeds what was scheduled, and answers like a model that always says ``key + 1``
+    and accepts as much of a draft as it is told to."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.done: list[Sequence] = []
+
+    def step(self, accepted: Callable[[Sequence], int] = lambda sequence: 0) -> list[Sequence]:
+        pool = self.scheduler.pool
+        chosen = self.scheduler.schedule()
+        for one in chosen:
+            end = one.cached + one.scheduled + (one.room or 0)
+            pool.reserve(one.id, end)
+            pool.advance(one.id, end)
+            emitted = 0
+            if one.decodes:
+                emitted = 1 + min(accepted(one), one.room or 0, one.remaining - 1)
+            one.cached += one.scheduled + max(0, emitted - 1)
+            pool.truncate(one.id, one.cached)
+            one.tokens.extend([one.id + 1] * emitted)
+        for one in chosen:
+            if one.remaining == 0:
+                self.scheduler.remove(one)
+                self.done.append(one)
+        self.scheduler.observe(0.0)
+        return chosen
+
+    def finish(self, limit: int) -> None:
+        """Step until idle, in at most ``limit`` rounds."""
+        for _ in range(limit):
+            if not self.scheduler.busy:
+                return
+            assert self.step(), "the scheduler is busy and schedules nobody"
+        raise AssertionError(f"not done after {limit} rounds")
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random adds, rounds, cancels and pauses on a pool that is too small for all."""
+
+    @initialize(
+        page_size=st.integers(1, 6),
+        num_pages=st.integers(6, 16),
+        seqs=st.integers(1, 5),
+        rows=st.integers(5, 24),
+        prefill=st.sampled_from([None, 1, 3, 50]),
+        shared=st.booleans(),
+        nodes=st.integers(0, 4),
+    )
+    def start(
+        self, page_size: int, num_pages: int, seqs: int, rows: int, prefill: int | None, shared: bool, nodes: int
+    ) -> None:
+        self.pool = Pages(num_pages, page_size)
+        self.nodes = nodes
+        self.admitted: dict[int, int] = {}
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=rows,
+            draft_rows=self.draft_rows,
+            pace=Pace(prefill),
+            tree=PrefixTree(self.pool) if shared else None,
+            on_admit=lambda one, reused: self.admitted.__setitem__(one.id, reused),
+            on_preempt=self.preempted,
+        )
+        self.rounds = Rounds(self.scheduler)
+        self.alive: dict[int, Sequence] = {}
+        self.paused: list[Sequence] = []
+        self.victims: list[Sequence] = []
+        self.keys = 0
+
+    def draft_rows(self, one: Sequence) -> int:
+        return min(self.nodes, one.remaining - 1) if one.decodes else 0
+
+    def preempted(self, victim: Sequence) -> None:
+        assert all(victim.rank >= other.rank for other in self.scheduler.running)
+        self.victims.append(victim)
+
+    @rule(prompt=st.integers(1, 20), output=st.integers(1, 8), priority=st.integers(-1, 1), like=st.integers(0, 1))
+    def add(self, prompt: int, output: int, priority: int, like: int) -> None:
+        self.keys += 1
+        one = sequence(self.keys, prompt, output, priority, tokens=[like] * prompt)
+        if self.pool.pages_for(prompt + output) > self.pool.num_pages:
+            with pytest.raises(RequestError, match="tokens of KV cache"):
+                self.scheduler.add(one)
+        else:
+            self.scheduler.add(one)
+            self.alive[one.id] = one
+
+    @rule(luck=st.integers(0, 4))
+    def round(self, luck: int) -> None:
+        self.victims.clear()
+        waiting = [one.id for one in self.scheduler.waiting]
+        tokens = {key: len(one.tokens) for key, one in self.alive.items()}
+        cached = {one.id: one.cached for one in self.scheduler.running}
+        chosen = self.rounds.step(lambda one: luck)
+        self.check_rows(chosen, tokens, cached)
+        self.check_turns(chosen, waiting)
+        for one in self.rounds.done:
+            self.alive.pop(one.id, None)
+
+    def check_rows(self, chosen: list[Sequence], tokens: dict[int, int], cached: dict[int, int]) -> None:
+        """Everyone who lacked one token got it, whatever else there was; the budget held."""
+        assert len({one.id for one in chosen}) == len(chosen)
+        used = 0
+        victims = {one.id for one in self.victims}
+        for one in chosen:
+            used += one.scheduled + (one.room or 0)
+            assert one.scheduled >= 1
+            assert 0 <= (one.room or 0) <= self.nodes
+        assert used <= self.scheduler.max_rows
+        decoding = {key for key, count in cached.items() if tokens[key] == count + 1 and tokens[key] > 1} - victims
+        started = {key for key in decoding if tokens[key] > self.alive[key].num_prompt}
+        assert started <= {one.id for one in chosen}
+        if not started and (self.scheduler.running or cached):
+            assert chosen
+
+    def check_turns(self, chosen: list[Sequence], waiting: list[int]) -> None:
+        """Nobody is admitted past someone who has waited in front."""
+        admitted = [key for key in waiting if key not in [one.id for one in self.scheduler.waiting]]
+        assert admitted == waiting[: len(admitted)] or self.victims
+        ranks = [one.rank for one in self.scheduler.running]
+        assert ranks == sorted(ranks)
+        assert len(ranks) <= self.scheduler.max_num_seqs
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.alive:
+            key = data.draw(st.sampled_from(sorted(self.alive)))
+            one = self.alive.pop(key)
+            if one in self.paused:
+                self.paused.remove(one)
+            self.scheduler.remove(one)
+            assert key not in self.pool.tables
+
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        if self.alive:
+            one = self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
+            if one not in self.paused:
+                self.scheduler.remove(one)
+                one.cached = one.scheduled = 0
+                self.paused.append(one)
+
+    @rule()
+    def resume(self) -> None:
+        if self.paused:
+            self.scheduler.add(self.paused.pop())
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check()
+        running = {one.id: one for one in self.scheduler.running}
+        assert set(self.pool.tables) <= set(running)
+        for key, one in running.items():
+            assert self.pool.length(key) == one.cached <= len(one.tokens)
+            assert self.admitted[key] <= len(one.tokens) - 1
+        assert all(one.cached == 0 for one in self.scheduler.waiting)
+
+    def teardown(self) -> None:
+        """Whatever happened, everyone's turn comes, and nothing is left."""
+        if not hasattr(self, "pool"):
+            return
+        while self.paused:
+            self.resume()
+        todo = sum(2 * len(one.tokens) + 2 * one.remaining for one in self.alive.values())
+        self.rounds.finish(limit=20 + 4 * todo)
+        assert not self.pool.tables
+        assert self.pool.num_free + self.pool.num_idle == self.pool.num_pages
+        self.pool.check()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=80, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+def make(num_pages: int = 100, page_size: int = 4, **options) -> tuple[Scheduler, Rounds]:
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
+    scheduler = Scheduler(Pages(num_pages, page_size), **given)
+    return scheduler, Rounds(scheduler)
+
+
+def test_a_long_prompt_does_not_stop_the_others():
+    scheduler, rounds = make(pace=Pace(8), draft_rows=lambda one: min(3, one.remaining - 1))
+    for key in (1, 2):
+        scheduler.add(sequence(key, 5, output=60))
+    rounds.step()
+    scheduler.add(sequence(3, 50))
+    for _ in range(6):
+        chosen = {one.id: (one.scheduled, one.room) for one in scheduler.schedule()}
+        assert chosen == {1: (1, 3), 2: (1, 3), 3: (8, 0)}
+        scheduler.running[-1].cached += 8
+        scheduler.pool.advance(3, scheduler.running[-1].cached)
+    assert [one.scheduled for one in scheduler.schedule()] == [1, 1, 2]
+
+
+def test_without_others_a_prompt_gets_every_row():
+    scheduler, rounds = make(pace=Pace(8))
+    scheduler.add(sequence(1, 50))
+    assert rounds.step()[0].scheduled == 50
+
+
+def test_a_request_drafts_for_its_own_rows_only():
+    """Four requests on 20 rows: 1 + 3 for those who draft, 1 for who does not, 1 near its end."""
+    drafts = {1: 3, 2: 0, 3: 3, 4: 3}
+    scheduler, rounds = make(
+        max_num_batched_tokens=12, draft_rows=lambda one: min(drafts[one.id], one.remaining - 1) if one.decodes else 0
+    )
+    for key in drafts:
+        scheduler.add(sequence(key, 1, output=3 if key == 4 else 20))
+    rounds.step()
+    assert {one.id: one.room for one in rounds.step()} == {1: 3, 2: 0, 3: 3, 4: 1}
+
+
+def test_a_draft_without_pages_becomes_plain_decoding():
+    scheduler, rounds = make(num_pages=2, draft_rows=lambda one: 3 if one.decodes else 0)
+    scheduler.add(sequence(1, 4, output=4))
+    rounds.step()
+    assert [one.room for one in rounds.step()] == [3]
+    assert [one.room for one in rounds.step()] == [0]
+    rounds.finish(10)
+
+
+def test_low_priority_waits_but_not_for_ever():
+    """A stream of urgent requests, one per round: the patient one is served after ``PATIENCE`` rounds at most."""
+    scheduler, rounds = make(max_num_seqs=1)
+    patient = sequence(0, 2, output=2, priority=1)
+    scheduler.add(patient)
+    for key in range(1, 2 * PATIENCE):
+        scheduler.add(sequence(key, 2, output=2))
+        rounds.step()
+        if patient in rounds.done:
+            break
+    assert PATIENCE < scheduler.clock < 2.1 * PATIENCE
+    assert len(rounds.done) > PATIENCE / 2.1
+
+
+def test_urgent_requests_are_admitted_first_and_preempted_last():
+    scheduler, rounds = make(num_pages=6, max_num_seqs=2)
+    for key, priority in ((1, 1), (2, 0), (3, -1)):
+        scheduler.add(sequence(key, 8, output=12, priority=priority))
+    rounds.step()
+    assert [one.id for one in scheduler.running] == [3, 2]
+    while len(scheduler.running) == 2:
+        rounds.step()
+    assert [one.id for one in scheduler.running] == [3]
+    assert [one.id for one in scheduler.waiting] == [2, 1]
+    rounds.finish(200)
+    assert [one.id for one in rounds.done] == [3, 2, 1]
+
+
+class Clock:
+    """Seconds of a round on a machine where each decoding row and each prompt token has a price."""
+
+    def __init__(self, base: float, row: float, token: float) -> None:
+        self.base, self.row, self.token = base, row, token
+
+    def seconds(self, decoding: int, tokens: int) -> float:
+        return self.base + self.row * decoding + self.token * tokens
+
+
+@pytest.mark.parametrize("machine", [Clock(2.0, 0.3, 0.15), Clock(4.0, 0.01, 0.005), Clock(0.5, 0.5, 0.5)])
+def test_pace_at_most_doubles_a_round(machine: Clock) -> None:
+    pace = Pace()
+    for _ in range(20):
+        pace.observe(7, 0, machine.seconds(7, 0))
+    for _ in range(40):
+        tokens = pace.allowance(7)
+        pace.observe(7, tokens, machine.seconds(7, tokens))
+    ratio = machine.seconds(7, pace.allowance(7)) / machine.seconds(7, 0)
+    assert ratio <= 2.0 or pace.allowance(7) == 16
+    assert ratio >= 1.5, "prompts are read no slower than the bound asks for"
+
+
+def test_one_slow_round_does_not_open_the_gate() -> None:
+    pace, machine = Pace(), Clock(2.0, 0.3, 0.15)
+    for _ in range(20):
+        pace.observe(7, 0, machine.seconds(7, 0))
+        pace.observe(7, 16, machine.seconds(7, 16))
+    before = pace.allowance(7)
+    pace.observe(7, 0, 100.0)
+    assert pace.allowance(7) <= 1.5 * before
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2 << 30), ("512 MB", 512_000_000), (4096, 4096), ("1.5kib", 1536), ("77", 77)]
+)
+def test_memory_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["much", "2 GiBs", "-1", "", True])
+def test_memory_sizes_that_are_none(text) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory must be"):
+        EngineConfig(kv_cache_memory=text)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "every running request needs a row"),
+        ({"kv_cache_memory": "1MB", "num_pages": 4}, "give one of them"),
+        ({"prefix_caching": True}, "set page_size"),
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens must be"),
+    ],
+)
+def test_options_that_contradict_each_other(options: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(**options)
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+def test_one_budget_for_target_and_draft(llm: Callable[..., LLM], tiny_draft: str) -> None:
+    """The bytes of all pools are within the budget, every pool holds the same tokens, and little is left over."""
+    draft = {"method": "draft_model", "model": tiny_draft}
+    engine = llm(draft, page_size=8, kv_cache_memory=200_000).engine
+    sizes = [sum(t.nbytes for t in (*pool.keys, *pool.values)) for pool in engine.pools]
+    assert len(sizes) == 2
+    assert 190_000 < sum(sizes) <= 200_000
+    assert engine.pools[0].num_tokens == engine.pools[1].num_tokens == engine.kv_cache_tokens
+    assert engine.max_model_len <= engine.kv_cache_tokens
+    with pytest.raises(ConfigError, match="less than one page of every KV cache"):
+        llm(draft, page_size=8, kv_cache_memory=2_000)
+
+
+def test_a_pool_too_small_for_a_request_says_so(llm: Callable[..., LLM]) -> None:
+    small = llm(page_size=8, num_pages=4, max_model_len=64)
+    with pytest.raises(RequestError, match="the pool holds 32"):
+        small.generate("a" * 30, GREEDY)
+    assert len(small.generate("a" * 12, GREEDY)[0].outputs[0].token_ids) == 20
+    small.engine.check()
+
+
+def test_a_full_draft_pool_means_plain_decoding(llm: Callable[..., LLM], tiny_draft: str) -> None:
+    """Not an error, not a lost drafter: the next request drafts again."""
+    model = llm({"method": "draft_model", "model": tiny_draft}, page_size=8, prefix_caching=False)
+    pool = model.engine.pools[1]
+    blocker = -1
+    pool.reserve(blocker, 8 * (pool.num_pages - 1))
+    crowded = model.generate("hello there", GREEDY)[0]
+    pool.free(blocker)
+    roomy = model.generate("hello there", GREEDY)[0]
+    assert crowded.outputs[0].token_ids == roomy.outputs[0].token_ids
+    assert crowded.metrics.num_drafts == 0
+    assert crowded.metrics.draft_error is None
+    assert roomy.metrics.num_drafts > 0
+    model.engine.check()
