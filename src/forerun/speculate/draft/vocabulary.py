@@ -62,19 +62,19 @@ class Bridge:
     """From a target's vocabulary to a draft's and back.
 
     ``shared`` maps the target's ids to the draft's where both have a token: equal bytes, equal special names, and the
-    tokens that end a text. Raises ConfigError where they share nothing.
+    tokens that end a text. Raises ConfigError where they share no text.
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary, target_eos: frozenset[int], draft_eos: frozenset[int]):
         self.target = target
         self.draft = draft
         self.shared = {i: draft.ids[text] for i, text in target.bytes.items() if text in draft.ids}
+        if not self.shared:
+            raise ConfigError("the draft's vocabulary shares no token with the target's: choose another draft")
         names = {name: i for i, name in draft.names.items()}
         self.shared.update({i: names[name] for i, name in target.names.items() if name in names})
         if target_eos and draft_eos:
             self.shared[min(target_eos)] = min(draft_eos)
-        if not self.shared:
-            raise ConfigError("the draft's vocabulary shares no token with the target's: choose another draft")
 
     @cached_property
     def back(self) -> dict[int, int]:

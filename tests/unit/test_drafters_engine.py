@@ -1,0 +1,234 @@
+"""Every history, composed and cross-vocabulary drafter in an engine: plain decoding's tokens, and no state left."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
+from transformers import LlamaForCausalLM
+
+from forerun import LLM, SamplingParams
+
+PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
+TREE_NODES = 9
+
+
+@pytest.fixture(scope="session")
+def tiny_stranger(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> str:
+    """The draft with a vocabulary of its own: other ids, and some of the target's tokens missing."""
+    folder = tmp_path_factory.mktemp("tiny_stranger")
+    rest = [token for token in ALPHABET[2:] if token not in "qQzZ#~"]
+    random.Random(0).shuffle(rest)
+    alphabet = [EOS, UNKNOWN, *rest]
+    weights = LlamaForCausalLM.from_pretrained(tiny_draft).state_dict()
+    rows = torch.tensor([ALPHABET.index(token) for token in alphabet])
+    for name, value in weights.items():
+        if value.shape and value.shape[0] == len(ALPHABET):
+            weights[name] = value[rows]
+    model = tiny_llama(layers=1, vocab_size=len(alphabet))
+    model.load_state_dict(weights)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, alphabet)
+    return str(folder)
+
+
+@pytest.fixture
+def places(tiny_draft: str, tiny_stranger: str) -> dict[str, str]:
+    return {"DRAFT": tiny_draft, "STRANGER": tiny_stranger}
+
+
+def fill(options: Any, places: dict[str, str]) -> Any:
+    if isinstance(options, dict):
+        return {key: fill(value, places) for key, value in options.items()}
+    if isinstance(options, list):
+        return [fill(value, places) for value in options]
+    return places.get(options, options) if isinstance(options, str) else options
+
+
+DRAFT = {"method": "draft_model", "model": "DRAFT"}
+STRANGER = {"method": "draft_model", "model": "STRANGER", "use_heterogeneous_vocab": True}
+STAGED = {"method": "staged", "model": "DRAFT", "num_speculative_tokens": 5}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {"method": "prompt_lookup", "prompt_lookup_min": 1},
+    "ngram": {"method": "ngram"},
+    "ngram-counts": {"method": "ngram", "counts_as_q": True},
+    "random": {"method": "random"},
+    "random-tree": {"method": "random", "tree": [3, 2]},
+    "table": {"method": "table", "table_file": __file__},
+    "suffix": {"method": "suffix"},
+    "suffix-best-first": {"method": "suffix", "tree_nodes": TREE_NODES},
+    "token_recycling": {"method": "token_recycling"},
+    "token_recycling-best-first": {"method": "token_recycling", "tree_nodes": TREE_NODES},
+    "merged": {"method": "merged", "drafters": [{"method": "ngram"}, DRAFT]},
+    "cascade": {"method": "cascade", "drafters": [{"method": "ngram"}, DRAFT], "min_confidence": 0.5},
+    "staged": STAGED,
+    "staged-twice": {**STAGED, "drafter": {**STAGED, "num_speculative_tokens": 3}},
+    "staged-model": {**STAGED, "drafter": {**DRAFT, "tree": [2, 1]}},
+    "tli": STRANGER,
+    "tli-tree": {**STRANGER, "tree": [2, 2, 1]},
+    "slem": {**STRANGER, "heterogeneous_vocab_method": "slem"},
+}
+
+
+def params(temperature: float) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=20, ignore_eos=True)
+        for seed in range(len(PROMPTS))
+    ]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_same_tokens_as_plain_decoding_and_nothing_is_kept(name: str, llm, places: dict[str, str]) -> None:
+    speculative = LLM(llm().config.model, speculative_config=fill(CONFIGS[name], places), max_num_seqs=3)
+    engine = speculative.engine
+    drafter = next(iter(engine.router.drafters.values()))
+    for temperature in (0.0, 0.8):
+        plain = llm().generate(PROMPTS, params(temperature))
+        jobs = [
+            engine.add(speculative.encode(prompt)[1], options)[0]
+            for prompt, options in zip(PROMPTS, params(temperature))
+        ]
+        drafted = 0
+        while engine.busy:
+            for update in engine.step():
+                tokens = update.job.sequence.tokens
+                cached = drafter.cached_tokens(update.job.sequence)
+                assert cached is None or cached == tokens[: len(cached)]
+        drafted = sum(job.metrics.num_draft_tokens for job in jobs)
+        assert drafted > 0
+        assert [job.metrics.draft_error for job in jobs] == [None] * len(jobs)
+        assert [job.output_ids for job in jobs] == [answer.outputs[0].token_ids for answer in plain]
+    engine.check()
+    assert kept(drafter, {job.sequence.id for job in jobs}) == []
+
+
+def kept(part: Any, ids: set[int], seen: tuple[int, ...] = ()) -> list[str]:
+    """Names of what still belongs to one of the sequences ``ids`` in a drafter and the drafters inside it."""
+    found = []
+    for name, value in vars(part).items():
+        holders = value if isinstance(value, list) else [value]
+        for holder in holders:
+            if isinstance(holder, dict) and name not in ("matrix", "after", "likeliest") and ids & set(holder):
+                found.append(name)
+            if name in ("base", "inner", "parts", "policy") and id(holder) not in seen:
+                found += kept(holder, ids, (*seen, id(holder)))
+    for pool in part.pools() if hasattr(part, "pools") else []:
+        found += [f"pages of {key}" for key in pool.tables if key in ids]
+    return found
+
+
+def test_staged_drafts_what_its_draft_model_alone_would(llm, places: dict[str, str]) -> None:
+    alone = fill({**DRAFT, "num_speculative_tokens": 5}, places)
+    for temperature in (0.0, 0.8):
+        rounds = []
+        for config in (alone, fill(STAGED, places), fill(CONFIGS["staged-twice"], places)):
+            answers = llm(config).generate(PROMPTS, params(temperature))
+            rounds.append([answer.metrics.acceptance_histogram for answer in answers])
+        assert rounds[0] == rounds[1] == rounds[2]
+
+
+def test_staged_saves_forwards_of_its_draft_model(llm, tiny_target: str, tiny_draft: str) -> None:
+    config = {"method": "staged", "model": tiny_draft, "num_speculative_tokens": 5,
+              "drafter": {"method": "draft_model", "model": tiny_draft}}  # fmt: skip
+    speculative = LLM(tiny_target, speculative_config=config)
+    speculative.generate(PROMPTS, params(0.0))
+    counts = next(iter(speculative.engine.router.drafters.values())).counts
+    assert counts.tokens > 2.5 * counts.rounds
+    assert counts.num_accepted_draft_tokens > 0.9 * counts.num_draft_tokens
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_staged_tokens_carry_the_draft_models_own_law(rule: str, llm, tiny_draft: str, places) -> None:
+    """q of every drafted token, against the draft checkpoint run by transformers."""
+    speculative = llm(fill({**STAGED, "accept": rule}, places))
+    model = LlamaForCausalLM.from_pretrained(tiny_draft).eval()
+    drafter = next(iter(speculative.engine.router.drafters.values()))
+    job = speculative.engine.add(speculative.encode(PROMPTS[1])[1], params(0.8)[1])[0]
+    seen = 0
+    propose = drafter.propose
+
+    def checked(sequences, budgets):
+        nonlocal seen
+        drafts = propose(sequences, budgets)
+        for sequence, draft in zip(sequences, drafts):
+            with torch.inference_mode():
+                text = torch.tensor([sequence.tokens + draft.tokens])
+                logits = model(text).logits[0, len(sequence.tokens) - 1 :]
+            for depth in range(len(draft)):
+                (trial,) = draft.trials[depth]
+                expected = torch.softmax(logits[depth] / 0.8, dim=0)
+                torch.testing.assert_close(draft.q[trial.row], expected, atol=1e-5, rtol=1e-3)
+                seen += 1
+        return drafts
+
+    drafter.propose = checked
+    try:
+        while speculative.engine.busy:
+            speculative.engine.step()
+    finally:
+        del drafter.propose
+    assert job.metrics.draft_error is None
+    assert seen > 20
+
+
+def test_token_recycling_remembers_the_targets_top_candidates(llm, tiny_target: str) -> None:
+    speculative = LLM(tiny_target, speculative_config={"method": "token_recycling", "recycled_candidates": 4})
+    answer = speculative.generate(["ab"], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))[0]
+    matrix = next(iter(speculative.engine.router.drafters.values())).matrix
+    prompt = answer.prompt_token_ids
+    model = LlamaForCausalLM.from_pretrained(tiny_target).eval()
+    with torch.inference_mode():
+        expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], dim=0).topk(4)
+    ids, logs = matrix[prompt[-1]]
+    assert ids == expected.indices.tolist()
+    assert logs == pytest.approx(expected.values.tolist(), abs=1e-4)
+
+
+def test_tree_nodes_bound_the_drafts(llm) -> None:
+    for method in ("suffix", "token_recycling"):
+        speculative = llm({"method": method, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4})
+        drafter = next(iter(speculative.engine.router.drafters.values()))
+        sizes, propose = [], drafter.propose
+
+        def recorded(sequences, budgets, propose=propose, sizes=sizes):
+            drafts = propose(sequences, budgets)
+            sizes.extend((len(draft), draft.depth) for draft in drafts)
+            return drafts
+
+        drafter.propose = recorded
+        try:
+            speculative.generate(PROMPTS, params(0.8))
+        finally:
+            del drafter.propose
+        # The suffix drafter stops before its budget where nothing else has followed the match.
+        assert max(size for size, _ in sizes) in ((TREE_NODES,) if method == "token_recycling" else range(2, TREE_NODES))
+        assert max(depth for _, depth in sizes) <= 4
+        assert any(depth < size for size, depth in sizes)
+
+
+def test_a_copy_of_the_target_is_accepted_whole_through_every_composition(llm, tiny_target: str) -> None:
+    same = {"method": "draft_model", "model": tiny_target}
+    for config in (
+        {"method": "staged", "model": tiny_target, "num_speculative_tokens": 4},
+        {"method": "merged", "drafters": [{"method": "random"}, same]},
+        {"method": "cascade", "drafters": [{"method": "prompt_lookup"}, same], "min_confidence": 1.0},
+        {**same, "use_heterogeneous_vocab": True},
+        {**same, "use_heterogeneous_vocab": True, "heterogeneous_vocab_method": "slem"},
+    ):
+        answers = llm(copy.deepcopy(config)).generate(PROMPTS, params(0.0))
+        assert [answer.metrics.match_rate for answer in answers] == [1.0] * len(PROMPTS), config
+
+
+def test_a_checkpoint_without_shared_tokens_is_refused(tmp_path: Path, tiny_target: str) -> None:
+    from forerun import ConfigError
+
+    tiny_llama(layers=1, vocab_size=3).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, ["<other>", "é", "ß"])
+    with pytest.raises(ConfigError, match="shares no token"):
+        LLM(tiny_target, speculative_config={"method": "draft_model", "model": str(tmp_path),
+                                             "use_heterogeneous_vocab": True})  # fmt: skip
