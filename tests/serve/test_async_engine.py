@@ -1,0 +1,253 @@
+"""The engine thread: streaming, cancelling, slow readers, failures, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.core.errors import RequestError
+from forerun.engine.async_engine import AsyncEngine, ClosedError, Delta, QueueFullError, TimeLimitError
+
+PROMPT = "def parse("
+LONG = SamplingParams(temperature=0.9, seed=3, max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(served: LLM) -> Iterator[AsyncEngine]:
+    asynchronous = AsyncEngine(served.engine, max_queue=4, max_backlog=8)
+    yield asynchronous
+    asynchronous.close()
+    assert not served.engine.jobs
+    served.engine.check()
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+async def read(stream: Any) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+def joined(deltas: list[Delta]) -> tuple[str, list[int]]:
+    return "".join(d.text for d in deltas), [token for d in deltas for token in d.token_ids]
+
+
+def test_streams_what_a_lone_decode_gives(engine: AsyncEngine, served: LLM) -> None:
+    params = [SamplingParams(temperature=t, seed=s, max_tokens=40) for t in (0.0, 0.9) for s in (1, 2, 3)]
+    expected = served.generate([PROMPT] * 6, params, speculate=False)
+
+    async def work() -> list[list[Delta]]:
+        ids = served.tokenizer.encode(PROMPT)
+        methods = ["draft_model", "ngram", None] * 2
+        streams = [await engine.submit(ids, p, method=m) for p, m in zip(params, methods)]
+        return await asyncio.gather(*map(read, streams))
+
+    for deltas, lone in zip(run(work()), expected):
+        assert joined(deltas) == (lone.outputs[0].text, lone.outputs[0].token_ids)
+        assert [d.finish.reason for d in deltas if d.finish] == [lone.outputs[0].finish_reason]
+        assert len(deltas) > 1
+
+
+def test_n_answers_share_a_stream(engine: AsyncEngine, served: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=12)
+    expected = served.generate([PROMPT], params, speculate=False)[0].outputs
+
+    async def work() -> list[Delta]:
+        return await read(await engine.submit(served.tokenizer.encode(PROMPT), params))
+
+    deltas = run(work())
+    for answer in expected:
+        assert joined([d for d in deltas if d.index == answer.index])[1] == answer.token_ids
+
+
+def test_leaving_the_loop_aborts_and_frees(engine: AsyncEngine, served: LLM) -> None:
+    async def work() -> None:
+        answers = engine.generate(served.tokenizer.encode(PROMPT), LONG)
+        async for _ in answers:
+            break
+        await answers.aclose()
+        for _ in range(500):
+            if not served.engine.jobs:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("the aborted request still runs")
+
+    run(work())
+    assert not engine.streams
+
+
+def test_cancelling_the_reader_aborts(engine: AsyncEngine, served: LLM) -> None:
+    async def work() -> None:
+        async def consume() -> None:
+            async for _ in engine.generate(served.tokenizer.encode(PROMPT), LONG):
+                pass
+
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert not engine.streams
+
+    run(work())
+
+
+def test_a_slow_reader_is_set_aside_and_loses_nothing(engine: AsyncEngine, served: LLM) -> None:
+    ids = served.tokenizer.encode(PROMPT)
+    expected = served.generate([PROMPT], LONG, speculate=False)[0].outputs[0]
+
+    async def work() -> list[Delta]:
+        slow = await engine.submit(ids, LONG, speculate=False)
+        while not slow._paused:
+            await asyncio.sleep(0.005)
+        backlog = slow.backlog
+        others = [await engine.submit(ids, SamplingParams(max_tokens=60, seed=1)) for _ in range(4)]
+        await asyncio.gather(*map(read, others))
+        # The others were not stalled, the slow one made nothing more, and its pages are free.
+        assert slow.backlog == backlog == engine.max_backlog
+        assert not served.engine.target.cache.pool.tables
+        assert engine.num_paused == 1
+        return await read(slow)
+
+    deltas = run(work())
+    assert joined(deltas) == (expected.text, expected.token_ids)
+    assert served.engine.stats.preemptions > 0
+
+
+def test_a_set_aside_request_can_be_aborted(engine: AsyncEngine, served: LLM) -> None:
+    async def work() -> None:
+        slow = await engine.submit(served.tokenizer.encode(PROMPT), LONG)
+        while not slow._paused:
+            await asyncio.sleep(0.005)
+        slow.abort()
+
+    run(work())
+
+
+def test_a_failing_round_ends_its_requests_only(
+    engine: AsyncEngine, served: LLM, monkeypatch: pytest.MonkeyPatch, plain: Callable[..., Any]
+) -> None:
+    ids = served.tokenizer.encode(PROMPT)
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    expected = plain(PROMPT, params)
+    model = served.engine.model
+    forward = model.forward
+    calls = 0
+
+    def broken(batch: Any, cache: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise MemoryError("no memory for this batch")
+        return forward(batch, cache)
+
+    async def work() -> None:
+        monkeypatch.setattr(model, "forward", broken)
+        streams = [await engine.submit(ids, LONG, speculate=False) for _ in range(5)]
+        results = await asyncio.gather(*map(read, streams))
+        reasons = [deltas[-1].finish for deltas in results]
+        assert [f.reason for f in reasons] == ["error"] * 4 + ["length"], "max_num_seqs is 4: the fifth was waiting"
+        assert "MemoryError: no memory for this batch" in str(reasons[0].stopped_by)
+        after = await read(await engine.submit(ids, params))
+        assert joined(after)[1] == expected.token_ids
+
+    run(work())
+
+
+def test_a_full_queue_refuses(engine: AsyncEngine, served: LLM) -> None:
+    async def work() -> None:
+        ids = served.tokenizer.encode(PROMPT)
+        streams = [await engine.submit(ids, LONG) for _ in range(8)]
+        with pytest.raises(QueueFullError, match="4 requests are waiting"):
+            await engine.submit(ids, LONG)
+        streams[0].abort()
+        streams.append(await engine.submit(ids, LONG))
+        for stream in streams:
+            stream.abort()
+
+    run(work())
+
+
+def test_a_bad_request_fails_alone(engine: AsyncEngine, served: LLM) -> None:
+    async def work() -> None:
+        ids = served.tokenizer.encode(PROMPT)
+        good = await engine.submit(ids, SamplingParams(max_tokens=8))
+        with pytest.raises(RequestError, match="empty"):
+            await engine.submit([], LONG)
+        with pytest.raises(RequestError, match="not loaded; there is draft_model, ngram, pattern"):
+            await engine.submit(ids, LONG, method="medusa")
+        with pytest.raises(RequestError, match="from 0 to 3"):
+            await engine.submit(ids, LONG, max_draft=9)
+        assert (await read(good))[-1].finish.reason == "length"
+        assert not engine.streams
+
+    run(work())
+
+
+def test_a_request_has_so_much_time(engine: AsyncEngine, served: LLM) -> None:
+    async def work() -> None:
+        ids = served.tokenizer.encode(PROMPT)
+        with pytest.raises(TimeLimitError, match=r"0\.05 seconds"):
+            await read(await engine.submit(ids, LONG, timeout=0.05))
+
+    run(work())
+
+
+def test_draining_finishes_what_runs(engine: AsyncEngine, served: LLM) -> None:
+    ids = served.tokenizer.encode(PROMPT)
+
+    async def work() -> None:
+        stream = await engine.submit(ids, SamplingParams(max_tokens=30, ignore_eos=True))
+        reading = asyncio.create_task(read(stream))
+        draining = asyncio.create_task(engine.drain(30))
+        await asyncio.sleep(0)
+        with pytest.raises(ClosedError):
+            await engine.submit(ids, LONG)
+        await draining
+        assert len(joined(await reading)[1]) == 30
+
+    run(work())
+
+
+def test_draining_gives_up_in_time(engine: AsyncEngine, served: LLM) -> None:
+    async def work() -> None:
+        stream = await engine.submit(served.tokenizer.encode(PROMPT), LONG)
+        reading = asyncio.create_task(read(stream))
+        await engine.drain(0.05)
+        with pytest.raises(ClosedError, match="shut down before this request ended"):
+            await reading
+
+    run(work())
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_text_that_may_become_a_stop_is_held_back(engine: AsyncEngine, served: LLM, include: bool) -> None:
+    """Stops taken out of the answer itself, at every length, so that they cross tokens."""
+    ids = served.tokenizer.encode(PROMPT)
+    base = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
+    text = served.generate([PROMPT], base, speculate=False)[0].outputs[0].text
+
+    async def work(stop: str) -> list[Delta]:
+        params = SamplingParams(
+            temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, stop=[stop, "never said"],
+            include_stop_str_in_output=include,
+        )  # fmt: skip
+        return await read(await engine.submit(ids, params))
+
+    for start, length in ((20, 2), (31, 7), (40, 15)):
+        stop = text[start : start + length]
+        at = text.index(stop)
+        expected = text[: at + len(stop)] if include else text[:at]
+        deltas = run(work(stop))
+        assert joined(deltas)[0] == expected
+        shown = ""
+        for delta in deltas:
+            shown += delta.text
+            assert expected.startswith(shown)
+        assert deltas[-1].finish.stopped_by == stop
