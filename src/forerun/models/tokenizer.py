@@ -48,18 +48,30 @@ def check_compatible(target: Any, draft: Any, target_info: ModelInfo, draft_info
 REPLACEMENT = "\ufffd"
 
 
+LONGEST_CHARACTER = 4
+WINDOW = 16
+
+
 class Detokenizer:
     """Text of a growing token list, decoded a window at a time: the whole reply is never decoded again.
 
-    A window starts at a token where the text so far was complete; text that ends inside a character is held back.
+    A window starts at a token where the text so far was complete, because some decoders spoil a whole run of byte
+    tokens that begins inside a character. Text that ends inside a character is held back until it is complete, or
+    until so many tokens have come that it never will be.
     """
 
     def __init__(self, tokenizer: Any, prompt: Seq[int] = (), *, skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
         self.skip = skip_special_tokens
         self.text = ""
-        self._window = list(prompt[-6:])
-        self._known = self._decode(self._window)
+        for size in range(LONGEST_CHARACTER, 2 * LONGEST_CHARACTER):  # one of these begins with a character
+            self._window = list(prompt[-size:])
+            decoded = self._decode(self._window)
+            if REPLACEMENT not in decoded:
+                break
+        self._known = len(decoded.removesuffix(REPLACEMENT))
+        self._mark = len(self._window)
+        self._open = 0
 
     def _decode(self, tokens: Seq[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=self.skip, clean_up_tokenization_spaces=False)
@@ -70,17 +82,37 @@ class Detokenizer:
         for token in tokens:
             self._window.append(token)
             decoded = self._decode(self._window)
-            if decoded.endswith(REPLACEMENT) and len(self._window) < 24:
+            if not decoded.endswith(REPLACEMENT):
+                self._open = 0
+                self._emit(decoded)
+                self._shorten()
                 continue
-            self.text += decoded[len(self._known) :]
-            self._window = self._window[-6:]
-            self._known = self._decode(self._window)
+            self._open += 1
+            if self._open >= LONGEST_CHARACTER:
+                self._emit(decoded[:-1])  # of bytes that are no character, only the last may still become one
+                if len(self._window) > 2 * WINDOW:
+                    self._restart(len(self._window) - LONGEST_CHARACTER)
         return self.text[start:]
+
+    def _emit(self, decoded: str) -> None:
+        self.text += decoded[self._known :]
+        self._known = max(self._known, len(decoded))
+
+    def _shorten(self) -> None:
+        """The text is complete here: note it, or drop what lies before an earlier such point."""
+        if len(self._window) <= WINDOW // 2:
+            self._mark = len(self._window)
+        elif len(self._window) > WINDOW:
+            self._restart(self._mark)
+
+    def _restart(self, first: int) -> None:
+        self._window = self._window[first:]
+        self._known = len(self._decode(self._window).removesuffix(REPLACEMENT))
+        self._mark = min(self._mark, len(self._window)) if self._open else len(self._window)
 
     def finish(self) -> str:
         """The rest, incomplete characters included."""
-        decoded = self._decode(self._window)
-        rest = decoded[len(self._known) :]
-        self._known = decoded
-        self.text += rest
-        return rest
+        start = len(self.text)
+        if self._open:
+            self._emit(self._decode(self._window))
+        return self.text[start:]
