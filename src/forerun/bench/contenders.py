@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any, Protocol
 
 from forerun.core.errors import ConfigError
@@ -14,6 +15,7 @@ from forerun.engine.llm import LLM
 from forerun.plan.estimate import Measured, measure
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
+from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
 from forerun.speculate.draft import drafters
 
 FASTEST = "none_fastest"
@@ -58,15 +60,13 @@ class EngineContender:
             "accept": speculative.accept if drafter is not None else None,
             "length": speculative.length if drafter is not None else None,
             "num_speculative_tokens": drafter.num_speculative_tokens if drafter is not None else None,
-            "synthetic": any(key.startswith("synthetic") for key in self.options),
+            "synthetic": speculative.synthetic is not None,
             "invariant": self.llm.model.row_multiple > 1,
             "model_path": self.llm.model.info.path,
         }
 
     def promises_identity(self, temperature: float) -> bool:
         rule = self.engine.rule
-        if any(key.startswith("synthetic") for key in self.options):
-            return False
         return self.llm.model.row_multiple > 1 and (rule.identity or (rule.lossless and temperature == 0.0))
 
     def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
@@ -77,32 +77,27 @@ class EngineContender:
 
 
 def method_configs(
-    methods: Seq[str], accepts: Seq[str], lengths: Seq[str], counts: Seq[int], shared: Mapping[str, Any]
+    methods: Seq[str], accepts: Seq[str], lengths: Seq[str], counts: Seq[int | None], shared: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Every combination as a ``speculative_config``, ``none`` first.
 
     A key of ``shared`` goes to the methods that know it. Raises ConfigError where none of them does, and for
     unknown names.
     """
-    known = {"accept", "length"}
     configs: list[dict[str, Any]] = [{"method": NONE}]
-    for method in dict.fromkeys(methods):
+    used: set[str] = set()
+    for method, accept, length, count in product(dict.fromkeys(methods), accepts, lengths, counts or [None]):
         if method == NONE:
             continue
-        own = {item.name for item in fields(drafters[method].config_class)}
-        known |= own
-        for accept in accepts:
-            for length in lengths:
-                for count in counts or [None]:  # type: ignore[list-item]
-                    config = {key: value for key, value in shared.items() if key in own}
-                    config |= {"method": method, "accept": accept, "length": length}
-                    if count is not None:
-                        config["num_speculative_tokens"] = count
-                    SpeculativeConfig.parse(config)
-                    configs.append(config)
+        own = {item.name for item in fields(drafters[method].config_class)} | {*rules[accept].options(), *SYNTHETIC}
+        config = {key: value for key, value in shared.items() if key in own}
+        used |= set(config)
+        config |= {"method": method, "accept": accept, "length": length}
+        if count is not None:
+            config["num_speculative_tokens"] = count
+        SpeculativeConfig.parse(config)
+        configs.append(config)
     for key in shared:
-        if key not in known:
+        if key not in used:
             raise ConfigError(f"none of the methods {', '.join(methods)} has an option {key!r}")
-    for accept in accepts:
-        rules[accept]
     return configs

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,6 +23,17 @@ def processor() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def read_bandwidth(device: torch.device, megabytes: int = 512) -> float:
+    """Bytes per second that a sum over ``megabytes`` reads, the best of several."""
+    numbers = torch.ones(megabytes << 18, dtype=torch.float32, device=device)
+    best = 0.0
+    for _ in range(5):
+        began = perf_counter()
+        float(numbers.sum())
+        best = max(best, numbers.nbytes / (perf_counter() - began))
+    return best
 
 
 def environment(llm: LLM, engine: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from forerun.bench.contenders import FASTEST, Contender, EngineContender, method_configs
-from forerun.bench.environment import environment
+from forerun.bench.environment import environment, read_bandwidth
 from forerun.bench.peers import peer_contenders
-from forerun.bench.prompts import HELD_OUT, make_prompts, repetition_rate
+from forerun.bench.prompts import HELD_OUT, RANDOM, make_prompts, repetition_rate
+from forerun.bench.shapes import bytes_per_token, random_checkpoint
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
+from forerun.models.load import resolve
 from forerun.plan.estimate import Costs, Measured, shares
 from forerun.sampling.params import SamplingParams
 
 WARM_UP_TOKENS = 8
+OUT_OF_CACHE = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,9 @@ class BenchConfig:
     prompt_set: str = HELD_OUT
     prompts_file: Path | None = None
     seed: int = 0
+    random_shape: str | None = None
+    """Measure a model of this shape with random weights."""
+    random_draft_shape: str | None = None
     fastest: bool = True
     """Measure plain decoding without bit-equal logits too."""
 
@@ -60,7 +67,27 @@ Progress = Callable[[str], None]
 
 
 def run_bench(config: BenchConfig, progress: Progress = lambda note: None) -> dict[str, Any]:
-    """``{"environment": ..., "rows": [...]}``; see docs for the rows' fields. Raises ForerunError subclasses."""
+    """``{"environment": ..., "rows": [...]}``. Raises ForerunError subclasses."""
+    with tempfile.TemporaryDirectory(prefix="forerun-bench-") as folder:
+        return _run(_with_random_models(config, Path(folder), progress), progress)
+
+
+def _with_random_models(config: BenchConfig, folder: Path, progress: Progress) -> BenchConfig:
+    """The same, with checkpoints in place of shapes. Held-out text means nothing to such models."""
+    if config.random_shape is not None:
+        if "model" in config.engine:
+            raise ConfigError("give a model or a random shape, not both")
+        progress(f"writing random weights, {config.random_shape}")
+        path = random_checkpoint(folder / config.random_shape, config.random_shape, seed=config.seed)
+        kind = RANDOM if config.prompt_set == HELD_OUT else config.prompt_set
+        config = replace(config, engine={**config.engine, "model": str(path)}, prompt_set=kind)
+    if config.random_draft_shape is not None:
+        path = random_checkpoint(folder / "draft", config.random_draft_shape, seed=config.seed + 1)
+        config = replace(config, speculative={**config.speculative, "model": str(path)})
+    return config
+
+
+def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     options = method_configs(config.methods, config.accepts, config.lengths, config.counts, config.speculative)
     llm = LLM(**config.engine)
     fastest = None
@@ -89,7 +116,9 @@ def run_bench(config: BenchConfig, progress: Progress = lambda note: None) -> di
             contender.close()
         gc.collect()
     about = environment(llm, config.engine)
+    about |= _bandwidth(llm, rows)
     about |= {
+        "random_shape": config.random_shape,
         "prompt_set": config.prompt_set if config.prompts_file is None else str(config.prompts_file),
         "prompts": len(prompts),
         "prompt_tokens": config.prompt_tokens,
@@ -174,3 +203,18 @@ def _speculation(found: Seq[Measured], plain: Seq[Measured], concurrency: int) -
         "shares": shares(rounds),
         "draft_error": total.draft_error,
     }
+
+
+def _bandwidth(llm: LLM, rows: Seq[dict[str, Any]]) -> dict[str, Any]:
+    """Bytes that a plain token reads and the bandwidth measured beside it; adds each plain row's share of it.
+
+    Only for weights that no cache holds.
+    """
+    size = bytes_per_token(resolve(llm.config.model), llm.model.info.dtype.itemsize)
+    found: dict[str, Any] = {"weight_bytes_per_token": size, "read_bandwidth": None}
+    if size >= OUT_OF_CACHE:
+        found["read_bandwidth"] = read_bandwidth(llm.model.info.device)
+        for row in rows:
+            if row["tokens_per_round"] == 1.0 and row["concurrency"] == 1:
+                row["bandwidth_share"] = size * row["tokens_per_second"] / found["read_bandwidth"]
+    return found

@@ -10,6 +10,7 @@ import typer
 
 from forerun.bench.prompts import HELD_OUT, SETS
 from forerun.bench.run import BenchConfig, run_bench
+from forerun.bench.shapes import SIZES
 from forerun.cli.console import print_json, print_table, progress, set_threads
 from forerun.cli.options import ENGINE, SPECULATIVE, Flags, parse_json, takes
 from forerun.core.errors import ConfigError
@@ -36,6 +37,7 @@ COLUMNS = {
     "cost_coefficient": "c",
     "verify_cost": "verify",
     "tokens_per_round": "tok/round",
+    "bandwidth_share": "bandwidth",
     "repetition_rate": "repeats",
     "identical": "identical",
 }
@@ -69,6 +71,10 @@ def bench(
     repeats: Annotated[int, typer.Option(help="runs of everything; medians are reported")] = 3,
     prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
     prompts_file: Annotated[Path | None, typer.Option(help="take prompts from this file, one per line")] = None,
+    random_shape: Annotated[
+        str | None, typer.Option(help=f"measure random weights of this shape instead of a model: {', '.join(SIZES)}")
+    ] = None,
+    random_draft_shape: Annotated[str | None, typer.Option(help="and a draft model of this shape")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
     fastest: Annotated[bool, typer.Option(help="measure plain decoding without bit-equal logits too")] = True,
@@ -103,6 +109,8 @@ def bench(
         prompt_set=prompt_set,
         prompts_file=prompts_file,
         seed=seed,
+        random_shape=random_shape,
+        random_draft_shape=random_draft_shape,
         fastest=fastest,
     )
     set_threads(threads)

@@ -85,8 +85,7 @@ def as_object(answer: RequestOutput) -> dict[str, Any]:
     """What ``--json`` prints."""
     output, found = answer.outputs[0], answer.metrics.as_dict()
     metrics = {name: found[name] for name in METRICS}
-    if answer.metrics.draft_error is not None:
-        metrics["draft_error"] = answer.metrics.draft_error
+    metrics |= {name: found[name] for name in ("draft_error", "synthetic") if found[name]}
     return {
         "text": output.text,
         "token_ids": output.token_ids,
@@ -109,6 +108,8 @@ def facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:
             f"{llm.speculative.method}, {metrics.rounds} rounds, "
             f"mean acceptance length {metrics.mean_acceptance_length:.2f}"
         )
+        if metrics.synthetic:
+            found["synthetic"] = "drafts were accepted at given rates: this is not the model's text"
         found["acceptance"] = (
             f"{metrics.num_accepted_draft_tokens} of {metrics.num_draft_tokens} drafted tokens ({share:.0%})"
             + (f", alpha {alpha:.2f}" if alpha is not None else "")
