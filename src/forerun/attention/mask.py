@@ -7,6 +7,9 @@ import torch
 from forerun.core.batch import Span
 
 NEG_INF = float("-inf")
+FOLDED = 4
+"""Folded rows come in fours: on CPU a product of 1 to 3 rows, or their rest in a block of 32, rounds differently, and
+one of 3 rows is slower than one of 4."""
 
 
 def ancestors(span: Span) -> torch.Tensor:
@@ -37,6 +40,13 @@ def tree_mask(span: Span, columns: int, window: int | None, dtype: torch.dtype) 
     return torch.zeros(span.count, columns, dtype=dtype).masked_fill_(~visible, NEG_INF)
 
 
+def repeat(mask: torch.Tensor, groups: int) -> torch.Tensor:
+    """A mask [rows, columns] for folded queries: group-major, padded with its last row."""
+    mask = mask.repeat(groups, 1)
+    spare = -mask.shape[0] % FOLDED
+    return torch.cat([mask, mask[-1:].expand(spare, -1)]) if spare else mask
+
+
 class ChainMasks:
     """Causal masks as views of one template per shape, so that a decode builds no mask at all.
 
@@ -44,24 +54,25 @@ class ChainMasks:
     ``first`` sees x <= reach + r, so the mask of any ``first`` is a slice.
     """
 
-    LONGEST = 64
+    LONGEST = 16
+    SHORTEST_REACH = 1024
 
-    def __init__(self, reach: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.reach = reach
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
-        self._templates: dict[tuple[int, int, int | None], torch.Tensor] = {}
+        self._templates: dict[tuple[int, int, int | None], tuple[int, torch.Tensor]] = {}
 
     def get(self, rows: int, groups: int, first: int, columns: int, window: int | None) -> torch.Tensor:
-        """Additive [groups * rows, columns]; group-major, as queries of one KV head are folded."""
+        """Additive [folded rows, columns] as ``repeat`` lays them out; a single row is one line for all groups."""
         if rows > self.LONGEST:
             return self._build(rows, groups, first, torch.arange(columns, device=self.device), window)
         key = (rows, groups, window)
-        template = self._templates.get(key)
-        if template is None:
-            where = torch.arange(2 * self.reach, device=self.device)
-            template = self._templates[key] = self._build(rows, groups, self.reach, where, window)
-        return template[:, self.reach - first : self.reach - first + columns]
+        reach, template = self._templates.get(key, (0, None))
+        if template is None or reach < columns:
+            reach = max(self.SHORTEST_REACH, 1 << (columns - 1).bit_length())
+            template = self._build(rows, groups, reach, torch.arange(2 * reach, device=self.device), window)
+            self._templates[key] = (reach, template)
+        return template[:, reach - first : reach - first + columns]
 
     def _build(self, rows: int, groups: int, first: int, columns: torch.Tensor, window: int | None) -> torch.Tensor:
         distance = first + torch.arange(rows, device=self.device)[:, None] - columns[None, :]
@@ -69,4 +80,4 @@ class ChainMasks:
         if window is not None:
             visible &= distance < window
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device).masked_fill_(~visible, NEG_INF)
-        return mask.repeat(groups, 1)
+        return mask if rows == 1 else repeat(mask, groups)

@@ -75,10 +75,13 @@ class Pages:
         return short <= self.num_idle
 
     def _missing(self, key: int, length: int) -> int:
-        table = self.tables.get(key, [])
-        current = self.lengths.get(key, 0)
-        shared = sum(1 for page in table[current // self.page_size : self.pages_for(length)] if self.refs[page] > 1)
-        return max(0, self.pages_for(length) - len(table)) + shared
+        """How many fresh pages ``length`` entries take: new ones, and copies of shared ones that would be written."""
+        table = self.tables.get(key, ())
+        wanted, missing = self.pages_for(length), 0
+        for index in range(self.lengths.get(key, 0) // self.page_size, wanted):
+            if index >= len(table) or self.refs[table[index]] > 1:
+                missing += 1
+        return missing
 
     def reserve(self, key: int, length: int) -> None:
         """Make room for ``length`` entries of ``key``; entries past its length become writable.
@@ -86,13 +89,16 @@ class Pages:
         A shared page that would be written is copied first. Raises OutOfPages, changing nothing, when the pool
         is too full.
         """
-        short = self._missing(key, length) - len(self.free_pages)
+        missing = self._missing(key, length)
+        short = missing - len(self.free_pages)
         if short > self.num_idle:
             raise OutOfPages(f"the KV cache is full: {self.num_pages} pages of {self.page_size} tokens, none free")
         if short > 0 and self.reclaimer is not None:
             self.reclaimer.reclaim(short)
         table = self.tables.setdefault(key, [])
         current = self.lengths.setdefault(key, 0)
+        if not missing:
+            return
         for index in range(current // self.page_size, min(len(table), self.pages_for(length))):
             if self.refs[table[index]] > 1:
                 fresh = self._take()
@@ -219,12 +225,24 @@ class Pool(Pages):
         self.layers = list(layers)
 
     @cached_property
+    def pairs(self) -> list[torch.Tensor | None]:
+        """Per layer, keys and then values in one tensor [pages, 2 * heads, page size, width], where they are equally
+        wide; ``keys`` and ``values`` are its halves."""
+        return [self._zeros(2 * s.heads, s.key_dim) if s.key_dim == s.value_dim else None for s in self.layers]
+
+    @cached_property
     def keys(self) -> list[torch.Tensor]:
-        return [self._zeros(shape.heads, shape.key_dim) for shape in self.layers]
+        return [
+            self._zeros(shape.heads, shape.key_dim) if pair is None else pair[:, : shape.heads]
+            for shape, pair in zip(self.layers, self.pairs)
+        ]
 
     @cached_property
     def values(self) -> list[torch.Tensor]:
-        return [self._zeros(shape.heads, shape.value_dim) for shape in self.layers]
+        return [
+            self._zeros(shape.heads, shape.value_dim) if pair is None else pair[:, shape.heads :]
+            for shape, pair in zip(self.layers, self.pairs)
+        ]
 
     def _zeros(self, heads: int, width: int) -> torch.Tensor:
         shape = (self.num_pages, heads, self.page_size, width)
@@ -239,8 +257,8 @@ class Pool(Pages):
         """Hold ``num_pages`` pages instead. Only while nobody has any: memory is taken when it is first used."""
         if self.num_free != self.num_pages:
             raise ValueError("a pool in use cannot be resized")
-        self.__dict__.pop("keys", None)
-        self.__dict__.pop("values", None)
+        for made in ("pairs", "keys", "values"):
+            self.__dict__.pop(made, None)
         reclaimer = self.reclaimer
         super().__init__(num_pages, self.page_size)
         self.reclaimer = reclaimer
@@ -262,15 +280,34 @@ class Pool(Pages):
     def write(self, layer: int, places: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> None:
         """Store rows ``k`` and ``v`` ([rows, heads, width]) of one layer at ``places``."""
         pages, offsets = places
-        self.keys[layer][pages, :, offsets] = k
-        self.values[layer][pages, :, offsets] = v
+        pair, both = self.pairs[layer], adjacent(k, v)
+        if pair is not None and both is not None:
+            pair[pages, :, offsets] = both
+        else:
+            self.keys[layer][pages, :, offsets] = k
+            self.values[layer][pages, :, offsets] = v
+
+    def write_run(self, layer: int, page: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store rows ``k`` and ``v`` in one page, from offset ``first`` on."""
+        pair, both = self.pairs[layer], adjacent(k, v)
+        if pair is not None and both is not None:
+            pair[page, :, first : first + k.shape[0]] = both.transpose(0, 1)
+        else:
+            self.keys[layer][page, :, first : first + k.shape[0]] = k.transpose(0, 1)
+            self.values[layer][page, :, first : first + k.shape[0]] = v.transpose(0, 1)
 
     def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [heads, len(pages) * page size, width] of the listed pages, in order."""
-        return tuple(  # type: ignore[return-value]
-            side[layer].index_select(0, pages).transpose(0, 1).reshape(side[layer].shape[1], -1, side[layer].shape[3])
-            for side in (self.keys, self.values)
-        )
+        """Keys and values [..., heads, count * page size, width] of page lists [..., count], in order."""
+
+        def together(side: torch.Tensor) -> torch.Tensor:
+            found = side.index_select(0, pages.reshape(-1)).view(*pages.shape, *side.shape[1:]).transpose(-4, -3)
+            return found.reshape(*pages.shape[:-1], side.shape[1], -1, side.shape[3])
+
+        pair = self.pairs[layer]
+        if pair is None:
+            return together(self.keys[layer]), together(self.values[layer])
+        k, v = together(pair).tensor_split(2, dim=-3)
+        return k, v
 
     def keep(self, key: int, start: int, offsets: Sequence[int]) -> None:
         """Tree rollback: entries ``start + offsets[i]`` become ``start + i`` and the rest is forgotten.
@@ -290,3 +327,16 @@ class Pool(Pages):
         for side in (self.keys, self.values):
             for tensor in side:
                 tensor[target] = tensor[source]
+
+
+def adjacent(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """[rows, 2 * heads, width] over both if v's heads follow k's in memory, as in a fused projection's output."""
+    strides = k.stride()
+    apart = k.shape[1] * strides[1] * k.element_size()
+    if (
+        v.data_ptr() - k.data_ptr() != apart
+        or v.stride() != strides
+        or v.untyped_storage()._cdata != k.untyped_storage()._cdata
+    ):
+        return None
+    return k.as_strided((k.shape[0], 2 * k.shape[1], k.shape[2]), strides, k.storage_offset())

@@ -51,7 +51,9 @@ class Model(Protocol):
 
 
 INVARIANT_ROWS = 4
-INVARIANT_KEYS = 512
+PACKED_ROWS = 2
+"""oneDNN has a kernel of its own for one row; all other row counts give a row the same bits."""
+INVARIANT_KEYS = 128
 
 
 def new_cache(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from forerun.attention.sdpa import SdpaAttention
 from forerun.core.batch import Batch, Span
 from forerun.models.base import Model, new_cache
 
@@ -27,7 +26,7 @@ class _Probe:
         edge = model.key_multiple + CROSSING
         self.crosses = model.key_multiple > 1 and edge <= model.info.max_len
         longest = edge if self.crosses else self.prompt + DECODES
-        self.cache: SdpaAttention = new_cache(model, max_seqs=3, max_len=longest + 8, page_size=page_size)
+        self.cache = new_cache(model, max_seqs=3, max_len=longest + 8, page_size=page_size)
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(model.info.vocab_size, (longest + 8,), generator=generator).tolist()
         self.generator = generator

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.core.errors import ConfigError
+from forerun.models.base import INVARIANT_ROWS, PACKED_ROWS
 
 WEIGHTS = ("auto", "plain", "packed")
 PACK_FROM = 256 * 256
@@ -27,6 +28,8 @@ class Linear(Protocol):
     kind: str
     """How the weights are stored, for ``ModelInfo.path``."""
     nbytes: int
+    rows: int
+    """Padded to a multiple of so many rows (two: to two at least), a row's bits do not depend on the others."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -34,12 +37,13 @@ class Linear(Protocol):
 class Plain:
     """``F.linear``."""
 
-    __slots__ = ("bias", "kind", "nbytes", "weight")
+    __slots__ = ("bias", "kind", "nbytes", "rows", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
         self.kind = "plain"
+        self.rows = PACKED_ROWS if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" else INVARIANT_ROWS
         self.nbytes = weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,12 +53,13 @@ class Plain:
 class Packed:
     """oneDNN's own weight layout; the plain copy is not kept."""
 
-    __slots__ = ("bias", "call", "kind", "nbytes", "weight")
+    __slots__ = ("bias", "call", "kind", "nbytes", "rows", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = pack(weight)
         self.bias = bias
         self.kind = "packed"
+        self.rows = PACKED_ROWS
         self.nbytes = weight.nbytes
         self.call = torch.ops.mkldnn._linear_pointwise.default
 

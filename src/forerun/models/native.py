@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from forerun.attention.sdpa import SdpaAttention
+from forerun.attention.base import Attention
 from forerun.cache.pool import KVShape
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.models import activations
-from forerun.models.base import INVARIANT_KEYS, INVARIANT_ROWS, ModelInfo, pad_rows
+from forerun.models.base import INVARIANT_KEYS, PACKED_ROWS, ModelInfo, pad_rows
 from forerun.models.linear import Linear, describe, make_linear, packs
 from forerun.models.rotary import ROPE_TYPES, Rotary
 
@@ -54,19 +54,20 @@ def applies(config: PretrainedConfig) -> str | None:
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
 
-    __slots__ = ("eps", "half", "weight")
+    __slots__ = ("dtype", "eps", "weight")
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         width = weight.shape[-1]
-        self.half = weight.dtype != torch.float32
+        self.dtype = weight.dtype
         self.weight = weight.float() * width**0.5
-        self.eps = eps * width
+        self.eps = torch.tensor([eps * width], device=weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float() if self.half else x
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        norm = wide * norm.mul_(norm).add_(self.eps).rsqrt_()
-        return norm.mul_(self.weight).to(x.dtype)
+        half = self.dtype is not torch.float32
+        wide = x.float() if half else x
+        norm = torch.linalg.vector_norm(wide, 2, -1, True)
+        wide = (wide * norm.mul_(norm).add_(self.eps).rsqrt_()).mul_(self.weight)
+        return wide.to(self.dtype) if half else wide
 
 
 class _Layer:
@@ -102,7 +103,6 @@ class NativeModel:
         reason = applies(config)
         if reason is not None:
             raise ModelError(f"the native path does not run this checkpoint: {reason}; use the transformers path")
-        self.row_multiple = INVARIANT_ROWS if invariant else 1
         self.key_multiple = INVARIANT_KEYS if invariant else 1
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
@@ -111,7 +111,7 @@ class NativeModel:
         self.dtype, self.device = module.dtype, module.device
         self._silu: Callable[[torch.Tensor], torch.Tensor] = activations.silu if invariant else F.silu
         self._packed = packs(self.dtype, self.device, weights)
-        self._rotary = Rotary(config, self.width, self.dtype, self.device)
+        self._rotary = Rotary(config, self.width, self.device)
         eps = config.rms_norm_eps
         with torch.inference_mode():
             backbone: Any = module.model
@@ -121,6 +121,9 @@ class NativeModel:
             self._embedding = backbone.embed_tokens.weight.detach().clone()
             self._head = make_linear(head.weight.detach(), _bias([head]), packed=self._packed)
             _empty([*module.parameters()])
+        self._norms_qk = any(layer.norm_qk is not None for layer in self._layers)
+        self._sizes = (self.heads, self.kv_heads, self.kv_heads)
+        self.row_multiple = max(linear.rows for linear in self.linears()) if invariant else 1
         shape = KVShape(self.kv_heads, self.width, self.width)
         self.info = ModelInfo(
             name=name,
@@ -176,54 +179,84 @@ class NativeModel:
         yield self._head
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: SdpaAttention) -> Output:
+    def forward(self, batch: Batch, cache: Attention) -> Output:
         cache.begin(batch)
         x = self._inputs(batch)
-        angles = self._rotary.angles(batch, x.shape[0])
+        angles = self._rotary.angles(batch, self.heads + self.kv_heads, 0 if self._norms_qk else self.kv_heads)
+        rows, normed = self._logit_rows(batch), len(self._layers) in batch.hidden
         hidden: dict[int, torch.Tensor] = {}
-        wanted = batch.hidden
-        for index in range(len(self._layers)) if batch.layers is None else batch.layers:
-            if index in wanted:
+        layers = range(len(self._layers)) if batch.layers is None else batch.layers
+        for index in layers:
+            if index in batch.hidden:
                 hidden[index] = x[: batch.num_rows]
-            x = self._run(self._layers[index], index, x, angles, batch, cache)
+            only = rows if index == layers[-1] and not normed else None
+            x = self._run(self._layers[index], index, x, angles, only, batch, cache)
         cache.finish(batch)
-        last = len(self._layers)
-        if last in wanted:
+        if normed:
             x = self._norm(x)
-            hidden[last] = x[: batch.num_rows]
-        return Output(self._logits(x, batch, normed=last in wanted), hidden)
+            hidden[len(self._layers)] = x[: batch.num_rows]
+            x = x if rows is None else x.index_select(0, rows)
+        if not batch.num_logits:
+            return Output(x.new_zeros(0, self.info.vocab_size, dtype=torch.float32), hidden)
+        logits = self._head(x if normed else self._norm(x))
+        return Output(logits[: batch.num_logits].float(), hidden)
 
     def _inputs(self, batch: Batch) -> torch.Tensor:
-        x = F.embedding(pad_rows(batch.input_ids, self.row_multiple), self._embedding)
+        x = F.embedding(batch.input_ids, self._embedding)
         if batch.embeds is not None:
             x[batch.embed_rows] = batch.embeds.to(x.dtype)
-        return x
+        return self._pad(x)
+
+    def _pad(self, x: torch.Tensor) -> torch.Tensor:
+        """Repeat the last row until every layer gets a number of rows that it serves with the same bits."""
+        rows = x.shape[0]
+        if rows == 1:
+            return x.expand(self.row_multiple, -1)
+        return pad_rows(x, self.row_multiple) if self.row_multiple > PACKED_ROWS else x
+
+    def _logit_rows(self, batch: Batch) -> torch.Tensor | None:
+        """The padded batch's rows whose logits are wanted; None: all of them."""
+        if all(len(span.logits) == span.count for span in batch.spans):
+            return None
+        rows = batch.logit_rows
+        return rows if not len(rows) else self._pad(rows[:, None])[:, 0]
 
     def _run(
-        self, layer: _Layer, index: int, x: torch.Tensor, angles: Any, batch: Batch, cache: SdpaAttention
+        self,
+        layer: _Layer,
+        index: int,
+        x: torch.Tensor,
+        angles: torch.Tensor,
+        only: torch.Tensor | None,
+        batch: Batch,
+        cache: Attention,
     ) -> torch.Tensor:
-        rows, heads, width = x.shape[0], self.heads, self.width
-        turned = heads + self.kv_heads
-        qkv = layer.qkv(layer.norm_attention(x)).view(rows, -1, width)
-        qk = qkv[:, :turned]
-        if layer.norm_qk is not None:
-            qk = layer.norm_qk(qk)
-        if layer.rope:
-            qk = self._rotary.turn(qk, angles)
-        out = cache.run(index, qk[:, :heads], qk[:, heads:], qkv[:, turned:], batch, self.scale, layer.window)
+        """One layer; ``only`` names the rows that go on behind its attention."""
+        qkv = layer.qkv(layer.norm_attention(x))
+        if x.shape[0] != batch.num_rows:
+            qkv = qkv[: batch.num_rows]
+        out = cache.run(index, *self._heads(layer, qkv, angles), batch, self.scale, layer.window)
+        if only is not None:
+            x, out = x.index_select(0, only), out.index_select(0, only)
+        elif x.shape[0] != batch.num_rows:
+            out = self._pad(out)
         x = layer.out(out).add_(x)
-        gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, dim=-1)
+        gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, -1)
         return layer.down(self._silu(gate).mul_(up)).add_(x)
 
-    def _logits(self, x: torch.Tensor, batch: Batch, *, normed: bool) -> torch.Tensor:
-        count = batch.num_logits
-        if not count:
-            return x.new_zeros(0, self.info.vocab_size, dtype=torch.float32)
-        if any(len(span.logits) != span.count for span in batch.spans):
-            x = x.index_select(0, pad_rows(batch.logit_rows, self.row_multiple))
-        if not normed:
-            x = self._norm(x)
-        return self._head(x)[:count].float()
+    def _heads(
+        self, layer: _Layer, qkv: torch.Tensor, angles: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [rows, heads, width]."""
+        sizes = self._sizes
+        heads = qkv.view(qkv.shape[0], sum(sizes), self.width)
+        if layer.norm_qk is None:
+            q, k, v = (self._rotary.turn(heads, angles) if layer.rope else heads).split_with_sizes(sizes, 1)
+            return q, k, v
+        qk, v = heads.split_with_sizes((sizes[0] + sizes[1], sizes[2]), 1)
+        qk = layer.norm_qk(qk)
+        q, k = (self._rotary.turn(qk, angles) if layer.rope else qk).split_with_sizes(sizes[:2], 1)
+        return q, k, v
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -231,8 +264,7 @@ class NativeModel:
 
     @torch.inference_mode()
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = pad_rows(hidden.to(self.dtype), self.row_multiple)
-        return self._head(rows)[: hidden.shape[0]].float()
+        return self._head(self._pad(hidden.to(self.dtype)))[: hidden.shape[0]].float()
 
 
 def _take(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
@@ -244,7 +276,7 @@ def _bias(modules: list[nn.Linear]) -> torch.Tensor | None:
     if all(module.bias is None for module in modules):
         return None
     parts = [m.weight.new_zeros(m.weight.shape[0]) if m.bias is None else m.bias for m in modules]
-    return torch.cat(parts).detach().clone()
+    return torch.cat([part.detach() for part in parts])
 
 
 def _empty(parameters: list[nn.Parameter]) -> None:

@@ -16,58 +16,48 @@ GROWTH = 2048
 
 
 class Rotary:
-    """Turns queries and keys by their position.
+    """Turns queries and keys by their position: one complex product, for which the pairs of a head lie side by side.
 
-    In float32 a head's pairs lie side by side and the turn is one complex product; the rows of the weights are
-    arranged for it. In half precision a head keeps transformers' order, halves (x1, x2), and the table of sines
-    carries the sign of -x2.
+    The rows of the projections are arranged for that; attention does not notice, as queries and keys agree. Values
+    may pass through the same product, turned by nothing, so that all heads stay one tensor.
     """
 
-    def __init__(self, config: PretrainedConfig, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: PretrainedConfig, width: int, device: torch.device) -> None:
         self.width = width
-        self.dtype = dtype
         self.device = device
-        self.paired = dtype == torch.float32
         self.frequencies, self.factor = _frequencies(config, width)
-        self._size = 0
-        self._tables: tuple[torch.Tensor, ...] = ()
+        self._table = torch.empty(0)
 
     def arrange(self, heads: torch.Tensor) -> torch.Tensor:
         """The last dimension, one head, in the order that ``turn`` expects."""
-        if not self.paired:
-            return heads
         half = self.width // 2
         return torch.stack([heads[..., :half], heads[..., half:]], dim=-1).flatten(-2)
 
     def _grow(self, size: int) -> None:
-        self._size = -(-size // GROWTH) * GROWTH
-        angles = torch.arange(self._size, dtype=torch.float32)[:, None] * self.frequencies
-        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
-        if self.paired:
-            tables: tuple[torch.Tensor, ...] = (torch.complex(cos, sin),)
-        else:
-            tables = (torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype))
-        self._tables = tuple(table[:, None].to(self.device) for table in tables)
+        positions = torch.arange(-(-size // GROWTH) * GROWTH, dtype=torch.float32)
+        angles = positions[:, None] * self.frequencies
+        table = torch.complex(angles.cos() * self.factor, angles.sin() * self.factor)
+        self._table = table[:, None].to(self.device)
 
-    def angles(self, batch: Batch, rows: int) -> tuple[torch.Tensor, ...]:
-        """Table entries of the batch's rows (padding included), for ``turn``."""
-        end = max(span.end for span in batch.spans) + rows
-        if end > self._size:
+    def angles(self, batch: Batch, turned: int, still: int) -> torch.Tensor:
+        """Per row of the batch, ``turned`` heads' angles and then ``still`` heads' ones, for ``turn``."""
+        end = max(span.end for span in batch.spans)
+        if end > self._table.shape[0]:
             self._grow(end)
         if len(batch.spans) == 1 and batch.spans[0].parents is None:
             first = batch.spans[0].start + batch.spans[0].stored
-            return tuple(table[first : first + rows] for table in self._tables)
-        where = batch.positions
-        if rows > batch.num_rows:
-            where = torch.cat([where, where[-1:].expand(rows - batch.num_rows)])
-        return tuple(table.index_select(0, where) for table in self._tables)
+            rows = self._table[first : first + batch.num_rows]
+        else:
+            rows = self._table.index_select(0, batch.positions)
+        if not still:
+            return rows
+        return torch.cat([rows.expand(-1, turned, -1), torch.ones_like(rows).expand(-1, still, -1)], dim=1)
 
-    def turn(self, heads: torch.Tensor, angles: Any) -> torch.Tensor:
+    @staticmethod
+    def turn(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Turn [rows, heads, width]."""
-        if self.paired:
-            return (heads.view(torch.complex64) * angles[0]).view(torch.float32)
-        cos, sin = angles
-        return torch.addcmul(heads * cos, heads.roll(self.width // 2, -1), sin)
+        wide = heads if heads.dtype == torch.float32 else heads.float()
+        return (wide.view(torch.complex64) * angles).view(torch.float32).to(heads.dtype)
 
 
 def _frequencies(config: PretrainedConfig, width: int) -> tuple[torch.Tensor, float]:
