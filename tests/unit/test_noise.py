@@ -1,0 +1,162 @@
+"""Keyed noise: a function of its key and the token id alone, and clean across neighbouring keys."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy
+import pytest
+import torch
+from scipy import stats
+
+from forerun.sampling.noise import Gumbel, fold, target_key, uniform
+
+GOOD = 1e-4
+"""Least p-value of a fixed set of tests; noise that fails one of them is far below."""
+
+
+def gumbel_cdf(x: numpy.ndarray) -> numpy.ndarray:
+    return numpy.exp(-numpy.exp(-x))
+
+
+def uniforms(noise: Gumbel, keys: list[int]) -> numpy.ndarray:
+    return gumbel_cdf(noise.rows(keys).double().numpy())
+
+
+@pytest.fixture(scope="module")
+def rows() -> numpy.ndarray:
+    """Uniforms [16 neighbouring positions of 4 neighbouring seeds, 20,000 ids]."""
+    keys = [target_key(seed, position) for seed in range(4) for position in range(16)]
+    return uniforms(Gumbel(20_000), keys)
+
+
+@pytest.fixture(scope="module")
+def columns() -> numpy.ndarray:
+    """Uniforms [30,000 keys, 16 ids]: neighbouring seeds and positions."""
+    keys = [target_key(seed, position) for seed in range(300) for position in range(100)]
+    return numpy.concatenate([uniforms(Gumbel(16), keys[i : i + 2500]) for i in range(0, len(keys), 2500)])
+
+
+def test_uniform_law(rows: numpy.ndarray, columns: numpy.ndarray) -> None:
+    """Kolmogorov-Smirnov against Gumbel, along ids and along keys."""
+    tests = [stats.kstest(row, "uniform").pvalue for row in rows]
+    tests += [stats.kstest(column, "uniform").pvalue for column in columns.T]
+    assert min(tests) > GOOD
+    assert stats.kstest(tests, "uniform").pvalue > GOOD
+
+
+def test_fine_bins(columns: numpy.ndarray) -> None:
+    for column in columns.T:
+        counts = numpy.bincount((column * 1024).astype(int).clip(0, 1023), minlength=1024)
+        assert stats.chisquare(counts).pvalue > GOOD
+
+
+def pair_test(one: numpy.ndarray, other: numpy.ndarray) -> float:
+    """Chi-square of the joint law of two uniforms on a grid: 1 if independent."""
+    counts = numpy.histogram2d(one, other, bins=16, range=[[0, 1], [0, 1]])[0]
+    return stats.chisquare(counts.ravel()).pvalue
+
+
+def test_neighbouring_positions_seeds_and_ids_are_independent(rows: numpy.ndarray, columns: numpy.ndarray) -> None:
+    tests = [pair_test(rows[i], rows[i + 1]) for i in range(15)]
+    tests += [pair_test(rows[i], rows[i + 16]) for i in range(0, 48, 3)]
+    tests += [pair_test(rows[i][:-lag], rows[i][lag:]) for i in range(4) for lag in (1, 2, 4, 64, 256, 4096)]
+    tests += [pair_test(columns[:, a], columns[:, b]) for a, b in itertools.pairwise(range(16))]
+    tests += [pair_test(columns[:-1, a], columns[1:, a]) for a in range(16)]
+    assert min(tests) > GOOD
+    assert stats.kstest(tests, "uniform").pvalue > GOOD
+
+
+def test_no_correlation_between_any_rows(rows: numpy.ndarray) -> None:
+    scores = stats.norm.ppf(rows)
+    off = numpy.corrcoef(scores)[numpy.triu_indices(len(rows), 1)]
+    tests = 2 * stats.norm.sf(numpy.abs(off) * numpy.sqrt(rows.shape[1]))
+    assert tests.min() > GOOD / 100
+    assert stats.kstest(tests, "uniform").pvalue > GOOD
+
+
+def test_the_winner_is_uniform_and_independent(columns: numpy.ndarray) -> None:
+    """The argmax over ids, and pairs of it at neighbouring keys: what sampling sees."""
+    winners = columns.argmax(axis=1)
+    assert stats.chisquare(numpy.bincount(winners, minlength=16)).pvalue > GOOD
+    pairs = numpy.bincount(winners[:-1] * 16 + winners[1:], minlength=256)
+    assert stats.chisquare(pairs).pvalue > GOOD
+
+
+def test_upper_tail() -> None:
+    """Rare tokens are sampled by large noise: the tail must not stop at float32's 1 - 2^-24."""
+    noise = Gumbel(100_000)
+    total = torch.cat([noise.rows([target_key(seed, 0)])[0] for seed in range(100)])
+    for level in (8, 10, 12):
+        expected = len(total) * -numpy.expm1(-numpy.exp(-level))
+        assert abs(int((total > level).sum()) - expected) < 4 * numpy.sqrt(expected)
+    assert bool(torch.isfinite(total).all())
+    assert 14 < float(total.max()) < 22.5
+    assert float(total.min()) > -3
+
+
+def test_extreme_words_are_finite() -> None:
+    """The hash may give any 32-bit word, also the most negative one, whose absolute value int32 lacks."""
+    noise = Gumbel(64)
+    noise._ids = torch.zeros(64, dtype=torch.int32)
+    for word in (0, -(1 << 31), (1 << 31) - 1, 1):
+        noise._fold_high = lambda x, word=word: x.fill_(word)  # type: ignore[method-assign]
+        assert bool(torch.isfinite(noise._compute([1])).all())
+
+
+@pytest.mark.parametrize("vocab", [5, 98, 4096, 33_000])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_is_the_same_alone_and_among_others(vocab: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        keys = [target_key(3, position) for position in range(19)]
+        together = Gumbel(vocab).rows(keys)
+        mixed = Gumbel(vocab)
+        mixed.rows(keys[4:9], ahead=keys[9:12])
+        assert torch.equal(mixed.rows(keys), together)
+        for key, row in zip(keys, together):
+            assert torch.equal(Gumbel(vocab).rows([key])[0], row)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_wider_vocabulary_has_the_same_entries() -> None:
+    key = target_key(1, 2)
+    assert torch.equal(Gumbel(100).rows([key])[0], Gumbel(3000).rows([key])[0, :100])
+
+
+def test_a_full_store_forgets_without_changing() -> None:
+    noise, fresh = Gumbel(50, capacity=4), Gumbel(50)
+    keys = [target_key(0, position) for position in range(9)]
+    assert torch.equal(noise.rows(keys), fresh.rows(keys))
+    assert torch.equal(noise.rows(keys[::-1]), fresh.rows(keys[::-1]))
+    assert sum(key in noise for key in keys) <= 4
+
+
+def test_asking_twice_for_one_key() -> None:
+    noise = Gumbel(50)
+    one = noise.rows([7])[0].clone()
+    both = noise.rows([7, 7])
+    assert torch.equal(both[0], one)
+    assert torch.equal(both[1], one)
+
+
+def test_uniform_stays_below_one() -> None:
+    assert uniform((1 << 64) - 1) < 1.0
+    assert uniform(0) == 0.0
+
+
+def test_fold_separates_its_parts() -> None:
+    keys = {fold(*parts) for parts in itertools.product(range(-3, 9), repeat=3)}
+    assert len(keys) == 12**3
+    assert fold(1, 2) != fold(2, 1)
+    assert fold(1) != fold(1, 0)
+    assert all(0 <= key < 1 << 64 for key in keys)
+
+
+def test_folded_keys_are_uniform() -> None:
+    values = numpy.array([uniform(fold(seed, 3, position)) for seed in range(200) for position in range(200)])
+    assert stats.kstest(values, "uniform").pvalue > GOOD
+    assert pair_test(values[:-1], values[1:]) > GOOD
+    assert pair_test(values[:-200], values[200:]) > GOOD

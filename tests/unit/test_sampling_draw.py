@@ -1,0 +1,113 @@
+"""Draws by inversion, the fast argmax, and the sampler's shared noise."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from scipy import stats
+
+from forerun import SamplingParams
+from forerun.core.sequence import Sequence
+from forerun.sampling.draw import Sampler, best, invert
+from forerun.sampling.noise import target_key
+from forerun.sampling.warp import Row
+
+SIZES = [2, 127, 4096, 8193, 20_000, 128_256]
+
+
+def sequence(temperature: float = 1.0, seed: int = 0, length: int = 3) -> Sequence:
+    return Sequence(seed, [1] * length, length, SamplingParams(temperature=temperature), seed)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_inversion_is_exact(size: int) -> None:
+    """The first id whose cumulative share exceeds the uniform, by an independent float64 search."""
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.rand(7, size, generator=generator) ** 4 * 10.0 ** torch.arange(-3, 4)[:, None]
+    spots = torch.rand(7, 1, dtype=torch.float64, generator=generator)
+    found = invert(weights, spots)
+    for row, spot, token in zip(weights.double().numpy(), spots[:, 0].tolist(), found.tolist()):
+        reach = numpy.cumsum(row)
+        expected = int(numpy.searchsorted(reach, spot * reach[-1], side="right"))
+        assert abs(token - expected) <= 1
+        assert reach[token] * (1 + 1e-6) >= spot * reach[-1] >= (reach[token] - row[token]) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("spot", [0.0, 0.5, 1.0 - 2.0**-53])
+def test_an_impossible_id_is_never_drawn(size: int, spot: float) -> None:
+    places = torch.arange(0, size, max(1, size // 40))
+    weights = torch.zeros(len(places), size)
+    weights[torch.arange(len(places)), places] = 1e-30
+    assert torch.equal(invert(weights, torch.full((len(places), 1), spot, dtype=torch.float64)), places)
+
+
+def test_inversion_of_an_empty_row_stays_inside() -> None:
+    for size in SIZES:
+        for value in (0.0, float("nan")):
+            token = int(invert(torch.full((1, size), value), torch.tensor([[0.3]], dtype=torch.float64)))
+            assert 0 <= token < size
+
+
+@pytest.mark.parametrize("size", [5, 10_000])
+def test_draws_follow_their_weights(size: int) -> None:
+    weights = torch.zeros(1, size)
+    weights[0, torch.tensor([0, 1, size // 2, size - 2, size - 1])] = torch.tensor([5.0, 1.0, 0.0, 2.0, 2.0])
+    sampler = Sampler(size)
+    drawn = sampler.draw(weights.expand(4000, size), list(range(0, 4000 << 52, 1 << 52)))
+    assert set(drawn.tolist()) <= {0, 1, size - 2, size - 1}
+    keys = [target_key(1, position) for position in range(4000)]
+    drawn = sampler.draw(weights.expand(4000, size), keys)
+    counts = [int((drawn == token).sum()) for token in (0, 1, size - 2, size - 1)]
+    assert stats.chisquare(counts, [2000, 400, 800, 800]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_best_is_the_first_maximum(size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randint(0, 50, (6, size), generator=generator).float()
+    values, ids = best(scores)
+    for row, value, token in zip(scores.numpy(), values.tolist(), ids.tolist()):
+        assert token == int(row.argmax())
+        assert value == row.max()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_best_shows_faulty_rows(size: int) -> None:
+    scores = torch.zeros(2, size)
+    scores[0, size - 1] = float("nan")
+    scores[1] = -float("inf")
+    values, _ = best(scores)
+    assert bool(values[0].isnan())
+    assert float(values[1]) == -float("inf")
+
+
+def test_shared_noise_depends_on_seed_and_position_alone() -> None:
+    """Target and drafter, prefix committed or drafted, alone or in a batch: one noise."""
+    sampler, logits = Sampler(300), torch.randn(4, 300)
+    grown = Row(sequence(length=3), [5, 6])
+    committed = Row(sequence(length=5))
+    other = Row(sequence(seed=1, length=5))
+    greedy = Row(sequence(temperature=0.0))
+    rows = [grown, other, greedy, committed]
+    noise = sampler.shared(logits, rows) - logits
+    assert torch.equal(noise[2], torch.zeros(300))
+    assert torch.allclose(noise[0], noise[3], atol=1e-5)
+    assert not torch.allclose(noise[0], noise[1], atol=0.1)
+    for row, line, together in zip(rows, logits, sampler.shared(logits, rows)):
+        assert torch.equal(Sampler(300).shared(line[None], [row])[0], together)
+
+
+def test_a_round_s_next_positions_are_ready() -> None:
+    sampler = Sampler(300)
+    sampler.shared(torch.zeros(1, 300), [Row(sequence(length=3))])
+    assert all(target_key(0, position) in sampler.noise for position in range(3, 7))
+
+
+def test_perturb_leaves_rows_without_a_key() -> None:
+    logits = torch.randn(3, 20)
+    scores = Sampler(20).perturb(logits, [None, 5, None])
+    assert torch.equal(scores[[0, 2]], logits[[0, 2]])
+    assert not torch.equal(scores[1], logits[1])
+    assert Sampler(20).perturb(logits, [None] * 3) is logits
