@@ -9,7 +9,7 @@ import torch
 
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import node_key
-from forerun.sampling.noise import target_key
+from forerun.sampling.noise import target_key, uniform
 from forerun.sampling.warp import Row
 from forerun.speculate.draft.base import Chooser
 
@@ -39,32 +39,29 @@ class CountChooser:
         self.sampler = chooser.sampler
         self.supports: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def warm(self, row: Row, count: int) -> None:
-        """Compute the noise of the next ``count`` positions in one go, where the target will use the same."""
-        if row.heat > 0.0 and not self.chooser.rule.needs_q:
-            first = row.position
-            self.sampler.noise.rows([target_key(row.sequence.seed, first + i) for i in range(count)])
-
-    def draw(self, counts: Counts, row: Row, parent: int) -> tuple[int, int]:
-        """A token, and its row of q."""
-        if row.heat == 0.0:
+    def draw(self, counts: Counts, row: Row, parent: int, ahead: int = 0) -> tuple[int, int]:
+        """A token, and its row of q. ``ahead`` more positions will follow: under a coupled rule their noise, which
+        the target needs too, costs less together."""
+        if row.heat == 0.0 or len(counts.ids) == 1:
             return int(counts.ids[0]), POINT_MASS
-        logs = counts.logs / row.heat
+        q = torch.softmax(counts.logs / row.heat, dim=0)
         if self.chooser.rule.needs_q:
-            key = node_key(self.chooser.purpose, row, len(row.sequence.tokens), parent)
+            spot = uniform(node_key(self.chooser.purpose, row, len(row.sequence.tokens), parent))
+            reached = q.double().cumsum(dim=0)
+            choice = torch.searchsorted(reached, spot * reached[-1:], right=True).clamp_(max=len(q) - 1)[0]
         else:
-            key = target_key(row.sequence.seed, row.position)
-        choice = (logs + self.sampler.noise.rows([key])[0, counts.ids]).argmax()
-        self.supports.append((counts.ids, logs))
+            keys = [target_key(row.sequence.seed, row.position + step) for step in range(ahead + 1)]
+            choice = (q.log() + self.sampler.noise.rows(keys[:1], keys[1:])[0, counts.ids]).argmax()
+        self.supports.append((counts.ids, q))
         return int(counts.ids[choice]), len(self.supports) - 1
 
     def finish(self, drafts: Seq[Draft]) -> list[Draft]:
         """Fill in q [draws, vocabulary] of this round's drafts."""
         if self.supports:
-            logs = self.supports[0][1]
-            q = torch.zeros(len(self.supports), self.sampler.vocab_size, dtype=logs.dtype, device=logs.device)
-            for row, (ids, logs) in zip(q, self.supports):
-                row[ids] = torch.softmax(logs, dim=0)
+            first = self.supports[0][1]
+            q = torch.zeros(len(self.supports), self.sampler.vocab_size, dtype=first.dtype, device=first.device)
+            for row, (ids, probabilities) in zip(q, self.supports):
+                row[ids] = probabilities
             for draft in drafts:
                 draft.q = q
         self.supports = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
-from forerun.core.tree import Draft
+from forerun.core.tree import POINT_MASS, Draft
 from forerun.speculate.draft.base import Chooser, DraftContext, DrafterConfig, drafters
 from forerun.speculate.draft.counts import CountChooser, Counts
 from forerun.speculate.draft.history import HistoryDrafter
@@ -119,11 +119,12 @@ class Ngram(HistoryDrafter[NgramConfig, Tables]):
 
     def _drawn(self, sequence: Sequence, index: Tables, context: list[int], budget: int) -> Draft:
         draft = Draft()
-        self.counted.warm(self.counted.chooser.row(sequence), budget)
         while len(draft) < budget and (suffix := index.known(context)) is not None:
-            counts = Counts.of(index.counts[suffix], self.context.sampler.device)
-            row = self.counted.chooser.row(sequence, draft.tokens)
-            token, q_row = self.counted.draw(counts, row, len(draft) - 1)
+            token, q_row = index.best[suffix], POINT_MASS
+            if len(index.counts[suffix]) > 1:
+                counts = Counts.of(index.counts[suffix], self.context.sampler.device)
+                row = self.counted.chooser.row(sequence, draft.tokens)
+                token, q_row = self.counted.draw(counts, row, len(draft) - 1, budget - len(draft) - 1)
             draft.add(token, len(draft) - 1, q_row)
             context.append(token)
         return draft

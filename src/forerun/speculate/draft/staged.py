@@ -114,7 +114,15 @@ class Staged(Drafter[StagedConfig]):
         self.rows = rows
         self.rule = rules["coupled"]()
         aligned = Aligned(self.base.model, self.base.chooser)
-        inner = part.build(replace(base_context, target=aligned, rule=self.rule, max_model_len=self.base.max_len))
+        inner = part.build(
+            replace(
+                base_context,
+                target=aligned,
+                target_cache=lambda: self.base.cache,
+                rule=self.rule,
+                max_model_len=self.base.max_len,
+            )
+        )
         if inner.needs.hidden:
             raise ConfigError(
                 f"method {part.method!r} feeds on the target's hidden states and cannot be inside 'staged'"

@@ -103,10 +103,9 @@ class Table(Drafter[TableConfig]):
                 tokens.append(previous)
             return Draft.chain(tokens)
         draft = Draft()
-        self.counted.warm(self.counted.chooser.row(sequence), budget)
         for depth in range(budget):
             counts = self.after.get(previous, self.anywhere) if bigrams else self.anywhere
             row = self.counted.chooser.row(sequence, draft.tokens)
-            previous, q_row = self.counted.draw(counts, row, depth - 1)
+            previous, q_row = self.counted.draw(counts, row, depth - 1, budget - depth - 1)
             draft.add(previous, depth - 1, q_row)
         return draft
