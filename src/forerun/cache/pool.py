@@ -249,6 +249,14 @@ class Pool(Pages):
         with torch.inference_mode(False):  # ordinary tensors, whoever touches them first
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
+    def scrub(self) -> None:
+        """Zero every page that no sequence uses, after a model returned NaN: an additive mask does not stop those of
+        a page's last owner."""
+        if self.reclaimer is not None:
+            self.reclaimer.reclaim(self.num_idle)
+        for tensor in [*self.keys, *self.values]:
+            tensor[self.free_pages] = 0
+
     @property
     def page_bytes(self) -> int:
         return self.page_size * self.bytes_per_token(self.layers, self.dtype)

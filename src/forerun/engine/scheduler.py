@@ -25,7 +25,7 @@ class Pace:
     """
 
     UNKNOWN = 32
-    STRETCH = 0.8
+    STRETCH = 0.7
     """Share of a plain round's time that prompt tokens may add."""
     WEIGHT = 0.2
     """Of the latest round, in the running means."""

@@ -30,7 +30,7 @@ class DraftModelConfig(DrafterConfig):
     dtype: str | None = None
     """Its dtype; None: as the target's option."""
     quantization: str | None = None
-    prefill_chunk: int = 512
+    prefill_chunk: int = 256
     """Most tokens per round that sequences catch up on before they draft, all of them together."""
     max_model_len: int | None = None
     """The draft's context; past it, nothing is proposed. None: the checkpoint's, at most the target's."""
