@@ -118,7 +118,8 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     about = environment(llm, config.engine)
     about |= _bandwidth(llm, rows)
     about |= {
-        "random_shape": config.random_shape,
+        "model": config.random_shape or about["model"],
+        "random_weights": config.random_shape is not None,
         "prompt_set": config.prompt_set if config.prompts_file is None else str(config.prompts_file),
         "prompts": len(prompts),
         "prompt_tokens": config.prompt_tokens,

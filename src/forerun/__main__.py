@@ -1,0 +1,5 @@
+"""``python -m forerun`` is ``forerun``."""
+
+from forerun.cli.main import main
+
+main()

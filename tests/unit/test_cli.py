@@ -1,0 +1,279 @@
+"""The commands as a user meets them: what they print, what they refuse, and how."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from forerun import EngineConfig, drafters
+from forerun.cli.main import run
+from forerun.cli.options import field_comments, speculative_config
+from forerun.cli.trace import KINDS
+from forerun.core.errors import ConfigError
+from forerun.speculate.draft import Drafter
+from forerun.train.config import RunConfig
+
+PROMPT = "the cat sat on the mat; the cat"
+CONTRACT = {
+    "text": str, "token_ids": list, "prompt_tokens": int, "completion_tokens": int, "finish_reason": str,
+    "metrics": dict,
+}  # fmt: skip
+METRICS = {
+    "tokens_per_second", "rounds", "mean_acceptance_length", "draft_acceptance_rate", "alpha", "acceptance_histogram",
+    "num_draft_tokens", "num_accepted_draft_tokens",
+}  # fmt: skip
+
+
+@pytest.fixture
+def forerun(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def pair(tiny_target: str, tiny_draft: str) -> list[str]:
+    return ["--model", tiny_target, "--spec-model", tiny_draft, "--max-tokens", "24"]
+
+
+def test_json_is_the_contract_and_the_text_is_transformers_own(forerun, pair, tiny_target):
+    code, out, err = forerun("generate", PROMPT, *pair, "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert err == ""
+    assert {name: type(value) for name, value in answer.items()} == CONTRACT
+    assert set(answer["metrics"]) == METRICS
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    ids = torch.tensor([tokenizer.encode(PROMPT)])
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[0]
+    assert answer["token_ids"] == wanted[ids.shape[1] :].tolist()
+    assert answer["text"] == tokenizer.decode(answer["token_ids"], skip_special_tokens=True)
+    assert answer["prompt_tokens"] == ids.shape[1]
+    assert answer["completion_tokens"] == len(answer["token_ids"])
+    metrics = answer["metrics"]
+    assert 0 < metrics["num_accepted_draft_tokens"] < metrics["num_draft_tokens"]
+    assert metrics["draft_acceptance_rate"] == metrics["num_accepted_draft_tokens"] / metrics["num_draft_tokens"]
+    histogram = metrics["acceptance_histogram"]
+    assert sum(j * count for j, count in enumerate(histogram)) == metrics["num_accepted_draft_tokens"]
+    assert metrics["mean_acceptance_length"] == 1 + metrics["num_accepted_draft_tokens"] / sum(histogram)
+
+
+def test_without_drafts_counts_are_zero_and_rates_null(forerun, pair):
+    _, out, _ = forerun("generate", PROMPT, *pair[:2], "--max-tokens", "5", "--json")
+    metrics = json.loads(out)["metrics"]
+    assert (metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]) == (0, 0)
+    assert (metrics["alpha"], metrics["draft_acceptance_rate"], metrics["mean_acceptance_length"]) == (None,) * 3
+
+
+def test_the_seed_decides_the_text_and_speculation_does_not(forerun, pair):
+    def text(*options: str) -> str:
+        return json.loads(forerun("generate", PROMPT, *options, "--temperature", "0.9", "--json")[1])["text"]
+
+    assert text(*pair) == text(*pair[:2], "--max-tokens", "24") == text(*pair, "--seed", "0")
+    assert text(*pair) != text(*pair, "--seed", "1")
+
+
+def test_a_dash_reads_standard_input(forerun, pair, monkeypatch):
+    wanted = json.loads(forerun("generate", PROMPT, *pair, "--json")[1])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert json.loads(forerun("generate", "-", *pair, "--json")[1])["token_ids"] == wanted["token_ids"]
+
+
+def test_default_output_has_the_text_the_figures_and_one_round(forerun, pair):
+    wanted = json.loads(forerun("generate", PROMPT, *pair, "--json")[1])
+    code, out, err = forerun("generate", PROMPT, *pair)
+    assert (code, err) == (0, "")
+    assert out.startswith(PROMPT + wanted["text"])
+    assert re.search(r"\d+ tokens/s", out)
+    assert f"mean acceptance length {wanted['metrics']['mean_acceptance_length']:.2f}" in out
+    assert f"{wanted['metrics']['num_accepted_draft_tokens']} of {wanted['metrics']['num_draft_tokens']} drafted" in out
+    assert re.search(r"^round \d+ .*\[.\].*~.~", out, re.MULTILINE)
+    assert "\x1b" not in out
+
+
+def test_trace_shows_every_round_with_marks_on_a_plain_terminal(forerun, pair):
+    wanted = json.loads(forerun("generate", PROMPT, *pair, "--json")[1])
+    _, out, _ = forerun("generate", PROMPT, *pair, "--trace")
+    lines = re.findall(r"^ *(\d+) +(\S+)  (.*)$", out.split("acceptance", 1)[1], re.MULTILINE)
+    lines = [line for line in lines if re.fullmatch(r"-|\d/\d", line[1])]
+    assert [int(number) for number, _, _ in lines] == list(range(1, wanted["metrics"]["rounds"] + 2))
+    assert sum(int(count[0]) for _, count, _ in lines if count != "-") == wanted["metrics"]["num_accepted_draft_tokens"]
+    token = r"(\\n|<unk>|.)"
+    marks = re.compile(rf"~{token}~|\[{token}\]|<{token}>|\+{token}\+")
+    kept = ["".join(m[2] or m[3] or m[4] or "" for m in marks.finditer(line)) for _, _, line in lines[1:]]
+    text = lines[0][2] + "".join(kept)
+    assert text.replace("\\n", "\n").replace("<unk>", "") == wanted["text"]
+    assert all(f"{look.left}{kind}{look.right}: {look.meaning}" in out for kind, look in KINDS.items())
+
+
+class Page(HTMLParser):
+    """Collects the text of every class within the page's <pre>, and whatever points outside the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.kind = False, ""
+        self.spans: list[tuple[str, str]] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.inside = self.inside or tag == "pre"
+        self.kind = found.get("class", "")
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag != "pre"
+
+    def handle_data(self, data):
+        if self.inside:
+            self.spans.append((self.kind, data))
+
+
+def test_trace_html_is_one_page_with_the_text(forerun, pair, tmp_path):
+    prompt = PROMPT + " <b> & "
+    file = tmp_path / "trace.html"
+    _, out, _ = forerun("generate", prompt, *pair, "--trace-html", str(file), "--json")
+    page = Page()
+    page.feed(file.read_text(encoding="utf-8"))
+    assert "".join(text for _, text in page.spans) == prompt + json.loads(out)["text"]
+    assert {kind for kind, _ in page.spans} >= {"prompt", "accepted", "corrected"}
+    assert page.links == []
+    assert "prefers-color-scheme: dark" in file.read_text(encoding="utf-8")
+
+
+REFUSED = {
+    "no prompt": ["generate"],
+    "empty prompt": ["generate", ""],
+    "unknown option": ["generate", "x", "--nope", "3"],
+    "unknown command": ["gnerate", "x"],
+    "not a number": ["generate", "x", "--max-tokens", "many"],
+    "out of range": ["generate", "x", "--top-p", "3"],
+    "no such folder": ["generate", "x", "--model", "/no/such/folder"],
+    "bad JSON": ["generate", "x", "--speculative-config", "{"],
+    "JSON, not an object": ["generate", "x", "--speculative-config", "[1]"],
+    "unknown key": ["generate", "x", "--speculative-config", '{"method": "ngram", "depth": 3}'],
+    "unknown method": ["generate", "x", "--spec-method", "guess"],
+    "unknown rule": ["generate", "x", "--accept", "all"],
+    "zero drafted tokens": ["generate", "x", "--spec-method", "ngram", "--spec-tokens", "0"],
+    "given twice": ["generate", "x", "--speculative-config", '{"method": "ngram"}', "--spec-method", "suffix"],
+    "rule without a method": ["generate", "x", "--model", "forerun:target", "--accept", "token"],
+    "bad bias": ["generate", "x", "--logit-bias", '{"a": 1}'],
+    "no threads": ["generate", "x", "--threads", "0"],
+    "json and trace": ["generate", "x", "--json", "--trace"],
+    "bench: unknown method": ["bench", "--methods", "none,guess"],
+    "bench: unknown peer": ["bench", "--methods", "none", "--peers", "abacus"],
+    "bench: unknown prompts": ["bench", "--methods", "none", "--prompt-set", "poems"],
+    "bench: not a list of numbers": ["bench", "--concurrency", "1,two"],
+    "bench: nobody's option": ["bench", "--methods", "ngram", "--speculative-config", '{"tree_of": 1}'],
+    "bench: unknown shape": ["bench", "--random-shape", "llama-7"],
+    "check: unknown layout": ["check", "--layout", "heap"],
+    "check: lossy rule": ["check", "--accept", "lenient"],
+    "train: nowhere to write": ["train", "target"],
+    "train: unknown loss": ["train", "draft_model", "--out", "/tmp/x", "--loss", "none"],
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_errors_are_one_line_and_exit_code_2(forerun, case, tiny_target):
+    arguments = REFUSED[case]
+    if arguments[0] in ("generate", "bench", "check") and not {"--model", "--random-shape"} & set(arguments):
+        arguments = [*arguments, *(["--model", tiny_target] if case != "rule without a method" else [])]
+    code, out, err = forerun(*arguments)
+    assert code == 2
+    assert out == ""
+    assert re.fullmatch(r"error: \S.*\n", err), err
+
+
+def test_a_process_fails_without_a_traceback():
+    command = [sys.executable, "-m", "forerun", "generate", "x", "--model", "/no/such/folder"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: no checkpoint folder at /no/such/folder\n"
+
+
+def test_a_failing_drafter_is_one_warning_and_the_text_stays(forerun, pair):
+    class Broken(Drafter):
+        name = "broken"
+
+        def propose(self, sequences, budgets):
+            raise RuntimeError("no idea\nat all")
+
+    drafters.register("broken")(Broken)
+    try:
+        code, out, err = forerun(
+            "generate", PROMPT, *pair[:2], "--max-tokens", "24", "--spec-method", "broken", "--json"
+        )
+    finally:
+        drafters.remove("broken")
+    assert code == 0
+    assert re.fullmatch(r"warning: the drafter failed, .*no idea at all\n", err)
+    assert "no idea" in json.loads(out)["metrics"]["draft_error"]
+    plain = forerun("generate", PROMPT, *pair[:2], "--max-tokens", "24", "--json")[1]
+    assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
+
+
+def test_help_names_every_engine_option_method_and_command(forerun, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = forerun("generate", "--help")
+    flags = {f"--{item.name.replace('_', '-')}" for item in fields(EngineConfig)} - {"--trace"}
+    assert {flag for flag in flags if flag not in out} == set()
+    assert {method for method in drafters if method not in out} == set()
+    code, out, err = forerun()
+    assert (code, err) == (0, "")
+    assert all(command in out for command in ("generate", "bench", "plan", "check", "serve", "train"))
+    assert "draft_model" in forerun("train")[1]
+
+
+def test_the_bundled_pair_speculates_by_default_and_other_models_when_asked():
+    assert speculative_config({}, {}) == {"method": "draft_model"}
+    assert speculative_config({}, {"model": "folder"}) is None
+    assert speculative_config({"spec_tokens": 2, "accept": "token"}, {}) == {
+        "method": "draft_model",
+        "num_speculative_tokens": 2,
+        "accept": "token",
+    }
+    assert speculative_config({"speculative_config": {"method": "ngram"}, "spec_tokens": 4}, {"model": "x"}) == {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+    }
+    with pytest.raises(ConfigError, match="--spec-tokens"):
+        speculative_config({"speculative_config": {"num_speculative_tokens": 3}, "spec_tokens": 4}, {})
+
+
+def test_help_texts_come_from_the_fields_comments():
+    comments = field_comments(RunConfig)
+    assert comments["held_out"] == "files that are not trained on"
+    assert field_comments(drafters["ngram"].config_class)["max_order"].startswith("Longest n-gram")
+
+
+def test_train_target_makes_a_model_that_generates(forerun, tmp_path: Path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name in "abc":
+        (corpus / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n" * 200, encoding="utf-8")
+    sizes = "--hidden-size 32 --layers 1 --heads 2 --kv-heads 1 --intermediate-size 32 --positions 128"
+    run_length = "--tokens 2048 --batch-tokens 1024 --length 64 --vocab-size 300 --held-out 1 --threads 1 --no-progress"
+    out = tmp_path / "model"
+    code, printed, _ = forerun(
+        "train", "target", "--out", str(out), "--corpus", str(corpus), *sizes.split(), *run_length.split()
+    )
+    assert (code, printed.strip()) == (0, str(out))
+    code, answer, _ = forerun("generate", "def a", "--model", str(out), "--max-tokens", "4", "--json")
+    assert (code, json.loads(answer)["completion_tokens"]) == (0, 4)
