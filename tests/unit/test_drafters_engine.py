@@ -206,7 +206,9 @@ def test_tree_nodes_bound_the_drafts(llm) -> None:
         finally:
             del drafter.propose
         # The suffix drafter stops before its budget where nothing else has followed the match.
-        assert max(size for size, _ in sizes) in ((TREE_NODES,) if method == "token_recycling" else range(2, TREE_NODES))
+        assert max(size for size, _ in sizes) in (
+            (TREE_NODES,) if method == "token_recycling" else range(2, TREE_NODES)
+        )
         assert max(depth for _, depth in sizes) <= 4
         assert any(depth < size for size, depth in sizes)
 

@@ -370,9 +370,7 @@ def test_cursors_survive_outputs_that_are_added_meanwhile() -> None:
         drafter.propose([reader], [3])
         block = drafter.past.blocks[0]
         _, state, length = block.cursors[reader.id]
-        longest = max(
-            n for n in range(25) if n == 0 or any(occurrences(reader.tokens[-n:], text) for text in texts)
-        )
+        longest = max(n for n in range(25) if n == 0 or any(occurrences(reader.tokens[-n:], text) for text in texts))
         assert min(length, 24) == longest
         assert block.automaton.length[block.automaton.link[state]] < length <= block.automaton.length[state]
 
@@ -381,7 +379,9 @@ def test_cursors_survive_outputs_that_are_added_meanwhile() -> None:
 
 
 def ranked(tree: dict, path: tuple = ()) -> list:
-    return sorted(((token, math.log(q), (*path, token)) for token, q in tree.get(path, {}).items()), key=lambda t: -t[1])
+    return sorted(
+        ((token, math.log(q), (*path, token)) for token, q in tree.get(path, {}).items()), key=lambda t: -t[1]
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))

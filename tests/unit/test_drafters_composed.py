@@ -1,0 +1,306 @@
+"""Drafters made of drafters, synthetic acceptance and vocabularies, on their own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE, Unigram
+from transformers import PreTrainedTokenizerFast
+
+from forerun import LLM, ConfigError, Draft, Drafter, DrafterConfig, SamplingParams, SpeculativeConfig
+from forerun.core.scores import Scores
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Trial, Verdict
+from forerun.sampling.draw import Sampler
+from forerun.speculate.accept import rules
+from forerun.speculate.accept.synthetic import Synthetic
+from forerun.speculate.draft import DraftContext, drafters
+from forerun.speculate.draft.merged import merge
+from forerun.speculate.draft.vocabulary import Bridge, Reading, Vocabulary
+
+VOCAB = 20
+
+
+class Scripted(Drafter):
+    """Proposes what a test says, per sequence id."""
+
+    config_class = DrafterConfig
+
+    def __init__(self, config, context) -> None:
+        super().__init__(config, context)
+        self.script: dict[int, Draft] = {}
+        self.asked: list[int] = []
+        self.seen: list[tuple[Draft, Verdict]] = []
+
+    def propose(self, sequences, budgets) -> list[Draft]:
+        self.asked = [sequence.id for sequence in sequences]
+        return [self.script.get(sequence.id, Draft()) for sequence in sequences]
+
+    def observe(self, sequences, drafts, verdicts, result) -> None:
+        self.seen = list(zip(drafts, verdicts))
+
+
+@pytest.fixture
+def scripted() -> Iterator[None]:
+    """Two drafters that propose what they are told."""
+    for name in ("first", "second"):
+        drafters.register(name)(type(name.title(), (Scripted,), {"name": name}))
+    yield
+    for name in ("first", "second"):
+        drafters.remove(name)
+
+
+def build(method: str, **options):
+    cls = drafters[method]
+    options["drafters"] = [{"method": "first", "num_speculative_tokens": 3}, {"method": "second"}]
+    context = DraftContext(SimpleNamespace(), Sampler(VOCAB), rules["recursive"](), None, 8, 256)
+    return cls.build(cls.config_class.from_dict(method, options), context)
+
+
+def sequence(key: int) -> Sequence:
+    return Sequence(key, [1, 2, 3], 3, SamplingParams(temperature=0.0), 1, cached=2)
+
+
+def rows(*weights: dict[int, float]) -> torch.Tensor:
+    q = torch.zeros(len(weights), VOCAB)
+    for row, law in zip(q, weights):
+        for token, weight in law.items():
+            row[token] = weight
+    return q
+
+
+def test_merging_joins_nodes_and_keeps_every_trial_with_its_own_q() -> None:
+    model = Draft(q=rows({5: 0.9, 6: 0.1}, {7: 1.0}, {8: 0.5, 9: 0.5}))
+    model.add(5, -1, 0)
+    model.add(5, -1, 0)
+    model.add(8, 0, 2)
+    table = Draft(q=rows({6: 0.5, 5: 0.5}, {8: 1.0}))
+    table.add(5, -1, 0)
+    table.add(8, 0, 1)
+    table.add(4, 1)
+    (tree,) = merge([[model], [table]])
+    assert tree.tokens == [5, 8, 4]
+    assert tree.parents == [-1, 0, 1]
+    drawn = [[(tree.tokens[t.node], tree.q[t.row] if t.row >= 0 else None) for t in trials] for trials in tree.trials]
+    assert [[token for token, _ in trials] for trials in drawn] == [[5, 5, 5], [8, 8], [4], []]
+    expected = [[model.q[0], model.q[0], table.q[0]], [model.q[2], table.q[1]]]
+    for trials, laws in zip(drawn, expected):
+        for (_, q), law in zip(trials, laws, strict=True):
+            assert torch.equal(q, law)
+    assert drawn[2][0][1] is None
+
+
+def test_merging_shares_one_q_between_the_sequences_of_a_round() -> None:
+    q = rows({5: 1.0}, {6: 1.0})
+    first, second = Draft.chain([5], q, [0]), Draft.chain([6], q, [1])
+    merged = merge([[first, second], [Draft.chain([7]), Draft()]])
+    assert merged[0].q is merged[1].q
+    assert merged[0].q.shape == (2, VOCAB)
+    assert merged[1].trials == [[Trial(0, 1)], []]
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_merged_part_sees_its_own_nodes_of_the_accepted_path() -> None:
+    merged = build("merged")
+    first, second = merged.parts
+    first.script[1] = Draft.tree([4, 5, 6], [-1, -1, 1])
+    second.script[1] = Draft.chain([5, 6, 7])
+    (tree,) = merged.propose([sequence(1)], [3])
+    path, node = [], -1
+    for token in (5, 6, 7):
+        node = tree.children(node)[token]
+        path.append(node)
+    verdict = Verdict(path=path, token=9, tokens=[5, 6, 7, 9], accepted=3)
+    merged.observe([sequence(1)], [tree], [verdict], SimpleNamespace())
+    assert [(v.path, v.accepted) for _, v in first.seen] == [([1, 2], 2)]
+    assert [(v.path, v.accepted) for _, v in second.seen] == [([0, 1, 2], 3)]
+    assert merged.proposed == [{}, {}]
+
+
+@pytest.mark.usefixtures("scripted")
+def test_cascade_asks_the_next_only_about_what_the_first_is_unsure_of() -> None:
+    cascade = build("cascade", min_confidence=0.6)
+    first, second = cascade.parts
+    for key, sure in ((1, 0.7), (2, 0.5), (3, None)):
+        first.script[key] = Draft.chain([4])
+        first.script[key].confidence = sure
+        second.script[key] = Draft.chain([8, 9])
+    drafts = cascade.propose([sequence(1), sequence(2), sequence(3)], [3, 3, 3])
+    assert [draft.tokens for draft in drafts] == [[4], [8, 9], [8, 9]]
+    assert [draft.method for draft in drafts] == ["first", "second", "second"]
+    assert second.asked == [2, 3]
+
+
+def test_options_of_drafters_inside_drafters() -> None:
+    parse = SpeculativeConfig.parse
+    config = parse({"method": "merged", "num_speculative_tokens": 2,
+                    "drafters": [{"method": "ngram"}, {"method": "suffix", "tree": [2, 2, 1]}]}).drafter  # fmt: skip
+    assert [part.config.num_speculative_tokens for part in config.drafters] == [2, 3]
+    assert config.nodes_by_depth() == [0, 1 + 2, 2 + 6, 2 + 10]
+    with pytest.raises(ConfigError, match="'ngram' has no option 'tree_nodes'"):
+        parse({"method": "merged", "drafters": [{"method": "ngram", "tree_nodes": 3}, {"method": "suffix"}]})
+    with pytest.raises(ConfigError, match="works on chains, but this 'merged' makes trees"):
+        parse({"method": "merged", "accept": "token"})
+    with pytest.raises(ConfigError, match="works on chains"):
+        parse({"method": "suffix", "tree_nodes": 5, "accept": "token"})
+    with pytest.raises(ConfigError, match="must list the options of 2 to 15"):
+        parse({"method": "cascade", "drafters": [{"method": "ngram"}]})
+    with pytest.raises(ConfigError, match="a mapping with a 'method'"):
+        parse({"method": "staged", "drafter": {"num_speculative_tokens": 2}})
+    with pytest.raises(ConfigError, match="remove one of them"):
+        parse({"method": "suffix", "tree": [2, 1], "tree_nodes": 4})
+
+
+# synthetic acceptance
+
+
+def accepted_shares(config: dict, depth: int, rounds: int = 2000) -> list[float]:
+    rates = SpeculativeConfig.parse({"method": "random", "num_speculative_tokens": depth, **config}).synthetic
+    rule = Synthetic(rules["coupled"](), rates)
+    sampler = Sampler(VOCAB)
+    counts = [0] * depth
+    for start in range(0, rounds, 200):
+        sequences = [
+            Sequence(i, [1] * (1 + i % 7), 1, SamplingParams(temperature=1.0), seed=start + i) for i in range(200)
+        ]
+        drafts = [Draft.chain(list(range(depth))) for _ in sequences]
+        warped = torch.zeros(200 * (depth + 1), VOCAB)
+        scores = Scores(sequences, drafts, [i * (depth + 1) for i in range(200)], warped)
+        for verdict in rule.accept(scores, sampler):
+            assert verdict.path == list(range(len(verdict.path)))
+            assert 0 <= verdict.token < VOCAB
+            for position in verdict.path:
+                counts[position] += 1
+    return [count / rounds for count in counts]
+
+
+def test_synthetic_rates_are_unconditional() -> None:
+    shares = accepted_shares({"synthetic_acceptance_rates": [0.8, 0.64, 0.512]}, 3)
+    assert shares == pytest.approx([0.8, 0.64, 0.512], abs=0.04)
+
+
+def test_synthetic_length_is_reached_with_the_least_variance() -> None:
+    shares = accepted_shares({"synthetic_acceptance_length": 2.4}, 4)
+    assert shares == pytest.approx([1.0, 0.4, 0.0, 0.0], abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "none above the one before"),
+        ({"synthetic_acceptance_rates": [0.5]}, "one entry per drafted position: 3, not 1"),
+        ({"synthetic_acceptance_length": 4.5}, "from 1 to num_speculative_tokens"),
+        ({"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 1, 1]}, "not both"),
+    ],
+)
+def test_synthetic_options_are_checked(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.parse({"method": "random", **options})
+    with pytest.raises(ConfigError, match="method 'none' has no option"):
+        SpeculativeConfig.parse({"method": "none", **options})
+
+
+def test_synthetic_results_are_marked_and_promise_nothing(tiny_target: str) -> None:
+    rates = [0.9, 0.9, 0.9]
+    speculative = LLM(tiny_target, speculative_config={"method": "random", "synthetic_acceptance_rates": rates})
+    options = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    answer = speculative.generate(["abc"], options)[0]
+    plain = speculative.generate(["abc"], options, speculate=False)[0]
+    assert answer.metrics.as_dict()["synthetic"] is True
+    assert speculative.engine.stats.as_dict()["synthetic"] is True
+    assert answer.metrics.mean_acceptance_length > 2.5
+    assert answer.outputs[0].token_ids != plain.outputs[0].token_ids
+    assert not speculative.engine.rule.lossless
+    assert not speculative.engine.identity
+    speculative.engine.check()
+
+
+# vocabularies
+
+
+TEXT = "def größe(x):\n    return x  # naïve café ☕ 🎉\n" * 3
+CORPUS = [TEXT, "import os\nfor path in os.listdir('.'):\n    print(path, größe(path))\n", "the quick brown fox " * 5]
+
+
+def byte_bpe(size: int, special: str) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[special], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special)
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=["</s>"], unk_token="</s>", show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def test_tokens_spell_the_text_they_were_made_from() -> None:
+    for tokenizer in (byte_bpe(300, "<end>"), byte_bpe(420, "<stop>")):
+        vocabulary = Vocabulary(tokenizer, len(tokenizer))
+        ids = vocabulary.encode(TEXT)
+        assert vocabulary.spell(ids).decode() == TEXT
+        assert tokenizer.eos_token_id not in vocabulary.bytes
+    pieces = Vocabulary(word_pieces(), 200)
+    assert pieces.word_marks
+    assert pieces.spell(pieces.encode("the quick brown fox")).decode().strip() == "the quick brown fox"
+
+
+def test_a_draft_reads_the_targets_text_whatever_the_cuts() -> None:
+    target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
+    bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+    assert bridge.shared[0] == 0
+    assert all(bridge.target.bytes[i] == bridge.draft.bytes[j] for i, j in bridge.shared.items() if i)
+    ids = bridge.target.encode(TEXT)
+    rng = random.Random(0)
+    for _ in range(20):
+        reading, known = Reading(bridge), rng.randrange(1, len(ids))
+        while True:
+            reading.follow(ids[:known])
+            assert reading.read == known
+            whole = bridge.target.spell(ids[:known]).decode("utf-8", "ignore").encode()
+            assert bridge.draft.spell(reading.tokens).startswith(whole)
+            if known == len(ids):
+                break
+            known = min(len(ids), known + rng.randrange(1, 9))
+        assert bridge.draft.spell(reading.tokens).decode() == TEXT
+        assert reading.covered(len(reading.tokens)) == len(ids)
+
+
+def test_reading_only_grows() -> None:
+    target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
+    bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+    ids = bridge.target.encode(TEXT)
+    reading, before = Reading(bridge), []
+    for known in range(1, len(ids) + 1):
+        reading.follow(ids[:known])
+        assert reading.tokens[: len(before)] == before
+        before = list(reading.tokens)
+
+
+def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed() -> None:
+    target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
+    bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+    reading = Reading(bridge)
+    reading.follow(bridge.target.encode("def "))
+    start = len(reading.tokens)
+    written = bridge.draft.encode("path in os")
+    committed = bridge.target.encode("path or")
+    kept = reading.adopt(written, committed)
+    assert bridge.draft.spell(written[:kept]).decode() in ("path ", "path", "pat", "pa", "p")
+    assert reading.tokens[start : start + kept] == written[:kept]
+    assert bridge.draft.spell(reading.tokens).decode() == "def path or"
+    assert kept > 0
