@@ -189,7 +189,8 @@ class Planner:
         table = self.pool.tables[key]
         if count <= 1:
             return table[0]
-        listed = table[:count] + [0] * (count - len(table))
+        # Padding repeats a page of its own: another sequence's may hold a NaN, which no mask stops.
+        listed = table[:count] + table[:1] * (count - len(table))
         return torch.tensor([listed], device=self.pool.device)
 
     def _merge(self, parts: list[Call]) -> Iterator[Call]:
@@ -226,7 +227,7 @@ class Planner:
         if isinstance(pages, torch.Tensor):
             lists = [part.pages for part in group if isinstance(part.pages, torch.Tensor)]
             width = max(pages.shape[1] for pages in lists)
-            lists = [torch.nn.functional.pad(pages, (0, width - pages.shape[1])) for pages in lists]
+            lists = [torch.cat([pages, pages[:, :1].expand(-1, width - pages.shape[1])], dim=1) for pages in lists]
             pages = torch.cat(lists)
         offsets = [part.offset for part in group]
         together = all(b - a == count for a, b in pairwise(offsets))

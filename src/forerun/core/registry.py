@@ -45,7 +45,7 @@ class Registry(Generic[T]):
         self._search()
         try:
             return self._items[name]
-        except KeyError:
+        except (KeyError, TypeError):
             known = ", ".join(self)
             raise ConfigError(f"unknown {self.kind} {name!r}: choose one of {known}") from None
 

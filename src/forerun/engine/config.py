@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from forerun.core.config import check_types
 from forerun.core.errors import ConfigError
 from forerun.engine.memory import parse_bytes
 from forerun.speculate.accept import Rule, RuleConfig, rules
@@ -170,4 +171,5 @@ class EngineConfig:
         for name in options:
             if name not in known:
                 raise ConfigError(f"unknown engine option {name!r}; there are {', '.join(sorted(known))}")
+        check_types(cls, options)
         return cls(**options)

@@ -15,7 +15,7 @@ import torch
 
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
-from forerun.core.errors import RequestError
+from forerun.core.errors import ConfigError, RequestError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
@@ -93,7 +93,11 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.clock = clock
-        self.max_model_len = min(model.info.max_len, self.config.max_model_len or model.info.max_len)
+        self.max_model_len = self.config.max_model_len or model.info.max_len
+        if self.max_model_len > model.info.max_len:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len}; the model's context has {model.info.max_len} tokens"
+            )
         self.sampler = Sampler(model.info.vocab_size, model.info.device)
         self.rule = self.speculative.make_rule()
         self.max_nodes = max((c.drafter.max_nodes() for c in configs if c.drafter is not None), default=0)
@@ -339,6 +343,9 @@ class Engine:
         self.policy.release(job.sequence)
         self.router.failures.pop(job.sequence.id, None)
         del self.jobs[job.sequence.id]
+        if finish is not None and finish.reason == ERROR:
+            for pool in self.pools:
+                pool.scrub()
 
     def _reusable(self, sequence: Sequence) -> int:
         """How many leading tokens may come from the prefix cache: prompt logprobs need every logit."""

@@ -90,7 +90,7 @@ class LLM:
             if unknown or not prompt:
                 raise RequestError(f"a prompt mapping has 'prompt_token_ids' or 'prompt', not {sorted(prompt)}")
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), self.encode(prompt["prompt_token_ids"])[1]
             return self.encode(prompt["prompt"])
         if isinstance(prompt, Seq):
             return None, list(cast(Seq[int], prompt))

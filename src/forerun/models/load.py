@@ -138,6 +138,16 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def parse_device(device: str | torch.device | None) -> torch.device:
+    """None: the GPU if there is one. Raises ConfigError for a device that is unknown or not here."""
+    if device is None:
+        return default_device()
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ConfigError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
 def load_model(
     path_or_id: str | Path,
     *,
@@ -160,7 +170,7 @@ def load_model(
     folder = resolve(path_or_id)
     config = read_config(folder)
     _check_rope(config, max_model_len)
-    where = torch.device(device) if device is not None else default_device()
+    where = parse_device(device)
     reason = applies(config)
     if model_path == "native" and reason is not None:
         raise ConfigError(f"the native path does not run {folder}: {reason}")

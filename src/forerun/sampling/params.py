@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from json import dumps
 from typing import Any
@@ -18,6 +18,14 @@ def _number(name: str, value: Any, low: float, high: float = math.inf, *, open_l
             f" and at most {high:g}" if high < math.inf else ""
         )
         raise ConfigError(f"{name} must be a number {bounds}, not {value!r}")
+
+
+def _tuple(name: str, value: Any) -> tuple:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, (Sequence, Set)):
+        raise ConfigError(f"{name} must be a list, not {value!r}")
+    return tuple(value)
 
 
 def _integer(name: str, value: Any, low: int) -> None:
@@ -138,13 +146,15 @@ class SamplingParams:
 
     def _freeze(self) -> None:
         """Normalise the collections, so that equal options compare equal."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         if any(not isinstance(text, str) or not text for text in stop):
             raise ConfigError("stop must be a non-empty string or a list of them")
-        ids = tuple(self.stop_token_ids or ())
+        ids = _tuple("stop_token_ids", self.stop_token_ids)
         for token in ids:
             _integer("stop_token_ids", token, 0)
         bias: dict[int, float] = {}
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise ConfigError(f"logit_bias maps token ids to numbers, not {self.logit_bias!r}")
         for token, value in (self.logit_bias or {}).items():
             try:
                 bias[int(token)] = float(value)
@@ -153,7 +163,7 @@ class SamplingParams:
             if int(token) < 0 or math.isnan(bias[int(token)]):
                 raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}")
         object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
-        words = tuple(self.bad_words or ())
+        words = _tuple("bad_words", self.bad_words)
         if any(not isinstance(word, str) or not word for word in words):
             raise ConfigError("bad_words must be a list of non-empty strings")
         frozen: list[tuple[str, Any]] = [

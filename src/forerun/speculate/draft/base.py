@@ -13,6 +13,7 @@ import torch
 
 from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
+from forerun.core.config import check_types
 from forerun.core.errors import ConfigError
 from forerun.core.registry import Registry
 from forerun.core.sequence import Sequence
@@ -45,7 +46,7 @@ class DrafterConfig:
         if not isinstance(k, int) or isinstance(k, bool) or k < 1:
             raise ConfigError(f"num_speculative_tokens must be an integer of at least 1, not {k!r}")
         if self.tree is not None:
-            shape = tuple(self.tree)
+            shape = tuple(self.tree) if isinstance(self.tree, Seq) else ()
             if not shape or any(not isinstance(w, int) or w < 1 for w in shape):
                 raise ConfigError(f"tree must list how many children each depth has, e.g. [4, 2, 1], not {self.tree!r}")
             object.__setattr__(self, "tree", shape)
@@ -63,6 +64,7 @@ class DrafterConfig:
                 hint = f" (it belongs to {', '.join(owners)})" if owners else ""
                 has = ", ".join(sorted(known))
                 raise ConfigError(f"speculative_config: method {method!r} has no option {key!r}{hint}; it has {has}")
+        check_types(cls, options)
         return cls(**options)
 
     def width(self, depth: int) -> int:

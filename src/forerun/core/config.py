@@ -1,0 +1,30 @@
+"""Checks that every config class shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from forerun.core.errors import ConfigError
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "an integer"),
+    "float": ((int, float), "a number"),
+}
+
+
+def check_types(kind: type, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that is annotated as a number or a flag in the dataclass ``kind`` and is not one.
+
+    JSON and command lines bring strings where numbers belong; a comparison deep inside would say less.
+    """
+    for field in fields(kind):
+        names = [name.strip() for name in str(field.type).split("|")]
+        value = options.get(field.name)
+        if value is None or names[0] not in _KINDS or set(names[1:]) - {"None"}:
+            continue
+        types, wanted = _KINDS[names[0]]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise ConfigError(f"{field.name} must be {wanted}, not {value!r}")

@@ -1,0 +1,307 @@
+"""Requests through the engine: bad ones, broken ones, aborted ones, and what is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from forerun import LLM, SamplingParams
+from forerun.core.errors import ConfigError, ForerunError, RequestError
+from forerun.core.tree import Draft, Verdict
+from forerun.engine.metrics import RequestMetrics
+from tiny import ALPHABET, save_tokenizer
+
+POISON = ALPHABET.index("Z")
+
+
+def params(**given) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "seed": 1, **given})
+
+
+def one_line(error: Exception) -> str:
+    assert isinstance(error, ForerunError)
+    assert "\n" not in str(error)
+    return str(error)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "message"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        ({"prompt_token_ids": []}, {}, "the prompt is empty"),
+        ([98], {}, "token id 98 is outside the vocabulary of 98"),
+        ([3, -1], {}, "token id -1 is outside the vocabulary of 98"),
+        ([3, 2.0], {}, "token id 2.0 is outside the vocabulary of 98"),
+        (["hello", 3], {}, "token id 'hello' is outside the vocabulary of 98"),
+        ("x" * 64, {}, "the prompt has 64 tokens; max_model_len 64 leaves no room"),
+        ({"text": "x"}, {}, "a prompt mapping has 'prompt_token_ids' or 'prompt'"),
+        ({"prompt_token_ids": None}, {}, "a prompt is a string, a list of token ids or a mapping, not NoneType"),
+        ({"prompt": [98]}, {}, "token id 98 is outside the vocabulary of 98"),
+        (7, {}, "a prompt is a string"),
+        ("x", {"stop_token_ids": [98]}, "token id 98 is outside the vocabulary"),
+        ("x", {"logit_bias": {98: 1.0}}, "token id 98 is outside the vocabulary"),
+    ],
+)
+def test_a_prompt_that_cannot_be_run(llm, prompt, given, message):
+    model = llm(max_model_len=64)
+    prompts = ["fine", prompt] if not isinstance(prompt, (list, int)) else [[3, 4], prompt]
+    with pytest.raises(RequestError, match=message) as caught:
+        model.generate(prompts, params(**given))
+    one_line(caught.value)
+    assert not model.engine.busy
+    model.engine.check()
+    assert len(model.generate("fine", params())[0].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be a number at least 0"),
+        ({"temperature": float("nan")}, "temperature must be a number"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p must be a number above 0 and at most 1"),
+        ({"top_k": -2}, "top_k must be an integer of at least -1"),
+        ({"top_k": 1.5}, "top_k must be an integer"),
+        ({"min_p": -0.1}, "min_p must be a number at least 0 and at most 1"),
+        ({"max_tokens": 0}, "max_tokens must be an integer of at least 1"),
+        ({"min_tokens": 13}, r"min_tokens \(13\) exceeds max_tokens \(12\)"),
+        ({"n": 0}, "n must be an integer of at least 1"),
+        ({"seed": "one"}, "seed must be an integer"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be a number above 0"),
+        ({"presence_penalty": 3.0}, "presence_penalty must be a number at least -2 and at most 2"),
+        ({"frequency_penalty": -3.0}, "frequency_penalty must be a number at least -2 and at most 2"),
+        ({"stop": ""}, "stop must be a non-empty string"),
+        ({"stop": 5}, "stop must be a list"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer"),
+        ({"stop_token_ids": 7}, "stop_token_ids must be a list"),
+        ({"logit_bias": {"x": 1}}, "logit_bias maps token ids to numbers"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias maps token ids to numbers"),
+        ({"logit_bias": [1]}, "logit_bias maps token ids to numbers"),
+        ({"bad_words": "word"}, "bad_words must be a list"),
+        ({"bad_words": [""]}, "bad_words must be a list of non-empty strings"),
+        ({"logprobs": -1}, "logprobs must be an integer of at least 0"),
+    ],
+)
+def test_an_option_out_of_range(given, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        params(**given)
+    one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative_config": {"method": "telepathy"}}, "unknown method 'telepathy': choose one of"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "must be an integer of at least 1"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": "3"}}, "must be an integer"),
+        ({"speculative_config": {"method": "ngram", "draft": 1}}, "method 'ngram' has no option 'draft'"),
+        ({"speculative_config": {"method": "ngram", "model": "x"}}, r"no option 'model' \(it belongs to .*draft_model"),
+        ({"speculative_config": {"method": "none", "num_speculative_tokens": 3}}, "method 'none' has no option"),
+        ({"speculative_config": {"num_speculative_tokens": 3}}, "speculative_config needs a 'method'"),
+        ({"speculative_config": "ngram"}, "speculative_config must be a mapping"),
+        ({"speculative_config": {"method": "ngram", "accept": "hope"}}, "unknown acceptance rule 'hope'"),
+        ({"speculative_config": {"method": "ngram", "length": "long"}}, "unknown length policy 'long'"),
+        ({"speculative_config": {"method": ["ngram"]}}, r"unknown method \['ngram'\]"),
+        ({"speculative_config": {"method": "draft_model", "tree": [2, 0]}}, "tree must list how many children"),
+        ({"speculative_config": {"method": "draft_model", "tree": 3}}, "tree must list how many children"),
+        ({"speculative_config": {"method": "draft_model", "tree": [2, 2], "accept": "token"}}, "works on chains"),
+        ({"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1"),
+        ({"page_size": 2.5}, "page_size must be an integer, not 2.5"),
+        ({"max_sequences": 4}, "unknown engine option 'max_sequences'; there are"),
+        ({"dtype": "float8"}, "unknown dtype 'float8'"),
+        ({"model_path": "fast"}, "unknown model_path 'fast'"),
+        ({"logprobs_mode": "logits"}, "logprobs_mode must be"),
+        ({"device": "warp"}, "device 'warp' cannot be used"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
+        ({"max_model_len": 512}, "max_model_len is 512; the model's context has 256 tokens"),
+        ({"seed": "one"}, "seed must be an integer, not 'one'"),
+        ({"invariant": "yes"}, "invariant must be true or false, not 'yes'"),
+        ({"speculative_config": {"method": "ngram", "draft_temperature": "hot"}}, "draft_temperature must be a number"),
+    ],
+)
+def test_an_engine_option_that_cannot_be_honoured(tiny_target, options, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        LLM(tiny_target, **options)
+    one_line(caught.value)
+
+
+def test_sampling_params_one_for_all_or_one_each(llm):
+    with pytest.raises(ConfigError, match="3 sampling_params for 2 prompts"):
+        llm().generate(["a", "b"], [params()] * 3)
+    outputs = llm().generate(["a", "b"], [params(max_tokens=2), params(max_tokens=5)])
+    assert [len(out.outputs[0].token_ids) for out in outputs] == [2, 5]
+    assert llm().generate([]) == []
+
+
+@pytest.fixture(scope="module")
+def poisoned(tiny_target, tmp_path_factory):
+    """A checkpoint whose token Z has a NaN embedding."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    model = LlamaForCausalLM.from_pretrained(tiny_target)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = float("nan")
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("speculative_config", [None, {"method": "ngram"}])
+@pytest.mark.parametrize("path", ["native", "hf"])
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_nan_logits_end_one_request(llm, poisoned, tiny_target, speculative_config, path, page_size, temperature):
+    """The neighbours, and whoever gets the memory afterwards, are not affected."""
+    options = {"max_num_seqs": 3, "page_size": page_size, "model_path": path, "max_model_len": 64}
+    model = llm(speculative_config, poisoned, **options)
+    prompts = ["a good prompt", "a bad prompt: Z", "another good prompt, good prompt"]
+    sampling = params(temperature=temperature, logit_bias={POISON: -100.0})
+    wanted = [out.outputs[0].token_ids for out in llm(None, tiny_target, **options).generate(prompts, sampling)]
+    for _ in range(2):
+        outputs = [out.outputs[0] for out in model.generate(prompts, sampling)]
+        assert [out.finish_reason for out in outputs] == ["length", "error", "length"]
+        assert outputs[1].stop_reason == "the model returned NaN logits"
+        assert outputs[1].token_ids == []
+        assert [outputs[0].token_ids, outputs[2].token_ids] == [wanted[0], wanted[2]]
+    again = model.generate([prompts[0]] * 3, sampling)
+    assert [out.outputs[0].token_ids for out in again] == [wanted[0]] * 3
+    model.engine.check()
+
+
+def test_nothing_left_to_sample_ends_the_request(llm):
+    everything = {token: float("-inf") for token in range(98)}
+    outputs = llm().generate(["ab", "cd"], [params(logit_bias=everything), params()])
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "no token is permitted" in outputs[0].outputs[0].stop_reason
+    assert len(outputs[1].outputs[0].token_ids) == 12
+
+
+def test_an_aborted_request_gives_everything_back(llm):
+    engine = llm({"method": "ngram"}, max_num_seqs=2).engine
+    jobs = [engine.add([5, 6, 7, 5, 6], params(max_tokens=60))[0] for _ in range(4)]
+    for _ in range(3):
+        engine.step()
+    for job in (jobs[0], jobs[3]):  # one runs, one waits
+        engine.abort(job)
+        engine.abort(job)
+        assert job.finish.reason == "abort"
+    while engine.busy:
+        engine.step()
+    engine.check()
+    assert [len(job.output_ids) for job in jobs[1:3]] == [60, 60]
+
+
+def test_an_interrupted_generation_leaves_nothing_behind(llm):
+    model = llm({"method": "ngram"})
+
+    def interrupt(update):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(["ab", "cd"], params(), on_update=interrupt)
+    assert not model.engine.busy
+    model.engine.check()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_several_answers_to_one_prompt(llm, temperature):
+    sampling = params(temperature=temperature, n=3)
+    several = llm({"method": "ngram"}).generate("a prompt", sampling)[0].outputs
+    single = llm().generate("a prompt", params(temperature=temperature))[0].outputs[0]
+    assert [out.index for out in several] == [0, 1, 2]
+    assert several[0].token_ids == single.token_ids
+    assert len({tuple(out.token_ids) for out in several}) == (3 if temperature else 1)
+
+
+def test_a_request_without_a_seed_takes_the_engines_or_a_fresh_one(llm):
+    free = params(temperature=1.0, seed=None)
+    same = [llm(seed=11).generate("x", free)[0].outputs[0].token_ids for _ in range(2)]
+    assert same[0] == same[1] == llm().generate("x", params(temperature=1.0, seed=11))[0].outputs[0].token_ids
+    fresh = [tuple(llm().generate("x", free)[0].outputs[0].token_ids) for _ in range(3)]
+    assert len(set(fresh)) == 3
+
+
+def test_prompts_as_text_ids_and_mappings(llm):
+    ids = [ALPHABET.index(character) for character in "hello"]
+    forms = ["hello", ids, {"prompt_token_ids": ids}, {"prompt": "hello"}]
+    outputs = [llm().generate([form], params())[0] for form in forms]
+    assert all(out.prompt_token_ids == ids for out in outputs)
+    assert len({out.outputs[0].text for out in outputs}) == 1
+    assert [out.prompt for out in outputs] == ["hello", None, None, "hello"]
+    assert llm().generate(ids, params())[0].outputs == outputs[0].outputs
+
+
+def verdict(tokens: int, accepted: int, tested: int = 0, overlap: float = 0.0) -> Verdict:
+    path = list(range(accepted))
+    return Verdict(path=path, token=1, tokens=[1] * tokens, accepted=accepted, tested=tested, matched=accepted,
+                   overlap=overlap)  # fmt: skip
+
+
+def test_metrics_by_hand():
+    """Three drafts of four, of which 4, 1 and 0 tokens stay, then a plain round."""
+    metrics = RequestMetrics(start=10.0)
+    draft = Draft.chain([1, 2, 3, 4])
+    metrics.add(draft, verdict(tokens=5, accepted=4, tested=4, overlap=3.0))
+    metrics.add(draft, verdict(tokens=2, accepted=1, tested=2, overlap=0.7))
+    metrics.add(draft, verdict(tokens=1, accepted=0, tested=1, overlap=0.3))
+    metrics.add(Draft(), verdict(tokens=1, accepted=0))
+    metrics.first_token, metrics.end = 12.0, 15.0
+    assert metrics.rounds == 4
+    assert metrics.decode_tokens == 9
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens) == (3, 12, 5)
+    assert metrics.acceptance_histogram == [1, 1, 0, 0, 1]
+    assert metrics.mean_acceptance_length == pytest.approx(1 + 5 / 3)
+    assert metrics.tokens_per_round == pytest.approx(9 / 4)
+    assert metrics.draft_acceptance_rate == pytest.approx(5 / 12)
+    assert metrics.alpha == pytest.approx(4.0 / 7)
+    assert metrics.match_rate == pytest.approx(5 / 7)
+    assert metrics.tokens_per_second == pytest.approx(3.0)
+    assert metrics.time_to_first_token == pytest.approx(2.0)
+    assert metrics.seconds == pytest.approx(5.0)
+
+
+def test_metrics_without_drafts_are_zero_or_none():
+    metrics = RequestMetrics()
+    metrics.add(Draft(), verdict(tokens=1, accepted=0))
+    described = metrics.as_dict()
+    assert described["rounds"] == 1
+    assert described["num_draft_tokens"] == described["num_accepted_draft_tokens"] == 0
+    assert described["acceptance_histogram"] == []
+    for name in ("mean_acceptance_length", "draft_acceptance_rate", "alpha", "match_rate", "tokens_per_second"):
+        assert described[name] is None
+
+
+def test_metrics_of_several_answers_add_up():
+    parts = []
+    for start, accepted in ((1.0, 2), (0.5, 0)):
+        part = RequestMetrics(start=start, first_token=start + 1, end=start + 4)
+        part.add(Draft.chain([1, 2]), verdict(tokens=accepted + 1, accepted=accepted, tested=2, overlap=1.0))
+        parts.append(part)
+    total = RequestMetrics.merged(parts)
+    assert (total.rounds, total.num_draft_tokens, total.num_accepted_draft_tokens) == (2, 4, 2)
+    assert total.acceptance_histogram == [1, 0, 1]
+    assert total.alpha == pytest.approx(0.5)
+    assert (total.start, total.first_token, total.end) == (0.5, 1.5, 5.0)
+
+
+def test_alpha_is_the_mean_overlap_of_p_and_q(llm, tiny_target, tiny_draft):
+    """Against both models run by transformers on the answer: sum min(p, q) at each position that was tested."""
+    model = llm({"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 4}, trace=True)
+    out = model.generate("def f(x):", params(temperature=1.0, max_tokens=40))[0]
+    tokens = torch.tensor([out.prompt_token_ids + out.outputs[0].token_ids])
+    with torch.inference_mode():
+        p, q = (
+            LlamaForCausalLM.from_pretrained(path)(tokens).logits[0].softmax(dim=-1)
+            for path in (tiny_target, tiny_draft)
+        )
+    overlap = torch.minimum(p, q).sum(dim=-1)
+    place, values = len(out.prompt_token_ids), []
+    for step in out.outputs[0].trace:
+        tested = min(step.drafted, len(step.tokens))
+        values += overlap[place - 1 : place - 1 + tested].tolist()
+        place += len(step.tokens)
+    assert out.metrics.alpha == pytest.approx(sum(values) / len(values), abs=1e-4)
+    assert out.metrics.tested == len(values)
