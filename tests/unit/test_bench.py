@@ -1,0 +1,229 @@
+"""The benchmark's figures: where they come from, and that a row says what was measured."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from forerun import SamplingParams
+from forerun.bench.contenders import EngineContender, method_configs
+from forerun.bench.peers import peer_contenders
+from forerun.bench.prompts import make_prompts, repetition_rate
+from forerun.bench.shapes import bytes_per_token, random_checkpoint
+from forerun.cli.main import run
+from forerun.core.errors import ConfigError
+from forerun.models.load import load_model
+from forerun.models.tokenizer import load_tokenizer
+from forerun.plan.estimate import Costs, Sample, measure, shares
+from forerun.plan.planner import CostCurve, Estimate, predict, recommend
+from forerun.theory import predicted_speedup
+
+CONTRACT = {
+    "method", "accept", "temperature", "concurrency", "tokens_per_second", "speedup", "alpha", "cost_coefficient",
+    "predicted_speedup", "identical",
+}  # fmt: skip
+MORE = {"match_rate", "verify_cost", "tokens_per_round", "repetition_rate", "synthetic", "invariant", "model_path"}
+SMALL = ["--prompts", "2", "--prompt-tokens", "12", "--max-tokens", "12", "--prompt-set", "random", "--repeats", "2"]
+
+
+@pytest.fixture
+def bench(capsys, tiny_target):
+    def call(*options: str, command: str = "bench") -> dict:
+        code = run([command, "--model", tiny_target, *options, "--json"])
+        captured = capsys.readouterr()
+        assert (code, captured.err) == (0, "")
+        return json.loads(captured.out)
+
+    return call
+
+
+def test_rows_say_what_was_measured(bench, tiny_draft):
+    result = bench(
+        *SMALL, "--spec-model", tiny_draft, "--methods", "draft_model,ngram", "--accept", "coupled,token",
+        "--concurrency", "1,2", "--temperature", "0,1", "--peers", "transformers",
+    )  # fmt: skip
+    rows = result["rows"]
+    assert all(set(row) >= CONTRACT | MORE for row in rows)
+    settings = [(row["method"], row["accept"], row["temperature"], row["concurrency"]) for row in rows]
+    assert len(set(settings)) == len(settings)
+    for heat in (0.0, 1.0):
+        for batch in (1, 2):
+            here = {
+                (r["method"], r["accept"]): r for r in rows if (r["temperature"], r["concurrency"]) == (heat, batch)
+            }
+            plain = here["none", None]
+            assert (plain["speedup"], plain["identical"], plain["alpha"]) == (1.0, True, None)
+            assert plain["tokens_per_round"] == 1.0
+            assert here["draft_model", "coupled"]["identical"] is True
+            assert here["draft_model", "token"]["identical"] is (True if heat == 0.0 else None)
+            assert here["none_fastest", None]["invariant"] is False
+            drafted = here["draft_model", "coupled"]
+            assert 0 < drafted["match_rate"] <= 1
+            assert drafted["cost_coefficient"] > 0
+            assert drafted["predicted_speedup"] > 0
+            assert sum(drafted["shares"].values()) == pytest.approx(1.0)
+            peers = [method for method, _ in here if method.startswith("transformers")]
+            assert len(peers) == (3 if batch == 1 else 0)
+    assert result["environment"]["model_path"].startswith("native")
+    assert result["environment"]["threads"] == 1
+
+
+def test_synthetic_acceptance_is_marked_and_reached(bench):
+    rates = '{"synthetic_acceptance_rates": [1.0, 1.0], "num_speculative_tokens": 2}'
+    rows = bench(*SMALL, "--methods", "random", "--temperature", "0", "--speculative-config", rates, "--no-fastest")[
+        "rows"
+    ]
+    assert [(row["method"], row["synthetic"], row["identical"]) for row in rows] == [
+        ("none", False, True),
+        ("random", True, None),
+    ]
+    assert rows[1]["match_rate"] == 1.0
+    assert rows[1]["tokens_per_round"] > 2
+
+
+def sample(depths, rows, draft, verify, tokens=1, total=None):
+    return Sample(tuple(depths), rows, tokens, draft, verify, 0.1, total or draft + verify + 0.2)
+
+
+def test_prediction_is_the_theorys_for_constant_drafts():
+    plain = [sample([0], 1, 0.0, seconds) for seconds in (1.9, 2.0, 2.5)]
+    rounds = [sample([3], 4, draft, verify) for draft, verify in ((0.55, 2.5), (0.6, 2.6), (0.7, 2.9))]
+    costs = Costs.of(rounds, plain, 1)
+    assert (costs.plain_seconds, costs.c, costs.typical) == (2.0, pytest.approx(0.1), pytest.approx(1.3))
+    assert costs.predict(rounds, 0.7) == pytest.approx(predicted_speedup(0.7, 3, 0.1, 1.3))
+
+
+def test_prediction_weighs_rounds_without_a_draft():
+    plain = [sample([0, 0], 2, 0.0, 1.0)] * 3
+    rounds = [sample([2, 0], 4, 0.2, 1.5), sample([0, 0], 2, 0.0, 1.0)]
+    tokens = (1 + 0.5 + 0.25) + 1 + 1 + 1
+    assert Costs.of(rounds, plain, 2).predict(rounds, 0.5) == pytest.approx(tokens / 2 / (0.2 + 1.5 + 1.0))
+
+
+def test_rounds_of_other_sizes_are_left_out_of_prices():
+    plain = [sample([0, 0], 2, 0.0, 1.0), sample([0], 1, 0.0, 9.0)]
+    rounds = [sample([1, 1], 4, 0.3, 1.2), sample([1], 2, 9.0, 9.0)]
+    costs = Costs.of(rounds, plain, 2)
+    assert (costs.plain_seconds, costs.c, costs.verify) == (1.0, pytest.approx(0.3), {4: 1.2})
+    assert Costs.of([], plain, 2) is None
+
+
+def test_shares_add_up():
+    parts = shares([sample([1], 2, 0.2, 0.5, total=1.0), sample([1], 2, 0.4, 0.3, total=1.0)])
+    assert parts == pytest.approx({"draft": 0.3, "verify": 0.4, "accept": 0.1, "host": 0.2})
+
+
+def test_measuring_counts_decoding_rounds_only(llm):
+    engine = llm(max_num_seqs=2).engine
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (6, 4)]
+    found = measure(engine, [[5, 6, 7, 8], [9, 10, 11]], params)
+    assert [len(answer) for answer in found.answers] == [6, 4]
+    assert found.tokens == sum(r.tokens for r in found.rounds) == 6 + 4 - 2  # the first ones come with the prompts
+    assert found.seconds == pytest.approx(sum(r.total for r in found.rounds))
+    assert all(r.rows == len(r.depths) and r.depth == 0 for r in found.rounds)
+    assert engine.on_round is None
+
+
+def test_peers_answer_the_same_prompts_with_the_same_counts(llm, tiny_draft):
+    target = llm()
+    prompts = [[5, 6, 7, 8, 5, 6], [9, 10, 11]]
+    params = [SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)] * 2
+    mine = EngineContender("none", target, {"method": "none"}, 1).run(prompts, params).answers
+    peers = peer_contenders(["transformers"], target, tiny_draft)
+    assert [peer.name for peer in peers] == ["transformers", "transformers_prompt_lookup", "transformers_assisted"]
+    for peer in peers:
+        found = peer.run(prompts, params)
+        assert found.answers == mine
+        assert found.seconds > 0
+        assert 0 < found.tokens <= 18
+
+
+def test_method_configs_are_every_combination_and_check_their_keys():
+    configs = method_configs(["none", "ngram", "random"], ["coupled", "token"], ["fixed"], [2, 4], {"max_order": 3})
+    assert configs[0] == {"method": "none"}
+    assert len(configs) == 1 + 2 * 2 * 2
+    assert all(("max_order" in config) == (config["method"] == "ngram") for config in configs)
+    with pytest.raises(ConfigError, match="'nonsense'"):
+        method_configs(["ngram"], ["coupled"], ["fixed"], [], {"nonsense": 1})
+
+
+def test_repetition_rate_counts_runs_of_four():
+    assert repetition_rate([[1, 2, 3, 4, 5, 6]]) == 0.0
+    assert repetition_rate([[1, 1, 1, 1, 1, 1]]) == pytest.approx(2 / 3)
+    assert repetition_rate([[1, 2, 3, 4, 9, 1, 2, 3, 4]], [5]) == pytest.approx(1 / 4)
+    assert repetition_rate([[1, 2]]) is None
+
+
+def test_prompt_sets_have_their_length_and_are_repeatable(tiny_target):
+    tokenizer = load_tokenizer(tiny_target)
+    rates = []
+    for kind in ("random", "held_out", "repetitive"):
+        prompts = make_prompts(kind, tokenizer, count=6, length=150, seed=3)
+        assert [len(prompt) for prompt in prompts] == [150] * 6
+        assert prompts == make_prompts(kind, tokenizer, count=6, length=150, seed=3)
+        assert prompts != make_prompts(kind, tokenizer, count=6, length=150, seed=4)
+        rates.append(repetition_rate(prompts))
+    assert rates[0] < 0.01 < rates[1] < 0.6 < rates[2]
+
+
+def test_prompts_come_from_a_file(tiny_target, tmp_path):
+    tokenizer = load_tokenizer(tiny_target)
+    file = tmp_path / "prompts.txt"
+    file.write_text("one two\n\nthree\n", encoding="utf-8")
+    prompts = make_prompts("file", tokenizer, count=3, length=5, file=file)
+    assert [tokenizer.decode(prompt) for prompt in prompts] == ["one t", "three", "one t"]
+    file.write_text("\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="no prompts"):
+        make_prompts("file", tokenizer, count=1, length=5, file=file)
+
+
+def test_random_checkpoints_have_their_shape_and_load(tmp_path):
+    folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=300)
+    model = load_model(folder)
+    assert (model.info.vocab_size, model.info.num_layers, model.info.dtype) == (300, 2, torch.bfloat16)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    parameters = sum(parameter.numel() for parameter in reference.parameters())
+    assert bytes_per_token(folder, 2) == 2 * parameters
+    weights = torch.cat([p.detach().float().flatten() for n, p in reference.named_parameters() if "norm" not in n])
+    assert float(weights.std()) == pytest.approx(0.02, rel=0.02)
+    assert load_tokenizer(folder).encode("w3 w299") == [3, 299]
+
+
+def test_cost_curve_has_steps_and_lines():
+    curve = CostCurve({4: 1.1, 5: 1.4, 8: 1.6, 16: 2.5}, sequences=1, row_multiple=4)
+    assert [curve(rows) for rows in (1, 4, 5, 8, 12, 16)] == pytest.approx([1.0, 1.0, 1.5, 1.5, 2.0, 2.5])
+    assert curve(24) == pytest.approx(3.5)
+    assert CostCurve({}, sequences=2)(9) == 1.0
+
+
+def test_planner_predicts_and_recommends():
+    curve = CostCurve({2: 1.0, 3: 1.1, 4: 1.2, 5: 1.3})
+    good = predict(Estimate("draft_model", 0.8, 0.75, 1.0, 0.1), curve, 4)
+    assert [p.speedup for p in good] == pytest.approx(
+        [predicted_speedup(0.75, k, 0.1, curve(k + 1)) for k in range(1, 5)]
+    )
+    rare = predict(Estimate("ngram", 0.8, 0.75, 0.0, 0.0), curve, 4)
+    assert [p.speedup for p in rare] == [1.0] * 4
+    best = max(good, key=lambda p: p.speedup)
+    assert recommend([*good, *rare]) == {"method": "draft_model", "num_speculative_tokens": best.k}
+    assert recommend(rare) == {"method": "none"}
+
+
+def test_plan_measures_and_recommends(bench, tiny_target):
+    result = bench(
+        "--methods", "draft_model,random", "--spec-model", tiny_target, "--prompts", "2", "--prompt-tokens", "12",
+        "--max-tokens", "16", "--prompt-set", "random", "--longest", "3", command="plan",
+    )  # fmt: skip
+    found = {item["method"]: item for item in result["estimates"]}
+    assert found["draft_model"]["alpha"] == 1.0  # the target itself drafts
+    assert found["random"]["alpha"] < 0.2
+    assert [p["k"] for p in result["predictions"] if p["method"] == "random"] == [1, 2, 3]
+    speeds = {(p["method"], p["k"]): p["speedup"] for p in result["predictions"]}
+    wanted = max(speeds, key=speeds.get)
+    if speeds[wanted] >= 1.02:
+        assert result["recommended"] == {"method": wanted[0], "num_speculative_tokens": wanted[1]}
+    assert median(speeds.values()) > 0

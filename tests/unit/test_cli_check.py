@@ -1,0 +1,158 @@
+"""``forerun check`` passes where speculation is lossless, and fails where it is made to lose something."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+import scipy.stats
+import torch
+from transformers import AutoModelForCausalLM
+
+from forerun.bench.lossless.law import LENGTH, SUPPORT, chi_square, exact_law
+from forerun.bench.lossless.trees import METHOD, SHAPES, hand_made
+from forerun.cli.main import run
+from forerun.models.native import NativeModel
+from forerun.speculate import round as rounds
+from forerun.speculate.accept.coupled import Coupled
+from forerun.speculate.draft import drafters
+
+SMALL = ["--prompts", "3", "--prompt-tokens", "20", "--max-tokens", "12", "--prompt-set", "random"]
+
+
+@pytest.fixture
+def check(capsys, tiny_target, tiny_draft):
+    def call(*options: str) -> tuple[int, dict]:
+        code = run(["check", "--model", tiny_target, "--spec-model", tiny_draft, *SMALL, "--json", *options])
+        return code, json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def failures(result: dict) -> set[str]:
+    return {item["check"] for item in result["results"] if not item["passed"]}
+
+
+def test_everything_holds_on_the_tiny_pair(check):
+    code, result = check("--samples", "60")
+    assert (code, result["passed"], failures(result)) == (0, True, set())
+    found = [(item["check"], item["what"], item["layout"], item["temperature"]) for item in result["results"]]
+    for method, layout, heat in itertools.product(
+        ("ngram", "draft_model", "hand-made trees"), ("slotted", "paged 16"), (0.0, 0.8)
+    ):
+        assert ("same-seed identity", method, layout, heat) in found
+    paths = {item["what"].split(",")[0].split(":")[0] for item in result["results"] if item["check"] != "law"}
+    assert paths >= {"native", "hf"}
+    bits = [item for item in result["results"] if item["unit"] == "rows"]
+    assert [(item["good"], item["total"]) for item in bits] == [(36, 36)] * 4
+    assert [item["what"] for item in result["results"] if item["check"] == "law"] == [
+        "ngram, coupled", "ngram, token", "draft_model, coupled", "draft_model, token",
+    ]  # fmt: skip
+    assert METHOD not in drafters
+
+
+def test_a_rollback_that_keeps_too_much_is_found(check, monkeypatch):
+    def careless(pool, sequences, drafts, verdicts):
+        correct(pool, sequences, drafts, verdicts)
+        for sequence, draft, verdict in zip(sequences, drafts, verdicts):
+            if len(draft) > len(verdict.path) and sequence.cached > sequence.num_prompt + 2:
+                for side in (pool.keys, pool.values):
+                    place = pool.places(sequence.id, [sequence.cached - 1])
+                    side[0][place[0], :, place[1]] += 1.0
+
+    correct = rounds.roll_back
+    monkeypatch.setattr(rounds, "roll_back", careless)
+    code, result = check("--samples", "0", "--methods", "draft_model", "--temperature", "0.8")
+    assert (code, result["passed"]) == (1, False)
+    assert failures(result) == {"same-seed identity"}
+    assert any("differs from token" in item["detail"] for item in result["results"])
+
+
+def test_a_rule_that_likes_its_drafts_too_much_is_found(check, monkeypatch):
+    def gullible(self, scores, sampler):
+        verdicts = correct(self, scores, sampler)
+        for verdict, draft in zip(verdicts, scores.drafts):
+            if len(draft) and not verdict.path:
+                verdict.path = [0]
+        return verdicts
+
+    correct = Coupled.accept
+    monkeypatch.setattr(Coupled, "accept", gullible)
+    code, result = check("--methods", "draft_model", "--accept", "coupled", "--no-trees", "--temperature", "0.8")
+    assert code == 1
+    assert failures(result) == {"same-seed identity", "law"}
+
+
+def test_bits_that_depend_on_the_batch_are_found(check, monkeypatch):
+    def forward(self, batch, cache):
+        output = correct(self, batch, cache)
+        output.logits = output.logits * (1 + 1e-6 * batch.num_rows)
+        return output
+
+    correct = NativeModel.forward
+    monkeypatch.setattr(NativeModel, "forward", forward)
+    code, result = check("--samples", "0", "--methods", "draft_model", "--no-trees", "--model-path", "native")
+    assert code == 1
+    assert not result["environment"]["invariant"]  # the self-test at loading has switched it off
+    wrong = {item["what"].split(":")[0].split(",")[0] for item in result["results"] if not item["passed"]}
+    assert wrong == {"native"}
+
+
+def test_hand_made_trees_have_their_shape_and_hide_the_text(llm):
+    engine = llm(max_num_seqs=2).engine
+    text = list(range(5, 45))
+    with hand_made([text]) as config:
+        drafter = drafters[METHOD](config.drafter, type("Context", (), {"sampler": engine.sampler}))
+        branching, deepest = 0, 0
+        for seed in range(60):
+            length = random.Random(seed).randrange(10, 36)
+            sequence = engine.add(text[:length], _params())[0].sequence
+            sequence.seed, sequence.num_prompt = seed, 10
+            draft = drafter.propose([sequence], [4])[0]
+            assert any(len(shape) == len(draft) for shape in SHAPES)
+            assert max(draft.depths()) <= 4
+            for parent in range(-1, len(draft)):
+                tokens = [draft.tokens[trial.node] for trial in draft.trials[parent + 1]]
+                assert len(set(tokens)) == len(tokens)
+            node, depth = -1, 0
+            while (node := draft.children(node).get(text[length + depth])) is not None:
+                depth += 1
+            branching += not draft.is_chain
+            deepest = max(deepest, depth)
+    for job in list(engine.jobs.values()):
+        engine.abort(job)
+    assert branching > 20
+    assert deepest == 4
+
+
+def _params():
+    from forerun import SamplingParams
+
+    return SamplingParams(max_tokens=20)
+
+
+def test_exact_law_is_the_product_of_transformers_probabilities(llm, tiny_target):
+    prompt = [10, 20, 30, 10, 20]
+    law = exact_law(llm(), prompt, 0.7)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    assert len(law) == SUPPORT**LENGTH
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    for answer in random.Random(0).sample(sorted(law), 8):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0].double()
+        chance = 1.0
+        for i, token in enumerate(answer):
+            top = logits[len(prompt) - 1 + i].topk(SUPPORT)
+            chance *= float(torch.softmax(top.values / 0.7, 0)[top.indices.tolist().index(token)])
+        assert law[answer] == pytest.approx(chance, rel=1e-4)
+
+
+def test_chi_square_is_scipys_and_rare_cells_are_joined():
+    law = {(0,): 0.5, (1,): 0.3, (2,): 0.19, (3,): 0.006, (4,): 0.004}
+    counts = {(0,): 110, (1,): 55, (2,): 32, (3,): 3}
+    p_value, freedom = chi_square(counts, law)
+    wanted = scipy.stats.chisquare([110, 55, 32, 3], [100, 60, 38, 2])
+    assert (p_value, freedom) == (pytest.approx(wanted.pvalue, rel=1e-9), 3)
+    assert chi_square({(0,): 1, (9,): 1}, law) == (0.0, 0)
