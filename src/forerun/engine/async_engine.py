@@ -294,9 +294,9 @@ class AsyncEngine:
 
     def _deliver(self, batch: list[tuple[Stream, Delta]]) -> None:
         for stream, delta in batch:
-            stream._deliver(delta)
             if self.on_delta is not None:
                 self.on_delta(stream, delta)
+            stream._deliver(delta)
 
     def _pause(self, stream: Stream) -> None:
         for job in stream.jobs:

@@ -42,11 +42,17 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        param = _printable(self.param) if self.param is not None else None
+        return {"error": {"message": _printable(self.message), "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
         return JSONResponse(self.body, self.status, headers.get(self.status))
+
+
+def _printable(text: str) -> str:
+    """Short enough, and without what UTF-8 cannot carry: it may quote the client."""
+    return text[:1000].encode(errors="replace").decode()
 
 
 def as_api_error(error: Exception) -> ApiError:

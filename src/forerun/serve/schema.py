@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from forerun.core.errors import ConfigError
 from forerun.sampling.params import SamplingParams, StructuredOutputsParams
@@ -14,10 +14,21 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 
+
+def _encodable(text: str) -> str:
+    """JSON can spell half a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text has half a surrogate pair") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+StopText = Annotated[Text, Field(min_length=1, max_length=1024)]
 
 
 class Body(BaseModel):
@@ -63,10 +74,10 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's field: exactly one of these."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = Field(None, max_length=65536)
-    choice: list[str] | None = None
-    grammar: str | None = None
+    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    regex: Text | None = Field(None, max_length=65536)
+    choice: list[Text] | None = None
+    grammar: Text | None = None
     json_object: bool | None = None
 
 
@@ -96,10 +107,10 @@ class Generation(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = Field(None, max_length=65536)
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = Field(None, max_length=65536)
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
     speculative: Speculative | None = None
     priority: int = Field(0, ge=-1000, le=1000)
     user: str | None = Field(None, description="accepted; makes no difference")
@@ -164,8 +175,8 @@ class Generation(Body):
 
 
 Prompt = (
-    str
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
     | Annotated[list[TokenId], Field(min_length=1)]
     | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
 )
@@ -187,13 +198,13 @@ class CompletionRequest(Generation):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = Field(None, max_length=256)
+    content: Text | list[TextPart]
+    name: Text | None = Field(None, max_length=256)
 
     def plain(self) -> dict[str, str]:
         """As a chat template wants it."""
@@ -218,7 +229,7 @@ class ChatRequest(Generation):
 
 class TokenizeRequest(Body):
     model: str | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
     add_special_tokens: bool = True
 

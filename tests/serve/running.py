@@ -1,0 +1,58 @@
+"""A server in this process, on a loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import uvicorn
+
+from forerun import LLM
+from forerun.engine.async_engine import AsyncEngine
+from forerun.serve.app import ServerOptions, create_app
+from forerun.serve.run import open_socket
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('system', 'developer', 'user', 'assistant') %}"
+    "{{ raise_exception('unknown role') }}{% endif %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@dataclass
+class Running:
+    """A server that answers at ``url``."""
+
+    url: str
+    engine: AsyncEngine
+    server: uvicorn.Server
+    http: httpx2.Client
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        return self.http.post(path, json=body, **options)
+
+
+@contextmanager
+def run_server(llm: LLM, options: ServerOptions | None = None, **engine: Any) -> Iterator[Running]:
+    """A uvicorn server in a thread; on leaving, it and its engine thread have ended and no page is held."""
+    asynchronous = AsyncEngine(llm.engine, **engine)
+    app = create_app(asynchronous, options or ServerOptions(model_name="tiny", chat_template=TEMPLATE))
+    listener = open_socket("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with httpx2.Client(base_url=url, timeout=60) as http:
+            yield Running(url, asynchronous, server, http)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+        assert not llm.engine.jobs
+        llm.engine.check()

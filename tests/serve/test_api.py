@@ -1,0 +1,286 @@
+"""The HTTP API, spoken by the ``openai`` package and by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from running import Running
+
+from forerun import SamplingParams
+
+PROMPT = "def parse("
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Callable[..., Any]) -> dict[str, Any]:
+    """Plain decodes, made before the server's thread owns the engine."""
+    chat = {"prompt": "<system>be brief\n<user>hi\n<assistant>"}
+    return {
+        "completion": plain(PROMPT, SamplingParams(temperature=0.8, seed=7, max_tokens=24)),
+        "greedy": plain(PROMPT, SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)),
+        "chat": plain(chat, SamplingParams(temperature=0.8, seed=7, max_tokens=24)),
+        "several": [
+            plain(prompt, SamplingParams(temperature=0.8, seed=7, max_tokens=8, n=1)) for prompt in ("a = ", "b = ")
+        ],
+    }
+
+
+def test_completion(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+    answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
+    assert answer.object == "text_completion"
+    assert answer.choices[0].text == expected["completion"].text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+    speculation = answer.metrics["speculative_decoding"]
+    assert speculation["method"] == "draft_model"
+    assert speculation["num_spec_tokens"] == 3
+    assert speculation["identical_to_plain_decoding"] is True
+    accepted = speculation["num_accepted_draft_tokens"]
+    assert sum(speculation["per_step_accepted"]) == accepted
+    assert sum(speculation["per_step_drafted"]) == speculation["num_draft_tokens"]
+    assert sum(j * count for j, count in enumerate(speculation["acceptance_histogram"])) == accepted
+    assert speculation["mean_acceptance_length"] == pytest.approx(1 + accepted / speculation["num_spec_steps"])
+
+
+def test_streamed_completion(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+    chunks = list(
+        client.completions.create(
+            model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == expected["completion"].text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert not chunks[-1].choices
+    assert chunks[-1].usage.completion_tokens == 24
+    assert chunks[-1].metrics["speculative_decoding"]["num_spec_steps"] > 0
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_chat(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+    ]
+    options = {"model": "tiny", "messages": messages, "temperature": 0.8, "seed": 7, "max_completion_tokens": 24}
+    answer = client.chat.completions.create(**options)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == expected["chat"].text
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected["chat"].text
+
+
+@pytest.mark.parametrize("wish", [{"enabled": False}, {"method": "ngram"}, {"num_speculative_tokens": 1}])
+def test_speculation_is_chosen_per_request(
+    client: openai.OpenAI, expected: dict[str, Any], wish: dict[str, Any]
+) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24, extra_body={"speculative": wish}
+    )
+    assert answer.choices[0].text == expected["completion"].text
+    speculation = answer.metrics["speculative_decoding"]
+    if wish.get("enabled") is False:
+        assert (speculation["num_spec_steps"], speculation["draft_acceptance_rate"]) == (0, None)
+        assert speculation["method"] is None
+    elif "method" in wish:
+        assert speculation["method"] == "ngram"
+    else:
+        assert set(speculation["per_step_drafted"]) == {1}
+        assert speculation["num_spec_tokens"] == 1
+
+
+def test_several_prompts_and_answers(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+    options = {"model": "tiny", "prompt": ["a = ", "b = "], "n": 2, "temperature": 0.8, "seed": 7, "max_tokens": 8}
+    answer = client.completions.create(**options)
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    assert [answer.choices[0].text, answer.choices[2].text] == [e.text for e in expected["several"]]
+    assert answer.usage.completion_tokens == sum(8 for _ in answer.choices)
+    texts = [""] * 4
+    for chunk in client.completions.create(**options, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [c.text for c in answer.choices]
+
+
+def test_logprobs(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+    greedy = expected["greedy"]
+    answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=24, logprobs=2)
+    found = answer.choices[0].logprobs
+    assert found.token_logprobs == pytest.approx([item.logprob for item in greedy.logprobs], abs=1e-5)
+    assert all(
+        max(top.values()) == pytest.approx(value) for top, value in zip(found.top_logprobs, found.token_logprobs)
+    )
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], temperature=0, max_tokens=8, logprobs=True,
+        top_logprobs=3,
+    )  # fmt: skip
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 8
+    assert all(len(item.top_logprobs) == 3 and item.logprob <= 0 for item in content)
+    assert b"".join(bytes(item.bytes) for item in content).decode(errors="replace") == chat.choices[0].message.content
+
+
+def test_echo(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+    options = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, "echo": True}
+    plain = client.completions.create(**options).choices[0]
+    assert plain.text == PROMPT + expected["greedy"].text
+    assert "".join(c.choices[0].text for c in client.completions.create(**options, stream=True)) == plain.text
+    scored = client.completions.create(**options, logprobs=1).choices[0].logprobs
+    assert scored.token_logprobs[0] is None
+    assert len(scored.tokens) == len(scored.token_logprobs) > 24
+    assert "".join(scored.tokens).startswith(PROMPT)
+
+
+def test_trace_tells_every_token_and_draft(client: openai.OpenAI) -> None:
+    options = {"model": "tiny", "prompt": PROMPT, "temperature": 0.8, "seed": 7, "max_tokens": 24}
+    extra = {"speculative": {"trace": True}}
+    answer = client.completions.create(**options, extra_body=extra)
+    rounds = answer.choices[0].trace
+    assert "".join(text for r in rounds for text, _ in r["tokens"]) == answer.choices[0].text
+    assert {origin for r in rounds for _, origin in r["tokens"]} <= {"accepted", "corrected", "bonus", "plain"}
+    accepted = sum(origin == "accepted" for r in rounds for _, origin in r["tokens"])
+    assert accepted + sum(len(r["rejected"]) for r in rounds) == sum(r["drafted"] for r in rounds) > 0
+    streamed = client.completions.create(**options, extra_body=extra, stream=True)
+    assert [r for chunk in streamed for r in chunk.choices[0].trace] == rounds
+
+
+def test_cancelling_a_stream_frees_the_request(client: openai.OpenAI, server: Running) -> None:
+    with client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        for count, _ in enumerate(stream):
+            if count == 2:
+                break
+    wait_idle(server)
+
+
+def test_hanging_up_frees_a_request_that_does_not_stream(server: Running) -> None:
+    with pytest.raises(Exception, match=r"(?i)time"):
+        server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True}, timeout=0.2)
+    wait_idle(server)
+
+
+def wait_idle(server: Running) -> None:
+    for _ in range(1000):
+        if not server.engine.streams and not server.engine.engine.jobs:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the request still runs")
+
+
+@pytest.mark.parametrize("method", ["draft_model", "ngram", "pattern", None])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_structured_output(client: openai.OpenAI, method: str | None, temperature: float) -> None:
+    wish = {"enabled": False} if method is None else {"method": method}
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "who?"}], temperature=temperature, seed=2, max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
+        extra_body={"speculative": wish},
+    )  # fmt: skip
+    value = json.loads(answer.choices[0].message.content)
+    assert value["name"] in ("ada", "bob")
+    assert 0 <= value["age"] <= 99
+    if method == "pattern":
+        assert answer.metrics["speculative_decoding"]["draft_acceptance_rate"] > 0.5
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"structured_outputs": {"choice": ["red", "green"]}},
+        {"guided_choice": ["red", "green"]},
+        {"guided_regex": "red|green"},
+        {"guided_grammar": 'start: "red" | "green"'},
+        {"structured_outputs": {"regex": "(red|green)"}},
+    ],
+)
+def test_vllms_keys_for_structured_output(client: openai.OpenAI, extra: dict[str, Any]) -> None:
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10, seed=1, extra_body=extra)
+    assert answer.choices[0].text in ("red", "green")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_stop_and_bias(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+    text = expected["completion"].text
+    stop = text[12:17]
+    answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24, stop=[stop])
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", stop)
+    token = expected["greedy"].token_ids[0]
+    banned = client.completions.create(
+        model="tiny", prompt=PROMPT, temperature=0, max_tokens=1, logit_bias={str(token): -100}, logprobs=0
+    )
+    first = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=1, logprobs=0)
+    assert banned.choices[0].logprobs.tokens != first.choices[0].logprobs.tokens
+
+
+def test_fields_that_make_no_difference_are_accepted(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+        temperature=0.8, seed=7, max_tokens=24, user="me", store=False, metadata={"a": "b"},
+    )  # fmt: skip
+    assert answer.choices[0].message.content == expected["chat"].text
+
+
+def test_models_and_tokens(client: openai.OpenAI, server: Running) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "tiny"
+    assert model.max_model_len == 512
+    assert set(model.speculative) == {"draft_model", "ngram", "pattern"}
+    assert client.models.retrieve("tiny").id == "tiny"
+    tokens = server.post("/tokenize", {"prompt": "naïve = 'é'"}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json() == {"prompt": "naïve = 'é'"}
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "<user>hi\n<assistant>"
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/version").json()["version"]
+
+
+def test_prometheus_metrics(client: openai.OpenAI, server: Running) -> None:
+    def read() -> dict[tuple[str, str | None], float]:
+        families = text_string_to_metric_families(server.http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        assert {sample.labels.pop("model_name") for sample in samples if "model_name" in sample.labels} == {"tiny"}
+        return {(s.name.removeprefix("forerun:"), next(iter(s.labels.values()), None)): s.value for s in samples}
+
+    before = read()
+    answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
+    after = read()
+    speculation = answer.metrics["speculative_decoding"]
+
+    def grown(name: str, label: str | None = None) -> float:
+        return after[name, label] - before.get((name, label), 0.0)
+
+    assert grown("spec_decode_num_drafts_total") == speculation["num_spec_steps"]
+    assert grown("spec_decode_num_draft_tokens_total") == speculation["num_draft_tokens"]
+    assert grown("spec_decode_num_accepted_tokens_total") == speculation["num_accepted_draft_tokens"]
+    first = sum(accepted >= 1 for accepted in speculation["per_step_accepted"])
+    assert grown("spec_decode_num_accepted_tokens_per_pos_total", "0") == first
+    assert grown("generation_tokens_total") == 24
+    assert grown("request_success_total", "length") == 1
+    assert grown("time_to_first_token_seconds_count") == 1
+    assert grown("e2e_request_latency_seconds_count") == 1
+    assert grown("inter_token_latency_seconds_count") > 0
+    for phase in ("draft", "verify", "accept", "host"):
+        assert grown("round_seconds_total", phase) > 0
+    assert after["num_requests_running", None] == 0
+    assert 0 <= after["prefix_cache_hit_rate", None] <= 1

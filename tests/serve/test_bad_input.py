@@ -1,0 +1,222 @@
+"""What clients get wrong, what they must not be able to do, and what it costs the others: nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from running import TEMPLATE, Running, run_server
+
+from forerun import LLM, SamplingParams
+from forerun.core.errors import ConfigError
+from forerun.serve.app import ServerOptions
+from forerun.serve.run import open_socket
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD = {"prompt": "def parse(", "max_tokens": 4}
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
+    (COMPLETIONS, {"max_tokens": 4}, "prompt", "Field required"),
+    (COMPLETIONS, {**GOOD, "foo": 1}, "foo", "unknown field 'foo'"),
+    (COMPLETIONS, {**GOOD, "speculative": {"k": 1}}, "speculative.k", "unknown field 'speculative.k'"),
+    (COMPLETIONS, {**GOOD, "suffix": "x"}, "suffix", "unknown field"),
+    (COMPLETIONS, {**GOOD, "temperature": "hot"}, "temperature", "valid number"),
+    (COMPLETIONS, {**GOOD, "temperature": -1}, "temperature", "greater than or equal to 0"),
+    (COMPLETIONS, {**GOOD, "top_p": 0}, "top_p", "greater than 0"),
+    (COMPLETIONS, {**GOOD, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    (COMPLETIONS, {**GOOD, "max_tokens": 4.0}, "max_tokens", "valid integer"),
+    (COMPLETIONS, {**GOOD, "n": 1000}, "n", "less than or equal to 128"),
+    (COMPLETIONS, {**GOOD, "best_of": 3}, None, "best_of is not supported"),
+    (COMPLETIONS, {**GOOD, "max_tokens": 600}, "max_tokens", "more than this model's 512"),
+    (COMPLETIONS, {"prompt": [5] * 513}, None, "513 tokens"),
+    (COMPLETIONS, {"prompt": ""}, None, "the prompt is empty"),
+    (COMPLETIONS, {"prompt": [99999]}, None, "outside the vocabulary of 4096"),
+    (COMPLETIONS, {"prompt": ["a"] * 100, "n": 2}, "n", "more than 128 answers"),
+    (COMPLETIONS, {**GOOD, "logit_bias": {"x": 1}}, None, "not a token id"),
+    (COMPLETIONS, {**GOOD, "logit_bias": {"5000": 1}}, None, "outside the vocabulary"),
+    (COMPLETIONS, {**GOOD, "logit_bias": {"5": 1e9}}, "logit_bias.5", "less than or equal to 100"),
+    (COMPLETIONS, {**GOOD, "stream_options": {"include_usage": True}}, None, "goes with stream"),
+    (COMPLETIONS, {**GOOD, "min_tokens": 9}, None, "min_tokens (9) exceeds max_tokens (4)"),
+    (COMPLETIONS, {**GOOD, "echo": True, "stream": True, "logprobs": 1}, "echo", "does not stream"),
+    (COMPLETIONS, {**GOOD, "speculative": {"method": "medusa"}}, None, "there is draft_model, ngram, pattern"),
+    (COMPLETIONS, {**GOOD, "speculative": {"num_speculative_tokens": 4}}, None, "from 0 to 3 here, not 4"),
+    (COMPLETIONS, {**GOOD, "speculative": {"enabled": False, "method": "ngram"}}, "speculative", "enabled is false"),
+    (COMPLETIONS, {**GOOD, "structured_outputs": {"regex": "("}}, None, "unclosed group"),
+    (COMPLETIONS, {**GOOD, "structured_outputs": {}}, None, "exactly one of"),
+    (COMPLETIONS, {**GOOD, "structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "exactly one of"),
+    (COMPLETIONS, {**GOOD, "guided_regex": "a", "guided_choice": ["b"]}, None, "exactly one of"),
+    (COMPLETIONS, {**GOOD, "guided_regex": "a", "response_format": {"type": "json_object"}}, None, "exclude each"),
+    (COMPLETIONS, {**GOOD, "guided_json": {"type": "nonsense"}}, None, "Invalid type: nonsense"),
+    (COMPLETIONS, {**GOOD, "guided_json": {"type": "object", "not": {}}}, None, 'Unimplemented keys: ["not"]'),
+    (COMPLETIONS, {**GOOD, "guided_json": {"$ref": "file:///etc/passwd"}}, None, "not present in a registry"),
+    (COMPLETIONS, {**GOOD, "guided_json": {"enum": []}}, None, "Unsatisfiable"),
+    (COMPLETIONS, {**GOOD, "guided_choice": ["yes"], "bad_words": ["yes", "y", "ye"]}, None, "no token"),
+    (CHAT, {"messages": []}, "messages", "at least 1 item"),
+    (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role", "Input should be"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, ""),
+    (CHAT, {**HI, "tools": []}, "tools", "unknown field 'tools'"),
+    (CHAT, {**HI, "chat_template": "x"}, "chat_template", "unknown field"),
+    (CHAT, {**HI, "top_logprobs": 2}, None, "goes with logprobs"),
+    (CHAT, {**HI, "response_format": {"type": "json_schema"}}, "response_format", "goes with type"),
+    ("/detokenize", {"tokens": [70000]}, None, "outside the tokenizer's 4096"),
+    ("/tokenize", {}, None, "either prompt or messages"),
+]  # fmt: skip
+
+
+def check(response: httpx2.Response, status: int, message: str, param: str | None = None) -> None:
+    """OpenAI's shape, the status, and no trace of our code."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"]
+    if param is not None:
+        assert error["param"] == param
+    for secret in ("Traceback", ".py", "File "):
+        assert secret not in response.text
+
+
+@pytest.mark.parametrize(("path", "body", "param", "message"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_wrong_bodies(server: Running, path: str, body: dict[str, Any], param: str | None, message: str) -> None:
+    check(server.post(path, body), 400, message, param)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "def', "not valid JSON"),
+        (b"", ""),
+        (b"[1, 2]", ""),
+        (b'{"prompt": "a", "temperature": NaN}', "finite"),
+        (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
+        (b'{"prompt": "a", "bad_words": ["\xed\xa0\x80"]}', "half a surrogate pair"),
+        (b'{"prompt": "a", "\\udfff": 1}', ""),
+        (b'{"prompt": "a", "guided_json": {"const": "\\ud800"}}', ""),
+        (b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}", ""),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", ""),
+        (b'{"prompt": "\xff\xfe"}', ""),
+    ],
+    ids=range(11),
+)
+def test_broken_json(server: Running, content: bytes, message: str) -> None:
+    response = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    check(response, 400, message)
+
+
+def test_unknown_things(server: Running) -> None:
+    check(server.post(COMPLETIONS, {**GOOD, "model": "gpt-4"}), 404, "there is no model 'gpt-4'", "model")
+    check(server.http.get("/v1/models/../../etc/passwd"), 404, "")
+    check(server.http.get("/v1/nothing"), 404, "nothing at /v1/nothing")
+    check(server.http.get("/page/..%2f..%2fapp"), 404, "nothing at")
+    check(server.http.get(COMPLETIONS), 405, "does not take GET")
+    # A page of another site can send text/plain without asking; it must not be taken for JSON.
+    check(server.http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}), 400, "")
+
+
+def test_others_lose_nothing(server: Running, plain: Callable[..., Any], good_text: str) -> None:
+    """Good requests and wrong ones at the same time."""
+    answers: list[httpx2.Response] = []
+
+    def ask() -> None:
+        body = {"prompt": "def parse(", "temperature": 0.9, "seed": 11, "max_tokens": 40}
+        answers.append(httpx2.post(server.url + COMPLETIONS, json=body, timeout=60))
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for path, body, _, _ in WRONG:
+        assert server.post(path, body).status_code == 400
+    for thread in threads:
+        thread.join()
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == [good_text] * 6
+
+
+@pytest.fixture(scope="module")
+def good_text(plain: Callable[..., Any]) -> str:
+    return plain("def parse(", SamplingParams(temperature=0.9, seed=11, max_tokens=40)).text
+
+
+@pytest.fixture
+def strict(served: LLM) -> Iterator[Running]:
+    options = ServerOptions(model_name="tiny", api_key="s3cret", max_body_bytes=2000, body_timeout=0.5)
+    with run_server(served, options) as running:
+        yield running
+
+
+def test_the_key_guards_all_but_three_paths(strict: Running) -> None:
+    for path in ("/", "/health", "/metrics"):
+        assert strict.http.get(path).status_code == 200
+    for path in ("/v1/models", "/version", "/openapi.json"):
+        check(strict.http.get(path), 401, "API key")
+    for header in (b"Bearer wrong", b"s3cret", b"Basic s3cret", b"Bearer", b"Bearer \xc3\xa9"):
+        answer = strict.http.post(COMPLETIONS, json=GOOD, headers={"Authorization": header})
+        check(answer, 401, "API key")
+    good = strict.http.post(COMPLETIONS, json=GOOD, headers={"Authorization": "Bearer s3cret"})
+    assert good.status_code == 200
+    check(strict.http.post(CHAT, json=HI, headers={"Authorization": "Bearer s3cret"}), 400, "--chat-template")
+
+
+def test_bodies_are_bounded_in_size_and_time(strict: Running) -> None:
+    key = {"Authorization": "Bearer s3cret"}
+    check(strict.http.post(COMPLETIONS, json={"prompt": "a" * 3000}, headers=key), 413, "larger than 2000 bytes")
+
+    def parts() -> Iterator[bytes]:
+        for _ in range(3000):
+            yield b"a"
+
+    check(strict.http.post(COMPLETIONS, content=parts(), headers=key), 413, "larger than 2000 bytes")
+    host = strict.url.removeprefix("http://")
+    with httpx2.Client(timeout=10) as client:
+        stuck = threading.Event()
+
+        def slow() -> Iterator[bytes]:
+            yield b'{"prompt'
+            stuck.wait(3)
+
+        answer = client.post(f"http://{host}{COMPLETIONS}", content=slow(), headers=key)
+        stuck.set()
+    check(answer, 408, "did not arrive within 0.5 seconds")
+
+
+def test_a_full_queue_and_a_late_answer(served: LLM) -> None:
+    options = ServerOptions(model_name="tiny", chat_template=TEMPLATE, request_timeout=0.3)
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "speculative": {"enabled": False}}
+    with run_server(served, options, max_queue=1) as running:
+        check(running.post(COMPLETIONS, body), 504, "not answered within 0.3 seconds")
+        full = running.post(COMPLETIONS, {**body, "prompt": ["a"] * 6})
+        check(full, 429, "1 requests are waiting already")
+        assert full.headers["Retry-After"] == "1"
+        stream = running.post(COMPLETIONS, {**body, "stream": True})
+        assert '"error":{"message":"the request was not answered within 0.3 seconds"' in stream.text
+        assert stream.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_broken_engine_is_a_clear_500(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(batch: Any, cache: Any) -> Any:
+        raise RuntimeError("the device is lost")
+
+    with run_server(served) as running:
+        monkeypatch.setattr(served.engine.model, "forward", broken)
+        answer = running.post(COMPLETIONS, GOOD)
+        check(answer, 500, "the engine failed in this request's round: RuntimeError: the device is lost")
+        monkeypatch.undo()
+        assert running.post(COMPLETIONS, GOOD).status_code == 200
+
+
+def test_a_draining_server_refuses(served: LLM) -> None:
+    with run_server(served) as running:
+        running.engine.draining = True
+        check(running.post(COMPLETIONS, GOOD), 503, "shutting down")
+        check(running.http.get("/health"), 503, "shutting down")
+
+
+def test_two_servers_on_a_port() -> None:
+    with open_socket("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use: choose another with --port"):
+            open_socket("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        open_socket("no.such.host.invalid", 0)
