@@ -66,7 +66,8 @@ def has_trees(method: str) -> bool:
 
 
 def fits(combination: Combination) -> bool:
-    return rules[combination.rule].trees or not combination.case.tree
+    config = drafters[combination.case.method].config_class(**({"tree": TREE} if combination.case.tree else {}))
+    return rules[combination.rule].trees or not config.branches
 
 
 def pairwise(everything: list[Any]) -> list[Any]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
+from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
 
 PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
 TREE_NODES = 9
