@@ -187,5 +187,5 @@ def test_soak_of_the_bundled_pair() -> None:
         {"method": "prompt_lookup"},
         {"method": "staged", "model": str(draft), "num_speculative_tokens": 3},
     ]
-    soaked = serve(alone, drafters, 2000, seed=2, num_pages=96)
+    soaked = serve(alone, drafters, 2000, seed=2, num_pages=56)
     assert soaked.stats.preemptions > 500

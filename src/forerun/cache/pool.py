@@ -110,6 +110,13 @@ class Pages:
             table.append(self._take())
             self.version += 1
 
+    def try_reserve(self, key: int, length: int) -> bool:
+        """``reserve``, or False and no change where the pool is too full."""
+        if not self.can_reserve(key, length):
+            return False
+        self.reserve(key, length)
+        return True
+
     def advance(self, key: int, length: int) -> None:
         """Record that entries up to ``length`` have been written."""
         if length > len(self.tables[key]) * self.page_size:

@@ -160,8 +160,7 @@ class Scheduler:
         """Reserve entries for all tokens of a running sequence; the last ones are preempted where it needs pages."""
         sequence.scheduled, sequence.room = 0, None
         while sequence in self.running:
-            if self.pool.can_reserve(sequence.id, len(sequence.tokens)):
-                self.pool.reserve(sequence.id, len(sequence.tokens))
+            if self.pool.try_reserve(sequence.id, len(sequence.tokens)):
                 return
             self.preempt(self.running[-1])
 
@@ -197,10 +196,9 @@ class Scheduler:
                 # Copying a page that is reused in part takes one more page than reading its tokens again.
                 pool.free(sequence.id)
                 reused = self.tree.start(sequence.id, sequence.tokens, limit, partial=False)
-        if not pool.can_reserve(sequence.id, wanted):
+        if not pool.try_reserve(sequence.id, wanted):
             pool.free(sequence.id)
             return False
-        pool.reserve(sequence.id, wanted)
         sequence.cached = reused
         self.waiting.pop(0)
         insort(self.running, sequence, key=_rank)
@@ -212,8 +210,7 @@ class Scheduler:
         for sequence in decoding:
             wanted = self.draft_rows(sequence)
             sequence.room = 0
-            if 0 < wanted <= rows and self.pool.can_reserve(sequence.id, len(sequence.tokens) + wanted):
-                self.pool.reserve(sequence.id, len(sequence.tokens) + wanted)
+            if 0 < wanted <= rows and self.pool.try_reserve(sequence.id, len(sequence.tokens) + wanted):
                 sequence.room = wanted
                 rows -= wanted
 

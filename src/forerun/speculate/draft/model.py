@@ -156,9 +156,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         new = sequence.id not in pool.tables
         if new and self.tree is not None:
             self.tree.start(sequence.id, known, len(known) - 1)
-        wanted = len(known) + self.nodes[depth]
-        if pool.can_reserve(sequence.id, wanted):
-            pool.reserve(sequence.id, wanted)
+        if pool.try_reserve(sequence.id, len(known) + self.nodes[depth]):
             return True
         if new:
             pool.free(sequence.id)

@@ -162,7 +162,12 @@ class Eagle(HeadDrafter[HeadConfig]):
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]
+        pool, nodes = self.cache.pool, self.config.max_nodes()
+        ready = [
+            index
+            for index, sequence in enumerate(sequences)
+            if self.ready(sequence) and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes)
+        ]
         if not ready:
             return [Draft() for _ in sequences]
         states: dict[tuple[int, int], torch.Tensor] = {}
@@ -177,7 +182,7 @@ class Eagle(HeadDrafter[HeadConfig]):
 
         drafts = grow_levels(sequences, ready, budgets, self.config, self.chooser, score)
         for index in ready:
-            self.cache.pool.truncate(sequences[index].id, len(sequences[index].tokens) - 1)
+            pool.truncate(sequences[index].id, len(sequences[index].tokens) - 1)
         return drafts
 
     def _predict(self, out: torch.Tensor) -> torch.Tensor:
