@@ -75,7 +75,11 @@ def eos_ids(folder: Path, config: Any) -> frozenset[int]:
     """Every id that ends a text: the generation config's, else the model config's."""
     found = None
     if (folder / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(folder).eos_token_id
+        try:
+            found = GenerationConfig.from_pretrained(folder).eos_token_id
+        except (OSError, ValueError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ModelError(f"{folder}/generation_config.json cannot be used: {reason}") from error
     if found is None:
         found = getattr(config.get_text_config(), "eos_token_id", None)
     if found is None:
@@ -121,6 +125,7 @@ def _read_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except SafetensorError as error:
         raise ModelError(f"{folder}: a safetensors file is truncated or damaged: {error}") from error
@@ -128,6 +133,8 @@ def _read_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
         raise ModelError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
     finally:
         logging.set_verbosity(verbosity)
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise ModelError(f"{folder}: {name} has shape {list(found)}; its config asks for {list(wanted)}")
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")

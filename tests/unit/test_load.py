@@ -1,0 +1,138 @@
+"""Checkpoints that cannot be used: one clear line each, naming the folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+
+from forerun import LLM
+from forerun.core.errors import ConfigError, ModelError
+from forerun.models import load
+from forerun.models.load import load_model
+from tiny import save_tokenizer, tiny_llama
+
+
+@pytest.fixture
+def folder(tiny_target, tmp_path) -> Path:
+    """A copy of the tiny target, to be damaged."""
+    return Path(shutil.copytree(tiny_target, tmp_path / "copy"))
+
+
+def refuse(path, message: str, kind=ModelError, **options) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        LLM(str(path), **options)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    refuse(tmp_path / "nowhere", "no checkpoint folder at .*nowhere")
+    refuse("./nowhere", r"no checkpoint folder at \./nowhere")
+
+
+def test_a_file_instead_of_a_folder(folder):
+    refuse(folder / "config.json", "no checkpoint folder at")
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path):
+    refuse(tmp_path, "has no config.json: not a Hugging Face checkpoint")
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    def unreachable(*arguments, **options):
+        raise LocalEntryNotFoundError("the network is down\nand so on")
+
+    monkeypatch.setattr(load, "snapshot_download", unreachable)
+    refuse("somebody/some-model", "no folder 'somebody/some-model' here, and the hub .* the network is down$")
+
+
+def test_a_bundled_model_of_another_name():
+    refuse("forerun:oracle", "oracle")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", '{"model_type": "llama"', '{"hidden_size": 3}'])
+def test_a_broken_config(folder, text):
+    (folder / "config.json").write_text(text)
+    refuse(folder, "config.json cannot be used")
+
+
+def test_an_unknown_architecture(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "telepath"}))
+    refuse(folder, "telepath")
+
+
+def test_code_in_a_checkpoint_never_runs(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('the code has run')")
+    refuse(folder, "config.json cannot be used")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, 20_000])
+def test_truncated_weights(folder, keep):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    refuse(folder, "a safetensors file is truncated or damaged")
+
+
+def test_pickled_weights_are_never_read(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'exit 3'\ntR.")
+    refuse(folder, r"has no safetensors weights \(it has pytorch_model.bin; pickled weights are not loaded")
+
+
+def test_no_weights_at_all(folder):
+    (folder / "model.safetensors").unlink()
+    refuse(folder, "has no safetensors weights$")
+
+
+def test_a_missing_tensor(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refuse(folder, "lacks 1 weights, model.layers.1.mlp.up_proj.weight among them")
+
+
+def test_a_tensor_of_another_shape(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(31)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refuse(folder, r"model.norm.weight has shape \[31\]; its config asks for \[32\]")
+
+
+def test_a_missing_shard(tmp_path):
+    tiny_llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    save_tokenizer(tmp_path)
+    load_model(tmp_path)
+    sorted(tmp_path.glob("model-*.safetensors"))[1].unlink()
+    refuse(tmp_path, "cannot be loaded: No such file or directory: .*model-00002-of")
+
+
+def test_the_lean_path_on_another_family(tiny_target, folder):
+    assert load_model(tiny_target).info.path.startswith("native")
+    assert load_model(tiny_target, model_path="hf").info.path == "hf"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    refuse(folder, "the native path does not run .*: activation 'gelu'", ConfigError, model_path="native")
+    assert load_model(folder).info.path == "hf"
+
+
+@pytest.mark.parametrize(("generation", "wanted"), [(None, {0}), (5, {5}), ([5, 6], {5, 6})])
+def test_every_id_that_ends_a_text(folder, generation, wanted):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert load_model(folder).info.eos_ids == wanted
+
+
+def test_a_broken_generation_config(folder):
+    (folder / "generation_config.json").write_text("{")
+    refuse(folder, "generation_config.json cannot be used")

@@ -1,0 +1,148 @@
+"""Where an answer ends, with every way of handing it its tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun import SamplingParams
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+from forerun.engine.stop import Finish, Stopper
+from forerun.models.tokenizer import Detokenizer
+
+
+class Letters:
+    """A tokenizer whose tokens are letters, but for 0, which ends texts, and 99, which is 'xyz'."""
+
+    def decode(self, tokens, **options) -> str:
+        return "".join("xyz" if token == 99 else chr(96 + token) for token in tokens if token)
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) - 96 for letter in text]
+
+
+def answer(blocks: list[list[int]], limit: int = 1000, **options) -> tuple[list[int], str, Finish | None]:
+    """Feed blocks as rounds do: all but a block's last token were drafted and accepted."""
+    params = SamplingParams(max_tokens=limit, **options)
+    sequence = Sequence(0, [1, 2], 2, params, 0, frozenset([0]), max_tokens=2 + limit)
+    stopper = Stopper(sequence, Detokenizer(Letters(), [1, 2]))
+    for block in blocks:
+        draft = Draft.chain(block[:-1])
+        verdict = Verdict(path=list(range(len(block) - 1)), token=block[-1])
+        stopper.clip(draft, verdict)
+        sequence.tokens.extend(verdict.tokens)
+        assert verdict.tokens == block[: len(verdict.tokens)]
+        assert verdict.accepted == min(len(verdict.tokens), len(block) - 1)
+        assert verdict.stop is stopper.finish
+        if verdict.stop is not None:
+            break
+        assert verdict.tokens == block
+    finish = stopper.finish
+    text = stopper.detokenizer.text
+    return sequence.tokens[2:], text if finish is None or finish.cut is None else text[: finish.cut], finish
+
+
+def blocks_of(tokens: list[int], sizes: list[int]) -> list[list[int]]:
+    blocks, start, turn = [], 0, 0
+    while start < len(tokens):
+        size = sizes[turn % len(sizes)]
+        blocks.append(tokens[start : start + size])
+        start, turn = start + size, turn + 1
+    return blocks
+
+
+CASES = [
+    ("hello world".replace(" ", "z"), {"stop": "zw"}, "hellozw", "hello", "zw"),
+    ("hellozworld", {"stop": "zw", "include_stop_str_in_output": True}, "hellozw", "hellozw", "zw"),
+    ("hellozworld", {"stop": ["rl", "or", "world"]}, "hellozwor", "hellozw", "or"),
+    ("hellozworld", {"stop": ["h"]}, "h", "", "h"),
+    ("hellozworld", {"stop": ["h"], "min_tokens": 2}, "hellozworld", "hellozworld", None),
+    ("hellozworld", {"stop": ["l"], "min_tokens": 4}, "hell", "hel", "l"),
+    ("hellozworld", {"stop": ["ello"], "min_tokens": 6}, "hellozworld", "hellozworld", None),
+    ("hellozworld", {"stop": ["zz"]}, "hellozworld", "hellozworld", None),
+    ("aaab", {"stop": ["aab"]}, "aaab", "a", "aab"),
+]
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [11]])
+@pytest.mark.parametrize(("tokens", "options", "kept", "text", "by"), CASES)
+def test_stop_strings(tokens, options, kept, text, by, sizes):
+    got, said, finish = answer(blocks_of(ids(tokens), sizes), **options)
+    assert (got, said) == (ids(kept), text)
+    assert (finish.stopped_by if finish else None) == by
+    assert finish is None or finish.reason == "stop"
+
+
+def test_the_earliest_of_several_in_one_token():
+    got, text, finish = answer([ids("ab"), [3, 99, 4]], stop=["z", "y", "cxyz"])
+    assert got == [*ids("abc"), 99]
+    assert (text, finish.stopped_by) == ("ab", "cxyz")
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [5]])
+def test_token_ids_that_stop(sizes):
+    for options, kept, text, by in [
+        ({"stop_token_ids": [3]}, "abc", "ab", 3),
+        ({"stop_token_ids": [3], "include_stop_str_in_output": True}, "abc", "abc", 3),
+        ({"stop_token_ids": [1, 4], "min_tokens": 2}, "abcd", "abc", 4),
+        ({"stop_token_ids": [9]}, "abcde", "abcde", None),
+    ]:
+        got, said, finish = answer(blocks_of(ids("abcde"), sizes), **options)
+        assert (got, said, finish.stopped_by if finish else None) == (ids(kept), text, by)
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [5]])
+def test_the_end_of_the_text(sizes):
+    blocks = blocks_of([1, 2, 0, 3, 4], sizes)
+    assert answer(blocks) == ([1, 2, 0], "ab", Finish("stop"))
+    assert answer(blocks, ignore_eos=True) == ([1, 2, 0, 3, 4], "abcd", None)
+    assert answer(blocks, min_tokens=4) == ([1, 2, 0, 3, 4], "abcd", None)
+    assert answer(blocks, stop_token_ids=[0])[2] == Finish("stop", 0)
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [5]])
+def test_the_length_limit(sizes):
+    for limit in range(1, 5):
+        got, text, finish = answer(blocks_of(ids("abcde"), sizes), limit=limit)
+        assert (got, text, finish) == (ids("abcde")[:limit], "abcde"[:limit], Finish("length"))
+    assert answer(blocks_of(ids("abcde"), sizes), limit=5)[2] == Finish("length")
+    assert answer(blocks_of([1, 2, 0], sizes), limit=3)[2] == Finish("stop")
+
+
+def test_an_error_emits_nothing():
+    sequence = Sequence(0, [1, 2], 2, SamplingParams(), 0)
+    stopper, verdict = Stopper(sequence, None), Verdict(path=[0], token=4, error="the model returned NaN logits")
+    stopper.clip(Draft.chain([3]), verdict)
+    assert (verdict.tokens, verdict.accepted) == ([], 0)
+    assert verdict.stop == Finish("error", "the model returned NaN logits")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.text("abc", max_size=25),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 6),
+    st.lists(st.integers(1, 6), min_size=1, max_size=3),
+)
+def test_any_text_and_stops(text, stops, least, sizes):
+    """Against the definition: the first token that completes a stop string, from ``min_tokens`` on, is the last."""
+    ends = [n for n in range(max(1, least), len(text) + 1) if any(text[:n].endswith(stop) for stop in stops)]
+    got, said, finish = answer(blocks_of(ids(text), sizes), stop=stops, min_tokens=least)
+    if not ends:
+        assert (got, said, finish) == (ids(text), text, None)
+        return
+    kept = text[: ends[0]]
+    longest = max((stop for stop in stops if kept.endswith(stop)), key=len)
+    assert got == ids(kept)
+    assert said == kept[: len(kept) - len(longest)]
+    assert finish == Finish("stop", longest, len(said))
+
+
+def test_what_may_still_become_a_stop_string_is_held_back():
+    params = SamplingParams(stop=["zw", "world"])
+    stopper = Stopper(Sequence(0, [1], 1, params, 0), None)
+    for text, held in [("", 0), ("hello", 0), ("helloz", 1), ("hellow", 1), ("hellowor", 3), ("zworl", 4), ("zz", 1)]:
+        assert stopper.held_back(text) == held
