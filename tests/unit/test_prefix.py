@@ -311,3 +311,23 @@ def test_a_drafter_without_hidden_states_of_a_prefix_reads_it_again(paged: LLM) 
         assert paged.generate(TEXT, GREEDY)[0].metrics.num_cached_tokens == 11
     finally:
         del drafter.reusable
+
+
+def test_answers_to_one_prompt_read_it_once(paged: LLM) -> None:
+    """Four answers queued at once: the prompt's pages are computed by the first of them."""
+    fresh(paged)
+    rows: list[int] = []
+    forward = paged.model.forward
+
+    def counting(batch, cache):
+        rows.append(sum(span.count for span in batch.spans if span.start + span.count <= len(TEXT)))
+        return forward(batch, cache)
+
+    params = SamplingParams(temperature=0.9, seed=1, n=4, max_tokens=6, ignore_eos=True)
+    paged.model.forward = counting
+    try:
+        got = paged.generate(TEXT, params)[0]
+    finally:
+        paged.model.forward = forward
+    assert len({tuple(output.token_ids) for output in got.outputs}) > 1
+    assert len(TEXT) <= sum(rows) <= len(TEXT) + 3 * paged.engine.config.page_size

@@ -185,13 +185,17 @@ class Scheduler:
         return sequence.scheduled
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Take the head of the queue in if the pages of all its tokens are there, cached ones included."""
+        """Take the head of the queue in if the pages of all its tokens are there, cached ones included, and nobody
+        is computing them now."""
         pool, wanted = self.pool, len(sequence.tokens)
         reused = 0
         if self.tree is not None:
             # The last token is always fed: its logits are what a new token is drawn from.
             limit = min(self.reusable(sequence), wanted - 1)
             reused = self.tree.start(sequence.id, sequence.tokens, limit)
+            if self._being_read(sequence, reused, limit):
+                pool.free(sequence.id)
+                return False
             if not pool.can_reserve(sequence.id, wanted):
                 # Copying a page that is reused in part takes one more page than reading its tokens again.
                 pool.free(sequence.id)
@@ -204,6 +208,13 @@ class Scheduler:
         insort(self.running, sequence, key=_rank)
         self.on_admit(sequence, reused)
         return True
+
+    def _being_read(self, sequence: Sequence, reused: int, limit: int) -> bool:
+        """Whether a running sequence is about to compute the next page that this one needs: better wait for it."""
+        end = (reused // self.pool.page_size + 1) * self.pool.page_size
+        return end <= limit and any(
+            other.cached < end and other.tokens[:end] == sequence.tokens[:end] for other in self.running
+        )
 
     def _draft(self, decoding: list[Sequence], rows: int) -> None:
         """Rows and pages for drafts, where there are enough for whole ones."""
