@@ -1,0 +1,104 @@
+"""What the code promises about itself: sizes, imports, names."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+import forerun
+from forerun.core import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+FILES = SOURCES + sorted((ROOT / "tests").rglob("*.py"))
+EXTRAS = {
+    "fastapi": "serve", "starlette": "serve", "uvicorn": "serve", "ray": "scale", "matplotlib": "bench",
+    "llama_cpp": "bench", "vllm": "bench",
+}  # fmt: skip
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> set[str]:
+    """Top-level packages that a file imports anywhere."""
+    found = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_files_and_functions_are_short():
+    assert len(SOURCES) > 50
+    long = []
+    for path in FILES:
+        text = path.read_text()
+        if text.count("\n") > 400:
+            long.append(f"{name(path)} has {text.count(chr(10))} lines")
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = min([node.lineno, *[decorator.lineno for decorator in node.decorator_list]])
+                if node.end_lineno - first >= 60:
+                    long.append(f"{name(path)}: {node.name} has {node.end_lineno - first + 1} lines")
+    assert not long
+
+
+def test_layers_import_downwards_only():
+    here = os.getcwd()
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), cache_dir=None, no_logo=True) == 0
+    assert os.getcwd() == here
+
+
+@pytest.mark.parametrize("package", EXTRAS)
+def test_an_optional_package_is_imported_in_one_folder(package):
+    folders = {path.relative_to(ROOT / "src" / "forerun").parts[0] for path in SOURCES if package in imports(path)}
+    assert folders <= {EXTRAS[package]}
+
+
+def test_public_names():
+    public = forerun.__all__
+    assert public == sorted(public, key=lambda word: (not word.isupper(), not word[0].isupper(), word))
+    assert len(set(public)) == len(public)
+    modules = {path.stem for path in (ROOT / "src" / "forerun").iterdir()}
+    assert {word for word in vars(forerun) if not word.startswith("_")} - modules == set(public) - {"__version__"}
+    for word in public:
+        assert getattr(forerun, word) is not None
+        assert word == "__version__" or not word.startswith("_")
+
+
+def test_everything_public_says_what_it_is():
+    classes = [word for word in forerun.__all__ if isinstance(getattr(forerun, word), type)]
+    assert [word for word in classes if not getattr(forerun, word).__doc__] == []
+    assert [name(path) for path in SOURCES if parsed(path).body and not ast.get_docstring(parsed(path))] == []
+
+
+def test_errors_are_value_errors_of_one_family():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(kinds) >= 5
+    assert all(issubclass(kind, forerun.ForerunError) for kind in kinds)
+    assert issubclass(forerun.ForerunError, ValueError)
+
+
+def test_nothing_is_left_for_later():
+    marks = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX|raise NotImplemented" + r"Error)\b")
+    skips = re.compile(r"mark\.(sk" + r"ip|xf" + r"ail)|pytest\.(sk" + r"ip|xf" + r"ail)\(")
+    texts = {name(path): path.read_text() for path in FILES}
+    found = [f"{path}: {match.group()}" for path, text in texts.items() for match in marks.finditer(text)]
+    found += [f"{path}: {match.group()}" for path, text in texts.items() for match in skips.finditer(text)]
+    assert not found
