@@ -8,6 +8,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from forerun.bench.peers import PEERS
+from forerun.bench.plot import check_plot, plot
 from forerun.bench.prompts import HELD_OUT, SETS
 from forerun.bench.run import BenchConfig, run_bench
 from forerun.bench.shapes import SIZES
@@ -64,7 +66,7 @@ def bench(
     ] = None,
     concurrency: Annotated[str, typer.Option(help="requests decoded together")] = "1",
     temperature: Annotated[str, typer.Option(help="temperatures")] = "0,1",
-    peers: Annotated[str, typer.Option(help="other implementations to run: transformers")] = "",
+    peers: Annotated[str, typer.Option(help=f"other implementations to run: {', '.join(PEERS)}")] = "",
     prompts: Annotated[int, typer.Option(help="how many prompts")] = 8,
     prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 64,
     max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 64,
@@ -78,6 +80,9 @@ def bench(
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
     fastest: Annotated[bool, typer.Option(help="measure plain decoding without bit-equal logits too")] = True,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="draw the result: .png, .svg or .pdf, with forerun[bench]")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     *,
     engine: Mapping[str, Any],
@@ -113,9 +118,13 @@ def bench(
         random_draft_shape=random_draft_shape,
         fastest=fastest,
     )
+    if plot_file is not None:
+        check_plot(plot_file)
     set_threads(threads)
     with progress("loading", len(config.concurrency) * len(config.temperatures)) as step:
         result = run_bench(config, step)
+    if plot_file is not None:
+        plot(result, plot_file)
     if as_json:
         print_json(result)
     else:

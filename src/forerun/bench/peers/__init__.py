@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from forerun.bench.contenders import Contender
+from forerun.bench.peers.llama_cpp import llama_cpp_contender
 from forerun.bench.peers.transformers import transformers_contenders
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 
-PEERS = ("transformers",)
+PEERS = ("transformers", "llama-cpp")
 
 
 def peer_contenders(names: Seq[str], llm: LLM, draft: str | None) -> list[Contender]:
@@ -18,5 +19,5 @@ def peer_contenders(names: Seq[str], llm: LLM, draft: str | None) -> list[Conten
     for name in names:
         if name not in PEERS:
             raise ConfigError(f"unknown peer {name!r}: choose one of {', '.join(PEERS)}")
-        found += transformers_contenders(llm, draft)
+        found += transformers_contenders(llm, draft) if name == "transformers" else [llama_cpp_contender(llm)]
     return found
