@@ -103,7 +103,7 @@ class Run {
     this.text += round.tokens.map(([text]) => text).join("");
     this.lengths.push(round.tokens.length);
     this.tokens += round.tokens.length;
-    for (let i = 0; i < Math.min(round.drafted, accepted + 1); i++) {
+    for (let i = 0; i < round.drafted; i++) {
       this.positions[i] ??= { drafted: 0, accepted: 0 };
       this.positions[i].drafted += 1;
       this.positions[i].accepted += i < accepted ? 1 : 0;

@@ -19,7 +19,8 @@ function bar(label, share, text, kind) {
   return row;
 }
 
-// Share of drafts that reached a position and were accepted there: counts of {drafted, accepted} per position.
+// Share of the drafts that long which were accepted up to a position (vLLM's definition: not conditional on the
+// positions before). Counts of {drafted, accepted} per position.
 export function drawPositions(element, positions) {
   const share = ({ drafted, accepted }) => (drafted ? accepted / drafted : 0);
   element.replaceChildren(

@@ -1,0 +1,223 @@
+"""Structured output: masks against an independent oracle, and the same text whatever is drafted."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from forerun import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
+from forerun.core.sequence import Sequence
+from forerun.engine.grammar import Constraint, GrammarCompiler
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = [
+    StructuredOutputsParams(json=SCHEMA),
+    StructuredOutputsParams(regex=r"[a-z]{3,8} = \d{1,4}"),
+    StructuredOutputsParams(choice=["alpha", "beta", "alphabet"]),
+    StructuredOutputsParams(grammar='start: "yes" | "no" ("!")+'),
+]
+LANGUAGE = ("ab", "abba", "abc", "ba c", "b\u00e9", "b\u00e8b")
+
+
+@pytest.fixture(scope="module")
+def compiler(served: LLM) -> GrammarCompiler:
+    return served.engine.grammars
+
+
+def sequence_of(served: LLM, output: list[int]) -> Sequence:
+    prompt = served.tokenizer.encode("x = ")
+    return Sequence(0, [*prompt, *output], len(prompt), SamplingParams(), 0)
+
+
+def ids(mask: torch.Tensor) -> set[int]:
+    bits = (mask[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    return set(bits.flatten().nonzero()[:, 0].tolist())
+
+
+def spellings(served: LLM) -> dict[int, bytes]:
+    """Every token's bytes, from the tokenizer's own tables."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    table = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+    assert set(table) == set(ByteLevel.alphabet())
+    vocabulary = served.tokenizer.get_vocab()
+    special = set(served.tokenizer.all_special_ids)
+    return {i: bytes(table[c] for c in token) for token, i in vocabulary.items() if i not in special}
+
+
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_masks_permit_exactly_the_language(served: LLM, compiler: GrammarCompiler, data: st.DataObject) -> None:
+    """Walk a finite language by whole tokens: a token is permitted iff some sentence goes on with its bytes. Where the
+    next byte is certain, the tokenizer's own spelling of the certain text is enough."""
+    constraint = compiler.start(StructuredOutputsParams(choice=LANGUAGE))
+    tokens = spellings(served)
+    sentences = [sentence.encode() for sentence in LANGUAGE]
+    eos = served.tokenizer.eos_token_id
+    path: list[int] = []
+    committed = 0
+    while True:
+        done = b"".join(tokens[t] for t in path)
+        expected = {t for t, b in tokens.items() if any(s.startswith(done + b) for s in sentences) and b}
+        expected |= {eos} if done in sentences else set()
+        sequence = sequence_of(served, path[:committed])
+        mask = constraint.allowed(sequence, path[committed:])
+        assert mask is not None
+        permitted = ids(mask)
+        following = {s[len(done) : len(done) + 1] for s in sentences if s.startswith(done)}
+        if len(following) > 1:
+            assert permitted == expected
+        assert permitted
+        assert permitted <= expected
+        stray = data.draw(st.sampled_from(sorted(tokens)))
+        if stray not in expected and expected != {eos}:
+            assert constraint.allowed(sequence, [*path[committed:], stray]) is None
+        choices = sorted(permitted - {eos})
+        if not choices:
+            return
+        path.append(data.draw(st.sampled_from(choices)))
+        committed = data.draw(st.integers(committed, len(path)))
+
+
+def test_tentative_tokens_can_be_taken_back(served: LLM, compiler: GrammarCompiler) -> None:
+    constraint = compiler.start(StructuredOutputsParams(regex="ab|ac"))
+    a, b, c = (served.tokenizer.encode(letter)[0] for letter in "abc")
+    sequence = sequence_of(served, [a, b])
+    sequence.tentative = 1
+    assert ids(constraint.allowed(sequence, [])) == {served.tokenizer.eos_token_id}
+    sequence.tokens[-1] = c
+    assert ids(constraint.allowed(sequence, [])) == {served.tokenizer.eos_token_id}
+    sequence.tokens.pop()
+    sequence.tentative = 0
+    assert {b, c} <= ids(constraint.allowed(sequence, []))
+
+
+def test_forced_tokens_spell_what_is_certain(served: LLM, compiler: GrammarCompiler) -> None:
+    constraint = compiler.start(StructuredOutputsParams(json={"const": {"certain": [1, 2, 3]}}))
+    sequence = sequence_of(served, [])
+    forced = constraint.forced(sequence, 100)
+    assert served.tokenizer.decode(forced, skip_special_tokens=True) == '{"certain": [1, 2, 3]}'
+    assert constraint.forced(sequence, 3) == forced[:3]
+    open_ended = compiler.start(StructuredOutputsParams(regex="[a-z]+"))
+    assert open_ended.forced(sequence, 5) == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("wanted", GRAMMARS, ids=["json", "regex", "choice", "grammar"])
+def test_the_same_text_with_and_without_drafts(
+    served: LLM, wanted: StructuredOutputsParams, temperature: float
+) -> None:
+    """Penalties, top-k and bias beside the grammar; a stop inside an accepted block; every loaded drafter."""
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=90, structured_outputs=wanted, **more)
+        for seed, more in enumerate([{}, {"top_k": 20}, {"frequency_penalty": 0.7, "top_p": 0.9}])
+    ]
+    prompt = served.tokenizer.encode("data = ")
+    answers: dict[str | None, list[Any]] = {}
+    for method in (None, *served.engine.router.drafters):
+        jobs = [served.engine.add(prompt, p, speculate=method is not None, method=method)[0] for p in params]
+        while served.engine.busy:
+            served.engine.step()
+        answers[method] = [(job.text, job.output_ids) for job in jobs]
+        if method == "pattern" and "json" in wanted.key[0]:
+            assert all(job.metrics.draft_acceptance_rate > 0.5 for job in jobs)
+    assert all(found == answers[None] for found in answers.values())
+    for text, _ in answers[None]:
+        matches(wanted, text)
+
+
+def matches(wanted: StructuredOutputsParams, text: str) -> None:
+    if wanted.json is not None:
+        value = json.loads(text)
+        assert list(value) == ["name", "age", "tags"]
+        assert len(value["name"]) <= 6
+        assert 0 <= value["age"] <= 150
+        assert set(value["tags"]) <= {"red", "green", "blue"}
+    elif wanted.regex is not None:
+        assert re.fullmatch(wanted.regex, text)
+    elif wanted.choice is not None:
+        assert text in wanted.choice
+    else:
+        assert re.fullmatch("yes|no!+", text)
+
+
+@pytest.mark.parametrize("accept", ["token", "block", "recursive", "traversal"])
+def test_rules_that_compare_p_and_q_keep_the_grammar(model_folder: Any, accept: str) -> None:
+    options = {"method": "draft_model", "model": str(model_folder), "num_speculative_tokens": 3, "accept": accept}
+    llm = LLM(str(model_folder), speculative_config=options, max_num_seqs=4)
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=90, structured_outputs=wanted)
+        for seed, wanted in enumerate(GRAMMARS)
+    ]
+    for wanted, answer in zip(GRAMMARS, llm.generate(["data = "] * len(params), params)):
+        assert answer.outputs[0].finish_reason == "stop"
+        matches(wanted, answer.outputs[0].text)
+
+
+def test_end_of_text_is_all_that_follows_the_end(served: LLM) -> None:
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, structured_outputs={"choice": ["yes"]})
+    output = served.generate(["x = "], params)[0].outputs[0]
+    assert output.text == "yes"
+    assert len(output.token_ids) == 12
+    assert set(output.token_ids[-8:]) == {served.tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"json": "{"}, "EOF"),
+        ({"json": {"type": "array", "minItems": 3, "maxItems": 1}}, "Unsatisfiable"),
+        ({"json": {"uniqueItems": True}}, "Unimplemented keys"),
+        ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "NoExtension"),
+        ({"grammar": "start: missing"}, "unknown name"),
+    ],
+)
+def test_a_grammar_that_cannot_be_kept_is_refused(served: LLM, wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        served.generate(["x = "], SamplingParams(structured_outputs=wanted))
+
+
+@pytest.mark.parametrize(
+    "wanted", [{}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"choice": [""]}, {"json": 5}, {"xml": "a"}]
+)
+def test_wrong_options(wanted: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="structured_outputs"):
+        SamplingParams(structured_outputs=wanted)
+
+
+def test_a_matcher_that_breaks_ends_its_request_only(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars have limits that only a text can reach; then the text ends with the reason."""
+    good = SamplingParams(max_tokens=6, seed=1)
+    expected = served.generate(["x = "], good)[0].outputs[0].token_ids
+    start = GrammarCompiler.start
+
+    def broken(self: GrammarCompiler, wanted: StructuredOutputsParams) -> Constraint:
+        constraint = start(self, wanted)
+        constraint._matcher.consume_tokens([5] * 3)
+        return constraint
+
+    monkeypatch.setattr(GrammarCompiler, "start", broken)
+    bad = SamplingParams(max_tokens=6, seed=1, structured_outputs={"choice": ["yes"]})
+    answers = served.generate(["x = "] * 2, [bad, good])
+    assert answers[0].outputs[0].finish_reason == "error"
+    assert str(answers[0].outputs[0].stop_reason).startswith("the grammar: ")
+    assert answers[1].outputs[0].token_ids == expected
