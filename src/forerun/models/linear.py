@@ -29,7 +29,8 @@ class Linear(Protocol):
     """How the weights are stored, for ``ModelInfo.path``."""
     nbytes: int
     rows: int
-    """Padded to a multiple of so many rows (two: to two at least), a row's bits do not depend on the others."""
+    """Padded to a multiple of so many rows (two: to two at least), a row's bits do not depend on the others; 0: they
+    always do."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 

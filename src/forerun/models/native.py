@@ -18,7 +18,7 @@ from forerun.attention.base import Attention
 from forerun.cache.pool import KVShape
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
-from forerun.models import activations
+from forerun.models import activations, quantize
 from forerun.models.base import INVARIANT_KEYS, PACKED_ROWS, ModelInfo, pad_rows
 from forerun.models.linear import Linear, describe, make_linear, packs
 from forerun.models.rotary import ROPE_TYPES, Rotary
@@ -111,6 +111,9 @@ class NativeModel:
         self.dtype, self.device = module.dtype, module.device
         self._silu: Callable[[torch.Tensor], torch.Tensor] = activations.silu if invariant else F.silu
         self._packed = packs(self.dtype, self.device, weights)
+        if quantization is not None:
+            quantize.check(quantization, self.device, invariant=invariant)
+        self._quantization = quantization
         self._rotary = Rotary(config, self.width, self.device)
         eps = config.rms_norm_eps
         with torch.inference_mode():
@@ -119,11 +122,11 @@ class NativeModel:
             self._norm = RMSNorm(_take([backbone.norm.weight])[0], eps)
             head = module.get_output_embeddings()
             self._embedding = backbone.embed_tokens.weight.detach().clone()
-            self._head = make_linear(head.weight.detach(), _bias([head]), packed=self._packed)
+            self._head = self._linear(head.weight.detach(), _bias([head]))
             _empty([*module.parameters()])
         self._norms_qk = any(layer.norm_qk is not None for layer in self._layers)
         self._sizes = (self.heads, self.kv_heads, self.kv_heads)
-        self.row_multiple = max(linear.rows for linear in self.linears()) if invariant else 1
+        self.row_multiple = max(PACKED_ROWS, *(layer.rows for layer in self.linears())) if invariant else 1
         shape = KVShape(self.kv_heads, self.width, self.width)
         self.info = ModelInfo(
             name=name,
@@ -164,6 +167,8 @@ class NativeModel:
         return layer
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if self._quantization is not None and weight.numel() >= quantize.QUANTIZE_FROM:
+            return quantize.quantize(weight, bias, self._quantization)
         return make_linear(weight, bias, packed=self._packed)
 
     def _arrange(self, rows: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,138 @@
+"""Weights in 8 bits.
+
+On CPU, through FBGEMM's int8 layers: weights have one scale per output, activations are quantized on the fly.
+
+``int8``: one activation scale per call, so a row's result depends on the rows beside it. For drafts: any q is
+legal as long as it is the one that was sampled from.
+
+``int8_rows``: one activation scale per row. A row is scaled to the integers by itself, and two constant columns with
+zero weights pin the layer's own scale to 1; sums of integers are exact, so a row's bits depend on nothing else.
+
+On GPU, through torchao: ``int8`` and ``fp8`` weights, activations as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from forerun.core.errors import ConfigError
+from forerun.models.linear import Linear, Plain
+
+CPU_KINDS = ("int8", "int8_rows")
+GPU_KINDS = ("int8", "fp8")
+QUANTIZE_FROM = 256 * 256
+"""Fewest weights for which it pays: an int8 call has some 10 us of fixed cost."""
+
+
+def check(kind: str, device: torch.device, *, invariant: bool) -> None:
+    """Raise ConfigError if ``kind`` cannot be honoured here."""
+    kinds = CPU_KINDS if device.type == "cpu" else GPU_KINDS
+    if kind not in kinds:
+        raise ConfigError(f"quantization {kind!r} is not one of {', '.join(kinds)}, which {device.type} has")
+    if device.type == "cpu" and "fbgemm" not in torch.backends.quantized.supported_engines:
+        raise ConfigError("this torch has no FBGEMM, which int8 needs; leave quantization out")
+    if kind == "int8" and invariant and device.type == "cpu":
+        raise ConfigError(
+            "quantization 'int8' makes a row depend on the rows beside it, so it cannot be invariant; "
+            "use 'int8_rows' or invariant=False"
+        )
+
+
+def quantize(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Linear:
+    """The layer for ``weight`` [outputs, inputs] in 8 bits."""
+    if weight.device.type != "cpu":
+        return _torchao(weight, bias, kind)
+    return (Int8Rows if kind == "int8_rows" else Int8)(weight, bias)
+
+
+def _levels() -> int:
+    """Largest activation level. Without VNNI, FBGEMM adds products in 16 bits and needs a bit of room."""
+    return 127 if torch.cpu._is_vnni_supported() else 63
+
+
+def _prepack(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+    weight = weight.float()
+    scales = weight.abs().amax(dim=1).clamp(min=1e-30).double() / 127
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantized tensors are on their way out of torch; the packed layers are not
+        zeros = torch.zeros(len(scales), dtype=torch.long)
+        quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        return torch.ops.quantized.linear_prepack(quantized, None if bias is None else bias.float())
+
+
+class Int8:
+    """int8 weights, activations scaled per call."""
+
+    __slots__ = ("call", "dtype", "kind", "nbytes", "packed", "reduced", "rows")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.packed = _prepack(weight, bias)
+        self.dtype = weight.dtype
+        self.kind = "int8"
+        self.nbytes = weight.numel() + 4 * weight.shape[0]
+        self.rows = 0
+        self.reduced = _levels() < 127
+        self.call = torch.ops.quantized.linear_dynamic.default
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.dtype is torch.float32:
+            return self.call(x, self.packed, self.reduced)
+        return self.call(x.float(), self.packed, self.reduced).to(self.dtype)
+
+
+class Int8Rows:
+    """int8 weights, activations scaled per row."""
+
+    __slots__ = ("bias", "call", "dtype", "ends", "kind", "nbytes", "packed", "reduced", "rows", "step")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.packed = _prepack(torch.cat([weight, weight.new_zeros(weight.shape[0], 2)], dim=1), None)
+        self.bias = None if bias is None else bias.float()
+        self.dtype = weight.dtype
+        self.kind = "int8 by rows"
+        self.nbytes = weight.numel() + 4 * weight.shape[0]
+        self.rows = 1
+        levels = _levels()
+        self.reduced = levels < 127
+        self.step = torch.tensor([1 / levels])
+        self.ends = torch.tensor([[-levels - 1.0, float(levels)]])
+        self.call = torch.ops.quantized.linear_dynamic.default
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.dtype is not torch.float32:
+            x = x.float()
+        scale = torch.linalg.vector_norm(x, float("inf"), -1, True).mul_(self.step).clamp_(min=1e-30)
+        levels = torch.cat([x / scale, self.ends.expand(x.shape[0], -1)], dim=1)
+        y = self.call(levels, self.packed, self.reduced).mul_(scale)
+        if self.bias is not None:
+            y.add_(self.bias)
+        return y if self.dtype is torch.float32 else y.to(self.dtype)
+
+
+def _torchao(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Linear:
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise ConfigError(f"quantization {kind!r} on GPU needs torchao: pip install torchao") from error
+    module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    quantize_(module, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
+    layer = Plain(module.weight, bias)
+    layer.kind = f"{kind} weights"
+    layer.nbytes = weight.numel() + 4 * weight.shape[0]
+    return layer
+
+
+def size(layers: Iterable[Linear]) -> int:
+    """Bytes of the layers' weights."""
+    return sum(layer.nbytes for layer in layers)
+
+
+def error(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """Relative error of logits, |got - wanted| / |wanted|, each row's mean taken out: softmax does not see it."""
+    wanted = wanted - wanted.mean(dim=-1, keepdim=True)
+    got = got - got.mean(dim=-1, keepdim=True)
+    return float((got - wanted).norm() / wanted.norm())
