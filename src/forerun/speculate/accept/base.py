@@ -236,10 +236,13 @@ class RatioRule(Rule):
         trials = self.check(scores, flatten(scores))
         p, top, choice = self.target(scores, rows)
         decision = self.decide(p, scores, trials)
-        keys = [fold(sequence.seed, RESIDUAL, len(sequence.tokens)) for sequence in scores.sequences]
-        spread = [key for key, draft in zip(keys, scores.drafts) for _ in range(len(draft) + 1)]
+        keys = [
+            fold(sequence.seed, RESIDUAL, len(sequence.tokens), node)
+            for sequence, draft in zip(scores.sequences, scores.drafts)
+            for node in range(-1, len(draft))
+        ]
         tested, shares = overlaps(scores, trials, rows, choice)
-        tops, chances, tokens, shared = fetch(top, decision.accept, sampler.draw(decision.residual, spread), shares)
+        tops, chances, tokens, shared = fetch(top, decision.accept, sampler.draw(decision.residual, keys), shares)
         overlap = dict(zip(tested, shared))
         verdicts, fresh = [], []
         cursor = 0
@@ -256,7 +259,7 @@ class RatioRule(Rule):
             verdicts.append(verdict)
         if fresh:
             ends = [scores.row(i, verdicts[i].path[-1]) for i in fresh]
-            for i, token in zip(fresh, sampler.draw(p[ends], [keys[i] for i in fresh]).tolist()):
+            for i, token in zip(fresh, sampler.draw(p[ends], [keys[row] for row in ends]).tolist()):
                 verdicts[i].token = token
         return verdicts
 
