@@ -109,3 +109,9 @@ class Table(Drafter[TableConfig]):
             previous, q_row = self.counted.draw(counts, row, depth - 1, budget - depth - 1)
             draft.add(previous, depth - 1, q_row)
         return draft
+
+    @classmethod
+    def example(cls, target: Path, folder: Path) -> dict[str, Any]:
+        text = folder / "counted.txt"
+        text.write_text("def parse(text):\n    return [word for word in text.split() if word]\n" * 3, encoding="utf-8")
+        return {"table_file": str(text)}
