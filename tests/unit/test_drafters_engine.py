@@ -64,12 +64,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "suffix-best-first": {"method": "suffix", "tree_nodes": TREE_NODES},
     "token_recycling": {"method": "token_recycling"},
     "token_recycling-best-first": {"method": "token_recycling", "tree_nodes": TREE_NODES},
+    "model-best-first": {**DRAFT, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4},
     "merged": {"method": "merged", "drafters": [{"method": "ngram"}, DRAFT]},
     "cascade": {"method": "cascade", "drafters": [{"method": "ngram"}, DRAFT], "min_confidence": 0.5},
     "staged": STAGED,
     "staged-twice": {**STAGED, "drafter": {**STAGED, "num_speculative_tokens": 3}},
     "staged-model": {**STAGED, "drafter": {**DRAFT, "tree": [2, 1]}},
     "tli": STRANGER,
+    "tli-best-first": {**STRANGER, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4},
     "tli-tree": {**STRANGER, "tree": [2, 2, 1]},
     "slem": {**STRANGER, "heterogeneous_vocab_method": "slem"},
 }
@@ -211,6 +213,33 @@ def test_tree_nodes_bound_the_drafts(llm) -> None:
         )
         assert max(depth for _, depth in sizes) <= 4
         assert any(depth < size for size, depth in sizes)
+
+
+@pytest.mark.parametrize("name", ["model-best-first", "tli-best-first", "staged-model", "merged"])
+def test_a_cache_that_was_rolled_back_drafts_like_one_filled_afresh(name: str, llm, places: dict[str, str]) -> None:
+    speculative = llm(fill(CONFIGS[name], places), max_num_seqs=5)
+    drafter = next(iter(speculative.engine.router.drafters.values()))
+    fresh = type(drafter).build(drafter.config, drafter.context)
+    propose = drafter.propose
+    compared = 0
+
+    def checked(sequences, budgets):
+        nonlocal compared
+        drafts = propose(sequences, budgets)
+        for sequence in sequences:
+            fresh.release(sequence)
+        for draft, again in zip(drafts, fresh.propose(sequences, budgets), strict=True):
+            assert (draft.tokens, draft.parents) == (again.tokens, again.parents)
+            compared += len(draft) > 1
+        return drafts
+
+    drafter.propose = checked
+    try:
+        answers = speculative.generate(PROMPTS, params(0.8))
+    finally:
+        del drafter.propose
+    assert [answer.metrics.draft_error for answer in answers] == [None] * len(PROMPTS)
+    assert compared > 20
 
 
 def test_a_copy_of_the_target_is_accepted_whole_through_every_composition(llm, tiny_target: str) -> None:

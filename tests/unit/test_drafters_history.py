@@ -20,7 +20,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import DraftContext, drafters
 from forerun.speculate.draft.automaton import ROOT, Automaton
-from forerun.speculate.draft.best_first import best_first, depth_first, shaped
+from forerun.speculate.draft.best_first import Growing, best_first, depth_first, shaped
 from forerun.speculate.draft.prompt_lookup import Places
 from forerun.speculate.draft.random import _distinct
 
@@ -383,6 +383,10 @@ def ranked(tree: dict, path: tuple = ()) -> list:
     )
 
 
+def path_of(nodes: list, place: int) -> tuple:
+    return () if place < 0 else (*path_of(nodes, nodes[place].parent), nodes[place].token)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_best_first_is_the_best_connected_tree(seed: int) -> None:
     rng = random.Random(seed)
@@ -394,12 +398,24 @@ def test_best_first_is_the_best_connected_tree(seed: int) -> None:
         for i, q in laws[path].items():
             paths[(*path, i)] = paths.get(path, 1.0) * q
     for size in (1, 2, 3, 4):
+        growing = Growing(size)
+        growing.offer(-1, *zip(*[(token, log_q) for token, log_q, _ in ranked(laws)], strict=True))
+        for _ in range(2):
+            frontier = growing.frontier()
+            growing.begin_level()
+            for place in frontier:
+                known = ranked(laws, path_of(growing.nodes, place))
+                growing.offer(place, *zip(*[(token, log_q) for token, log_q, _ in known], strict=True))
+        grown, kept = growing.finish()
+        assert [growing.nodes[place].token for place in kept] == grown.tokens
         nodes = best_first(lambda path: ranked(laws, path), (), size, 3)
         total = sum(math.exp(node.score) for node in nodes)
         subtrees = (c for c in combinations(paths, size) if all(p[:-1] in c for p in c if len(p) > 1))
         assert total == pytest.approx(max(sum(paths[p] for p in c) for c in subtrees))
         draft = depth_first(nodes)
         assert len(draft) == size
+        paths_of = [{tuple(tree.path_tokens(n)) for n in range(size)} for tree in (draft, grown)]
+        assert paths_of[0] == paths_of[1]
         assert sorted(paths[tuple(draft.path_tokens(n))] for n in range(size)) == pytest.approx(
             sorted(math.exp(node.score) for node in nodes)
         )

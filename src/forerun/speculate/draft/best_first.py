@@ -111,16 +111,62 @@ def shaped(source: Continuations[S], root: S, widths: Seq[int], floor: float = -
     return tree
 
 
-def depth_first(nodes: Seq[Node]) -> Draft:
-    """A draft of point masses with every branch laid out in one piece."""
+def preorder(nodes: Seq[Node]) -> list[int]:
+    """Places in ``nodes`` such that every branch lies in one piece, parents before children."""
     children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
     for index, node in enumerate(nodes):
         children[node.parent + 1].append(index)
-    draft = Draft()
-    place = {-1: -1}
+    order = []
     stack = children[0][::-1]
     while stack:
         index = stack.pop()
-        place[index] = draft.add(nodes[index].token, place[nodes[index].parent])
+        order.append(index)
         stack.extend(reversed(children[index + 1]))
+    return order
+
+
+def depth_first(nodes: Seq[Node]) -> Draft:
+    """A draft of point masses with every branch laid out in one piece."""
+    draft = Draft()
+    place = {-1: -1}
+    for index in preorder(nodes):
+        place[index] = draft.add(nodes[index].token, place[nodes[index].parent])
     return draft
+
+
+class Growing:
+    """The best tree of at most ``size`` nodes, found level by level where continuations are dear to score.
+
+    Only nodes among the ``size`` best found so far are worth expanding: nothing below another one can get there, as q
+    never exceeds 1 (OPT-Tree, arXiv 2406.17276; EAGLE-2, 2406.16858, expands a fixed number per level instead).
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.nodes: list[Node] = []
+        self.level = 0
+        """Where the newest level starts in ``nodes``."""
+
+    def begin_level(self) -> None:
+        self.level = len(self.nodes)
+
+    def offer(self, parent: int, tokens: Seq[int], logs: Seq[float]) -> None:
+        """Continuations of a node (-1: the root) and the logs of their q."""
+        above = self.nodes[parent].score if parent >= 0 else 0.0
+        self.nodes += [Node(token, parent, above + log_q) for token, log_q in zip(tokens, logs) if log_q > -inf]
+
+    def best(self) -> list[int]:
+        """Places of the best nodes, parents first."""
+        ranked = sorted(range(len(self.nodes)), key=lambda index: -self.nodes[index].score)
+        return sorted(ranked[: self.size])
+
+    def frontier(self) -> list[int]:
+        """Places of the newest level's nodes that are worth expanding."""
+        return [index for index in self.best() if index >= self.level]
+
+    def finish(self) -> tuple[Draft, list[int]]:
+        """The tree, depth first, and each of its nodes' place in ``nodes``."""
+        best = self.best()
+        place = {-1: -1} | {index: number for number, index in enumerate(best)}
+        kept = [Node(self.nodes[i].token, place[self.nodes[i].parent], self.nodes[i].score) for i in best]
+        return depth_first(kept), [best[number] for number in preorder(kept)]

@@ -76,8 +76,7 @@ class CrossVocabularyDraftModel(DraftModel):
             start = self.starts.pop(sequence.id, None)
             if start is None or sequence.id not in pool.tables or not len(draft):
                 continue
-            fed = pool.length(sequence.id) - start
-            pool.keep(sequence.id, start, [node for node in verdict.path[: verdict.accepted] if node < fed])
+            pool.keep(sequence.id, start, self._kept(sequence, verdict, start))
 
     def release(self, sequence: Sequence) -> None:
         super().release(sequence)

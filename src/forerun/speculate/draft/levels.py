@@ -10,6 +10,7 @@ import torch
 from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.speculate.draft.base import Chooser, DrafterConfig
+from forerun.speculate.draft.best_first import Growing
 
 Frontier = list[tuple[int, int]]
 """Nodes that may get children, as (which sequence, node); -1 is a root."""
@@ -54,3 +55,50 @@ def grow_levels(
         for index in ready:
             drafts[index].q = q
     return drafts
+
+
+WIDEST = 10
+"""Most children of a node that a best-first tree considers (EAGLE-3's figure)."""
+
+
+def grow_best(
+    sequences: Seq[Sequence],
+    ready: Seq[int],
+    depths: Seq[int],
+    size: int,
+    chooser: Chooser,
+    score: Callable[[int, Frontier, Seq[Draft]], torch.Tensor],
+) -> tuple[list[Draft], list[list[int]]]:
+    """Trees of the ``size`` likeliest nodes, point masses; as ``grow_levels`` otherwise.
+
+    The drafts that ``score`` sees hold the nodes it was asked about, in the order asked. The second result is, for
+    every node of each final draft, its place among those, or -1 if nothing behind it was scored.
+    """
+    trees = {index: Growing(size) for index in ready}
+    asked = [Draft() for _ in sequences]
+    origin: dict[int, dict[int, int]] = {index: {-1: -1} for index in ready}
+    frontier: Frontier = [(index, -1) for index in ready]
+    depth = 0
+    while frontier:
+        logits = score(depth, frontier, asked)
+        rows = [chooser.row(sequences[i], asked[i].path_tokens(node)) for i, node in frontier]
+        for tree in trees.values():
+            tree.begin_level()
+        for (index, node), tokens, logs in zip(frontier, *chooser.rank(logits, rows, min(size, WIDEST))):
+            trees[index].offer(origin[index][node], tokens, logs)
+        depth += 1
+        frontier = []
+        for index, tree in trees.items():
+            if depth < depths[index]:
+                known = {place: node for node, place in origin[index].items()}
+                for place in tree.frontier():
+                    node = asked[index].add(tree.nodes[place].token, known[tree.nodes[place].parent])
+                    origin[index][node] = place
+                    frontier.append((index, node))
+    drafts = [Draft() for _ in sequences]
+    places: list[list[int]] = [[] for _ in sequences]
+    for index, tree in trees.items():
+        drafts[index], kept = tree.finish()
+        known = {place: node for node, place in origin[index].items()}
+        places[index] = [known.get(place, -1) for place in kept]
+    return drafts, places

@@ -18,13 +18,14 @@ from forerun.core.tree import Draft, Verdict
 from forerun.models.base import new_cache
 from forerun.models.load import load_model
 from forerun.models.tokenizer import check_compatible, load_tokenizer
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, drafters
-from forerun.speculate.draft.levels import Frontier, grow_levels
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
+from forerun.speculate.draft.best_first import TreeConfig
+from forerun.speculate.draft.levels import Frontier, grow_best, grow_levels
 from forerun.speculate.verify.score import Verification
 
 
 @dataclass(frozen=True)
-class DraftModelConfig(DrafterConfig):
+class DraftModelConfig(TreeConfig):
     model: str | None = None
     """Checkpoint of the draft (path or hub id); None: the bundled draft, for the bundled target."""
     dtype: str | None = None
@@ -46,8 +47,15 @@ class DraftModelConfig(DrafterConfig):
             raise ConfigError(f"heterogeneous_vocab_method must be tli or slem, not {method!r}")
         if method != "tli" and not self.use_heterogeneous_vocab:
             raise ConfigError(f"heterogeneous_vocab_method {method!r} needs use_heterogeneous_vocab")
-        if method == "slem" and self.tree is not None:
-            raise ConfigError("heterogeneous_vocab_method 'slem' drafts chains; remove 'tree'")
+        if method == "slem" and self.branches:
+            raise ConfigError("heterogeneous_vocab_method 'slem' drafts chains; remove 'tree' or 'tree_nodes'")
+
+    def rows_by_depth(self) -> list[int]:
+        """Entry d: how many nodes of a draft of depth d the model reads at most. A tree of the likeliest nodes reads
+        some that better ones push out later."""
+        if self.tree_nodes is None:
+            return self.nodes_by_depth()
+        return [depth * self.tree_nodes for depth in range(self.num_speculative_tokens + 1)]
 
 
 @drafters.register("draft_model")
@@ -71,10 +79,12 @@ class DraftModel(Drafter[DraftModelConfig]):
             max_seqs=context.max_num_seqs,
             max_len=self.max_len,
             page_size=page_size,
-            slack=config.max_nodes(),
+            slack=config.rows_by_depth()[-1],
         )
         self.tree = PrefixTree(self.cache.pool) if context.prefix_caching else None
-        self.nodes = config.nodes_by_depth()
+        self.nodes = config.rows_by_depth()
+        self.places: dict[int, list[int]] = {}
+        """Per sequence: where each node of its draft is among those that this model has read, or -1."""
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
 
     @classmethod
@@ -112,7 +122,11 @@ class DraftModel(Drafter[DraftModelConfig]):
             return self._translate(logits)
 
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
-        return grow_levels(sequences, active.ready, depths, self.config, self.chooser, score)
+        if self.config.tree_nodes is None:
+            return grow_levels(sequences, active.ready, depths, self.config, self.chooser, score)
+        drafts, places = grow_best(sequences, active.ready, depths, self.config.tree_nodes, self.chooser, score)
+        self.places = {sequence.id: place for sequence, place in zip(sequences, places)}
+        return drafts
 
     def _depth(self, sequence: Sequence, budget: int) -> int:
         """The budget, less where the draft's context ends."""
@@ -183,15 +197,21 @@ class DraftModel(Drafter[DraftModelConfig]):
                 continue
             if len(draft):
                 start = len(sequence.tokens) - len(verdict.tokens)
-                fed = pool.length(sequence.id) - start
-                kept = [node for node in verdict.path[: verdict.accepted] if node < fed]
-                pool.keep(sequence.id, start, kept)
+                pool.keep(sequence.id, start, self._kept(sequence, verdict, start))
             if self.tree is not None:
                 known = self._read(sequence)
                 self.tree.commit(sequence.id, known, len(known) - sequence.tentative)
 
+    def _kept(self, sequence: Sequence, verdict: Verdict, start: int) -> list[int]:
+        """Which of the nodes in the cache, counted from ``start``, were accepted."""
+        fed = self.cache.pool.length(sequence.id) - start
+        places = self.places.pop(sequence.id, None)
+        path = verdict.path[: verdict.accepted]
+        return [node for node in (path if places is None else [places[n] for n in path]) if 0 <= node < fed]
+
     def release(self, sequence: Sequence) -> None:
         self.cache.pool.free(sequence.id)
+        self.places.pop(sequence.id, None)
 
     def rewind(self, sequence: Sequence) -> None:
         pool = self.cache.pool

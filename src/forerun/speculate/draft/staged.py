@@ -44,8 +44,8 @@ class StagedConfig(DraftModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree is not None:
-            raise ConfigError("method 'staged' drafts chains; remove 'tree', or give it to 'drafter'")
+        if self.branches:
+            raise ConfigError("method 'staged' drafts chains; give 'tree' or 'tree_nodes' to 'drafter', or remove it")
         options: Mapping[str, Any] | Part = self.drafter if self.drafter is not None else {"method": "ngram"}
         object.__setattr__(self, "drafter", Part.parse(options, self.num_speculative_tokens))
 
