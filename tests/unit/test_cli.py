@@ -229,6 +229,13 @@ def test_a_failing_drafter_is_one_warning_and_the_text_stays(forerun, pair):
     assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
 
 
+def test_what_the_seed_does_not_repeat_is_said(forerun, pair):
+    options = ["--temperature", "0.8", "--accept", "token", "--length", "adaptive", "--json"]
+    _, _, err = forerun("generate", PROMPT, *pair, *options)
+    assert re.fullmatch(r"warning: rule token with adaptive lengths, .*\n", err)
+    assert forerun("generate", PROMPT, *pair, *options[:2], "--length", "adaptive", "--json")[2] == ""
+
+
 def test_help_names_every_engine_option_method_and_command(forerun, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     _, out, _ = forerun("generate", "--help")

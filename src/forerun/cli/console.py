@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import re
@@ -34,7 +35,11 @@ def one_line(message: object) -> str:
 
 
 def quiet() -> None:
-    """Silence other libraries' remarks; Forerun's own warnings become one line each on stderr."""
+    """Silence other libraries' remarks; Forerun's own warnings become one line each on stderr. Characters that a
+    terminal cannot show are escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("forerun").addHandler(logging.NullHandler())
@@ -46,7 +51,7 @@ def quiet() -> None:
 
 def print_json(value: Any) -> None:
     """One JSON object, all of stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def print_table(heads: Seq[str], rows: Seq[Seq[str]]) -> None:

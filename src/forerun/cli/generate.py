@@ -59,6 +59,11 @@ def generate(
         raise RequestError(f"the generation failed: {output.stop_reason}")
     if answer.metrics.draft_error is not None:
         warn(f"the drafter failed, decoding went on without it: {answer.metrics.draft_error}")
+    if not (llm.engine.rule.identity or llm.engine.policy.reproducible or params.greedy):
+        rule, policy = llm.speculative.accept, llm.speculative.length
+        warn(
+            f"rule {rule} with {policy} lengths, which follow the clock: the law is exact, but the seed repeats nothing"
+        )
     if trace_html is not None:
         page = tracing.page(output.trace or [], llm.tokenizer, text, facts(llm, answer))
         write_file(trace_html, page)
@@ -99,7 +104,8 @@ def as_object(answer: RequestOutput) -> dict[str, Any]:
 def facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:
     """The figures below the text, by name."""
     metrics, count = answer.metrics, len(answer.outputs[0].token_ids)
-    found = {"model": f"{llm.model.info.name} ({llm.model.info.path})"}
+    mode = "invariant" if llm.model.row_multiple > 1 else "not invariant"
+    found = {"model": f"{llm.model.info.name} ({llm.model.info.path}, {mode})"}
     rate = metrics.tokens_per_second
     found["speed"] = f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")
     if metrics.num_drafts:
@@ -123,9 +129,8 @@ def show(console: Console, llm: LLM, answer: RequestOutput, *, trace: bool, echo
     rounds = output.trace or []
     plain = tracing.plain_terminal(console)
     if echo and answer.prompt is not None:
-        console.print(Text(answer.prompt, style="default" if plain else "dim"), end="", soft_wrap=True)
-    console.print(Text(output.text), soft_wrap=True)
-    console.print()
+        console.file.write(answer.prompt if plain else f"\x1b[2m{answer.prompt}\x1b[0m")
+    console.file.write(f"{output.text}\n\n")  # not through rich, which would expand tabs
     found = facts(llm, answer)
     width = max(map(len, found))
     for name, value in found.items():
