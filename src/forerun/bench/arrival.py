@@ -1,0 +1,123 @@
+"""What a long prompt costs those who are being served: ``python -m forerun.bench.arrival --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from time import process_time
+
+import torch
+
+from forerun.bench.prompts import HELD_OUT, make_prompts
+from forerun.engine.engine import Engine, Job
+from forerun.engine.llm import LLM
+from forerun.sampling.params import SamplingParams
+
+SETTLE = 12
+ROUNDS = 25
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Seconds, on the engine's clock."""
+
+    before: float
+    """Time per token of one running request, before the prompt came."""
+    during: float
+    """The same while it was read."""
+    slowdown: float
+    """during / before."""
+    slowest: float
+    """95th percentile of a round's time while it was read, over the mean round before."""
+    rounds: int
+    """How many rounds it was read in."""
+    first_token: float
+    """From its arrival to its first token."""
+    alone: float
+    """The same on an idle engine."""
+
+
+def arrival(engine: Engine, running: Seq[Seq[int]], prompt: Seq[int]) -> Arrival:
+    """Serve the prompts ``running``; when all of them decode, add ``prompt``. The engine must be idle."""
+    alone = _first_token(engine, prompt)
+    jobs = [engine.add(ids, ENDLESS)[0] for ids in running]
+    while any(not job.sequence.num_output for job in jobs):
+        engine.step()
+    _rounds(engine, jobs, SETTLE)
+    before = _rounds(engine, jobs, ROUNDS)
+    arrived = engine.clock()
+    long = engine.add(prompt, ENDLESS)[0]
+    during = _rounds(engine, jobs, len(prompt), lambda: long.sequence.num_output > 0)
+    first = engine.clock() - arrived
+    for job in [*jobs, long]:
+        engine.abort(job)
+    usual = mean(seconds for seconds, _ in before)
+    slow = sorted(seconds for seconds, _ in during)
+    rates = [len(running) * sum(s for s, _ in rounds) / sum(n for _, n in rounds) for rounds in (before, during)]
+    worst = slow[int(0.95 * (len(slow) - 1))] / usual
+    return Arrival(rates[0], rates[1], rates[1] / rates[0], worst, len(during), first, alone)
+
+
+def _first_token(engine: Engine, prompt: Seq[int]) -> float:
+    began = engine.clock()
+    job = engine.add(prompt, ENDLESS)[0]
+    while not job.sequence.num_output:
+        engine.step()
+    seconds = engine.clock() - began
+    engine.abort(job)
+    if engine.scheduler.tree is not None:
+        engine.scheduler.tree.clear()
+    return seconds
+
+
+def _rounds(
+    engine: Engine, jobs: Seq[Job], count: int, done: Callable[[], bool] = lambda: False
+) -> list[tuple[float, int]]:
+    """Seconds, and tokens that ``jobs`` emitted, of up to ``count`` rounds."""
+    found: list[tuple[float, int]] = []
+    while len(found) < count and not done():
+        began = engine.clock()
+        emitted = sum(len(update.tokens) for update in engine.step() if update.job in jobs)
+        found.append((engine.clock() - began, emitted))
+    return found
+
+
+def measure(llm: LLM, running: int, prompt_tokens: int, repeats: int) -> Arrival:
+    """Medians of ``repeats`` arrivals on held-out text, after one that is not counted."""
+    prompts = make_prompts(HELD_OUT, llm.tokenizer, count=running, length=64)
+    long = make_prompts(HELD_OUT, llm.tokenizer, count=1, length=prompt_tokens, seed=1)[0]
+    found = [asdict(arrival(llm.engine, prompts, long)) for _ in range(repeats + 1)][1:]
+    return Arrival(**{name: median(one[name] for one in found) for name in found[0]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="forerun:target")
+    parser.add_argument("--spec-method", default=None)
+    parser.add_argument("--running", type=int, default=7)
+    parser.add_argument("--prompt-tokens", type=int, default=1500)
+    parser.add_argument("--max-prefill-tokens", type=int, default=None)
+    parser.add_argument("--page-size", type=int, default=None)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cpu-clock", action="store_true", help="count this process's CPU time, for a busy machine")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    llm = LLM(
+        given.model,
+        speculative_config={"method": given.spec_method} if given.spec_method else None,
+        max_num_seqs=given.running + 1,
+        page_size=given.page_size,
+        max_prefill_tokens=given.max_prefill_tokens,
+    )
+    if given.cpu_clock:
+        llm.engine.clock = process_time
+    print(json.dumps(asdict(measure(llm, given.running, given.prompt_tokens, given.repeats)), indent=1))
+
+
+if __name__ == "__main__":
+    main()
