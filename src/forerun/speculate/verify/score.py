@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from forerun.attention.sdpa import SdpaAttention
+from forerun.attention.base import Attention
 from forerun.core.batch import Batch, Output
 from forerun.core.scores import Scores
 from forerun.core.sequence import Sequence
@@ -21,7 +21,7 @@ class Target:
     """The model that is spoken for, and its cache."""
 
     model: Model
-    cache: SdpaAttention
+    cache: Attention
     hidden: tuple[int, ...] = ()
     """Layers whose hidden states the drafters asked for."""
 
