@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 
@@ -59,4 +60,6 @@ class DrainingServer(uvicorn.Server):
 
 def run(app: FastAPI, engine: AsyncEngine, listener: socket.socket, *, drain_seconds: float = 30.0) -> None:
     """Serve until a signal ends it."""
-    DrainingServer(app, engine, drain_seconds).run(sockets=[listener])
+    # Uvicorn raises the signal again once everything is closed.
+    with contextlib.suppress(KeyboardInterrupt):
+        DrainingServer(app, engine, drain_seconds).run(sockets=[listener])

@@ -98,6 +98,8 @@ class Needs:
     hidden states: 0 the embeddings, i the output of the i-th layer, the last one after the final norm."""
     model: bool = False
     """It calls the target's embedding, head or forward itself."""
+    grammar: bool = False
+    """It drafts only for requests with structured output."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
-from forerun.speculate.draft.base import Drafter, DrafterConfig, drafters
+from forerun.speculate.draft.base import Drafter, DrafterConfig, Needs, drafters
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class PatternConfig(DrafterConfig):
 class Pattern(Drafter[PatternConfig]):
     name = "pattern"
     config_class = PatternConfig
+    needs = Needs(grammar=True)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [
