@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LONGEST, Answer, answers, run
+from harness import LONGEST, SETS, Answer, answers, run
 from matrix import Case, additions
 
 from forerun.engine.config import EngineConfig, SpeculativeConfig
@@ -55,6 +55,11 @@ def keys(tiny_target: str, tiny_draft: str, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
-def plain(engine: Callable[..., Engine]) -> Callable[[str], list[Answer]]:
-    """``plain(path="native")``: the answers of decoding one token at a time, one request at a time."""
-    return cache(lambda path="native": answers(run(engine(path=path, max_num_seqs=1))))
+def plain(engine: Callable[..., Engine]) -> Callable[..., list[Answer]]:
+    """``plain(path="native", which="all")``: the answers of decoding one token, and one request, at a time."""
+
+    @cache
+    def get(path: str = "native", which: str = "all") -> list[Answer]:
+        return answers(run(engine(path=path, max_num_seqs=1), SETS[which]))
+
+    return get

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from forerun import SamplingParams
@@ -43,6 +44,10 @@ SAMPLED = [
 ]
 # Every prompt at T = 0 and at T = 0.8, each time with other options.
 REQUESTS = [*zip(PROMPTS, GREEDY), *zip(PROMPTS, SAMPLED), (PROMPTS[3], options()), (PROMPTS[2], options(**STOP_TOKEN))]
+# For what does not depend on the options: fewer and shorter.
+SHORT = [(prompt, replace(params, max_tokens=24)) for prompt, params in (REQUESTS[i] for i in (0, 2, 3, 5, 6, 9))]
+FREE = [(prompt, options(temperature=heat, max_tokens=40)) for prompt in PROMPTS[:3] for heat in (0.0, 0.8)]
+SETS = {"all": REQUESTS, "short": SHORT, "free": FREE}
 
 
 class Answer(NamedTuple):

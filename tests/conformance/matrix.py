@@ -32,11 +32,16 @@ class Case(NamedTuple):
 
 
 class Combination(NamedTuple):
-    case: Case
+    method: str
+    tree: bool
     rule: str
     page_size: int | None
     path: str
     length: str
+
+    @property
+    def case(self) -> Case:
+        return Case(self.method, self.tree)
 
     def __str__(self) -> str:
         layout = "slotted" if self.page_size is None else f"paged{self.page_size}"
@@ -66,7 +71,9 @@ def has_trees(method: str) -> bool:
 
 
 def fits(combination: Combination) -> bool:
-    config = drafters[combination.case.method].config_class(**({"tree": TREE} if combination.case.tree else {}))
+    if combination.case not in CASES:
+        return False
+    config = drafters[combination.method].config_class(**({"tree": TREE} if combination.tree else {}))
     return rules[combination.rule].trees or not config.branches
 
 
@@ -95,4 +102,7 @@ with additions():
     CASES = [Case(method, tree) for method in drafters for tree in (False, True) if not tree or has_trees(method)]
     RULES = list(rules)
     POLICIES = [name for name in policies if name != Off.name]
-    COMBINATIONS = [c for c in map(Combination._make, product(CASES, RULES, PAGE_SIZES, PATHS, POLICIES)) if fits(c)]
+    _EVERY = product(drafters, (False, True), RULES, PAGE_SIZES, PATHS, POLICIES)
+    COMBINATIONS = [combination for combination in map(Combination._make, _EVERY) if fits(combination)]
+
+CHAINS = [case for case in CASES if not case.tree]

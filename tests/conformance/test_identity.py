@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness import REQUESTS, TOKENS, answers, run
+from harness import REQUESTS, SHORT, TOKENS, answers, run
 from matrix import CASES, COMBINATIONS, PAGE_SIZES, PATHS, Case, marked
 
 from forerun.speculate.accept import rules
@@ -51,8 +51,8 @@ def drafts_here(case: Case) -> bool:
     return not getattr(drafters[case.method].needs, "grammar", False)
 
 
-@pytest.mark.parametrize("case", filter(drafts_here, CASES), ids=str)
+@pytest.mark.parametrize("case", list(filter(drafts_here, CASES)), ids=str)
 def test_a_drafter_drafts(engine, keys, case: Case):
-    jobs = run(engine(keys(case)))
+    jobs = run(engine(keys(case)), SHORT)
     assert sum(job.metrics.num_draft_tokens for job in jobs) > 0
     assert sum(job.metrics.rounds for job in jobs) < sum(len(job.output_ids) for job in jobs)

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import echo
 import pytest
-from harness import PROMPTS, REQUESTS, TOKENS, answers, options, pools, run
-from matrix import CASES, PAGE_SIZES, PATHS, POLICIES, RULES, TREE, Case
+from harness import FREE, PROMPTS, SHORT, answers, options, pools, run
+from matrix import CASES, CHAINS, PAGE_SIZES, PATHS, POLICIES, RULES, TREE, Case, marked
 from scripted import Scripted
-from test_identity import promised
 
 from forerun.core.batch import Batch, Span
 from forerun.models.base import new_cache
@@ -19,38 +18,36 @@ from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
 from tiny import ALPHABET
 
-
-def compare(jobs, wanted, rule="coupled"):
-    for got, want, same in zip(answers(jobs), wanted, promised(rule), strict=True):
-        assert not same or got == want
+# Trees meet the same code after drafting; identity covers them.
+EACH = marked(CASES, lambda cases: CHAINS)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH)
 def test_budget_zero_is_plain_decoding(engine, keys, plain, case):
-    jobs = run(engine(keys(case, length="off")))
-    compare(jobs, plain())
+    jobs = run(engine(keys(case, length="off")), SHORT)
+    assert answers(jobs) == plain(which="short")
     for job in jobs:
         assert job.metrics.num_drafts == job.metrics.num_draft_tokens == 0
         assert job.metrics.alpha is job.metrics.mean_acceptance_length is job.metrics.draft_acceptance_rate is None
         assert job.metrics.rounds == len(job.output_ids) - 1 or len(job.sequence.tokens) - len(job.output_ids) == 1
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH)
 def test_prompts_in_chunks_beside_drafts(engine, keys, plain, case):
-    compare(run(engine(keys(case), max_num_batched_tokens=24, page_size=16)), plain())
+    assert answers(run(engine(keys(case), max_num_batched_tokens=24, page_size=16), SHORT)) == plain(which="short")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH)
 def test_preemption_changes_no_token(engine, keys, plain, case):
-    jobs = run(engine(keys(case), page_size=16, num_pages=12))
-    compare(jobs, plain())
+    jobs = run(engine(keys(case), page_size=16, num_pages=7), SHORT)
+    assert answers(jobs) == plain(which="short")
     assert sum(job.metrics.preemptions for job in jobs) > 0
 
 
 @pytest.mark.parametrize("method", ["propose", "observe"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH)
 def test_a_drafter_that_raises_costs_nobody_an_answer(engine, keys, plain, case, method, caplog):
-    broken = engine(keys(case))
+    broken = engine(keys(case), max_num_seqs=3)
     drafter = broken.router.drafters[case.method]
     working, calls = getattr(drafter, method), []
 
@@ -62,14 +59,14 @@ def test_a_drafter_that_raises_costs_nobody_an_answer(engine, keys, plain, case,
 
     setattr(drafter, method, fail_at_the_fifth)
     with caplog.at_level(logging.ERROR, "forerun"):
-        jobs = run(broken)
-    compare(jobs, plain())
+        jobs = run(broken, SHORT)
+    assert answers(jobs) == plain(which="short")
     lost = [job.metrics.draft_error for job in jobs]
     assert set(lost) == {None, "RuntimeError: the draft burnt"}
     assert sum("draft burnt" in str(record.exc_info[1]) for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH)
 def test_the_longest_context_is_never_exceeded(engine, keys, case):
     wanted = answers(run(engine(max_model_len=40), LIMITS))
     short = engine(keys(case), max_model_len=40)
@@ -102,11 +99,16 @@ def script(monkeypatch):
 
 
 SHAPES = [None, TREE]
-LONG = [(prompt, options(temperature=t)) for prompt in PROMPTS[:3] for t in (0.0, 0.8)]
 
 
 def shaped(rule):
     return [shape for shape in SHAPES if shape is None or rules[rule].trees]
+
+
+def comparable(rule, wanted):
+    """The requests whose tokens the rule promises, and those tokens."""
+    pairs = [(r, answer) for r, answer in zip(FREE, wanted) if rules[rule].identity or r[1].greedy]
+    return [request for request, _ in pairs], [answer for _, answer in pairs]
 
 
 LOSSLESS = [(rule, shape) for rule in RULES if rules[rule].lossless for shape in shaped(rule)]
@@ -115,16 +117,15 @@ LOSSLESS = [(rule, shape) for rule in RULES if rules[rule].lossless for shape in
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize(("rule", "shape"), LOSSLESS)
-def test_a_draft_that_is_always_right(engine, script, rule, shape, page_size, path):
-    requests = [r for r in LONG if rules[rule].identity or r[1].greedy]
-    wanted = answers(run(engine(path=path), requests))
+def test_a_draft_that_is_always_right(engine, plain, script, rule, shape, page_size, path):
+    requests, wanted = comparable(rule, plain(path, "free"))
     script(wanted)
     config = {"method": "scripted", "accept": rule, "tree": shape}
     jobs = run(engine(config, page_size=page_size, path=path), requests)
     assert answers(jobs) == wanted
     depth = 5 if shape is None else len(shape)
     for job in jobs:
-        assert job.metrics.decode_tokens >= TOKENS - 1
+        assert job.metrics.decode_tokens >= 39
         rounds, rest = divmod(job.metrics.decode_tokens, depth + 1)
         assert job.metrics.rounds == rounds + (rest > 0)
         assert job.metrics.acceptance_histogram[depth] == rounds
@@ -136,9 +137,8 @@ def test_a_draft_that_is_always_right(engine, script, rule, shape, page_size, pa
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("wrong_from", [0, 2])
 @pytest.mark.parametrize(("rule", "shape"), LOSSLESS)
-def test_a_draft_that_is_always_wrong(engine, script, rule, shape, wrong_from, page_size):
-    requests = [r for r in LONG if rules[rule].identity or r[1].greedy]
-    wanted = answers(run(engine(), requests))
+def test_a_draft_that_is_always_wrong(engine, plain, script, rule, shape, wrong_from, page_size):
+    requests, wanted = comparable(rule, plain(which="free"))
     script(wanted)
     wrong = engine({"method": "scripted", "accept": rule, "tree": shape, "wrong_from": wrong_from}, page_size=page_size)
     jobs = run(wrong, requests)
@@ -192,7 +192,7 @@ class model_with:
 @pytest.mark.parametrize(("rule", "shape"), [(rule, shape) for rule in RULES for shape in shaped(rule)])
 def test_the_target_accepts_itself(engine, tiny_target, rule, shape):
     own = {"method": "draft_model", "model": tiny_target, "accept": rule, "tree": shape}
-    for job in run(engine(own, page_size=16), LONG):
+    for job in run(engine(own, page_size=16), FREE):
         assert job.metrics.match_rate == 1.0
         assert job.metrics.alpha == pytest.approx(1.0, abs=1e-4)
         assert job.metrics.acceptance_histogram[3] >= job.metrics.num_drafts - 1
@@ -210,7 +210,7 @@ def test_a_draft_model_caches_what_it_would_compute_afresh(engine, keys, case, p
     def same_entries():
         for job in drafting.jobs.values():
             known = drafter.cached_tokens(job.sequence)
-            if not known or len(compared) > 60:
+            if not known or len(compared) > 40:
                 continue
             fresh = new_cache(model, max_seqs=1, max_len=128)
             model.forward(Batch([Span(0, 0, list(known))]), fresh)
@@ -222,8 +222,8 @@ def test_a_draft_model_caches_what_it_would_compute_afresh(engine, keys, case, p
                     assert (got - wanted).abs().max() < 1e-4
             compared.append(len(known))
 
-    run(drafting, REQUESTS[:6], same_entries)
-    assert len(compared) > 60
+    run(drafting, SHORT, same_entries)
+    assert len(compared) > 20
 
 
 def test_a_new_drafter_is_covered_unasked():
