@@ -112,9 +112,11 @@ def _bias_and_ban(logits: torch.Tensor, row: Row) -> None:
 
 
 def _output_tail(row: Row, count: int) -> list[int]:
-    """The last ``count`` tokens before the row, prompt included."""
-    tail = row.sequence.tokens[max(0, len(row.sequence.tokens) - count) :] + list(row.path)
-    return tail[max(0, len(tail) - count) :]
+    """The last ``count`` output tokens before the row; as in vLLM, the prompt does not count towards a bad word."""
+    if len(row.path) >= count:
+        return list(row.path[len(row.path) - count :])
+    tokens = row.sequence.tokens
+    return [*tokens[max(row.sequence.num_prompt, len(tokens) - count + len(row.path)) :], *row.path]
 
 
 def _penalise(logits: torch.Tensor, row: Row) -> None:

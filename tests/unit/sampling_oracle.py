@@ -1,0 +1,60 @@
+"""One row of logits at a time, in float64, straight from vLLM's description of each option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+
+from forerun import SamplingParams
+
+
+def edited(
+    logits: numpy.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], eos: Sequence[int]
+) -> numpy.ndarray:
+    """Bias, bans and penalties: what greedy requests take the argmax of."""
+    values = numpy.array(logits, dtype=numpy.float64)
+    for token, bias in (params.logit_bias or {}).items():
+        values[token] += bias
+    for word in params.bad_words_ids:
+        if list(output[len(output) - len(word) + 1 :]) == list(word[:-1]) and len(output) >= len(word) - 1:
+            values[word[-1]] = -numpy.inf
+    if len(output) < params.min_tokens:
+        for token in {*eos, *params.stop_token_ids}:
+            values[token] = -numpy.inf
+    for token in range(len(values)):
+        count = list(output).count(token)
+        if params.repetition_penalty != 1.0 and (count or token in prompt):
+            if values[token] > 0:
+                values[token] /= params.repetition_penalty
+            else:
+                values[token] *= params.repetition_penalty
+        values[token] -= params.frequency_penalty * count
+        if count:
+            values[token] -= params.presence_penalty
+    return values
+
+
+def softmax(values: numpy.ndarray) -> numpy.ndarray:
+    weights = numpy.exp(values - values.max())
+    return weights / weights.sum()
+
+
+def kept(values: numpy.ndarray, params: SamplingParams, slack: float = 0.0) -> numpy.ndarray:
+    """Which tokens min-p, top-k and top-p leave, of logits that are already divided by the temperature. ``slack``
+    moves the thresholds, to tell a wrong decision from a rounded one."""
+    values = values.copy()
+    if params.min_p > 0:
+        probabilities = softmax(values)
+        values[probabilities < params.min_p * probabilities.max() * (1 + slack)] = -numpy.inf
+    if 0 < params.top_k < len(values):
+        values[values < sorted(values)[-params.top_k]] = -numpy.inf
+    if params.top_p < 1.0:
+        probabilities = softmax(values)
+        total = 0.0
+        for token in numpy.argsort(-probabilities):
+            total += probabilities[token]
+            if total >= params.top_p * (1 + slack):
+                break
+        values[probabilities < probabilities[token]] = -numpy.inf
+    return values > -numpy.inf

@@ -1,0 +1,225 @@
+"""Sampling options in the engine: speculative equals plain, plain equals one token at a time over transformers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sampling_oracle import edited, kept
+from scipy import stats
+from transformers import LlamaForCausalLM
+
+from forerun import LLM, SamplingParams
+from forerun.sampling.noise import Gumbel, fold, target_key
+from tiny import ALPHABET
+
+Loader = Callable[..., LLM]
+PROMPTS = ["hello world, hello", "a", "0123456789012345", "the cat sat"]
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def raw_logits(tiny_target: str) -> Callable[[Sequence[int]], numpy.ndarray]:
+    """transformers' logits after each of the tokens, float64 [tokens, vocabulary]."""
+    model = LlamaForCausalLM.from_pretrained(tiny_target).eval()
+
+    @functools.lru_cache(maxsize=4096)
+    def rows(tokens: tuple[int, ...]) -> numpy.ndarray:
+        with torch.inference_mode():
+            return model(torch.tensor([tokens])).logits[0].double().numpy()
+
+    return lambda tokens: rows(tuple(tokens))
+
+
+def mix(draw: Callable[[st.SearchStrategy], Any]) -> SamplingParams:
+    """Some options at random; what is not drawn is off."""
+    given: dict[str, st.SearchStrategy] = {
+        "temperature": st.sampled_from([0.0, 0.5, 0.8, 1.2]),
+        "top_k": st.integers(1, 30),
+        "top_p": st.floats(0.3, 0.99),
+        "min_p": st.floats(0.001, 0.3),
+        "repetition_penalty": st.floats(0.7, 1.5),
+        "presence_penalty": st.floats(-1.0, 1.0),
+        "frequency_penalty": st.floats(-1.0, 1.0),
+        "logit_bias": st.dictionaries(st.integers(0, 97), st.floats(-3.0, 3.0), min_size=1, max_size=3),
+        "bad_words": st.lists(st.text(ALPHABET[4:60], min_size=1, max_size=2), min_size=1, max_size=3),
+        "min_tokens": st.integers(1, 10),
+        "stop_token_ids": st.lists(st.integers(0, 97), min_size=1, max_size=3),
+        "n": st.just(2),
+    }
+    chosen = draw(st.sets(st.sampled_from(sorted(given)), max_size=6))
+    options = {name: draw(given[name]) for name in sorted(chosen)}
+    return SamplingParams(seed=draw(st.integers(0, 99)), max_tokens=LENGTH, **options)
+
+
+mixes = st.composite(lambda draw: [mix(draw) for _ in PROMPTS])()
+slow = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def answers(llm: LLM, params: Sequence[SamplingParams]) -> list[tuple[list[int], str | None, str | int | None]]:
+    outputs = llm.generate(PROMPTS, list(params))
+    return [(o.token_ids, o.finish_reason, o.stop_reason) for output in outputs for o in output.outputs]
+
+
+@slow
+@given(params=mixes)
+def test_speculative_equals_plain(llm: Loader, tiny_draft: str, params: list[SamplingParams]) -> None:
+    """Requests with options of their own in one batch."""
+    plain = answers(llm(), params)
+    for spec in (
+        {"method": "ngram"},
+        {"method": "draft_model", "model": tiny_draft},
+        {"method": "draft_model", "model": tiny_draft, "tree": [3, 2], "draft_temperature": 0.6},
+    ):
+        assert answers(llm(spec), params) == plain
+
+
+@slow
+@given(params=mixes)
+def test_plain_equals_one_token_at_a_time(llm: Loader, raw_logits: Callable, params: list[SamplingParams]) -> None:
+    """Every emitted token is the best of transformers' logits, edited and filtered, plus the position's noise."""
+    noise = Gumbel(len(ALPHABET))
+    engine = llm().engine
+    for prompt, options, output in zip(PROMPTS, params, llm().generate(PROMPTS, list(params))):
+        ids = output.prompt_token_ids
+        options = engine._check(ids, options)
+        for answer in output.outputs:
+            seed = options.seed if answer.index == 0 else fold(options.seed, answer.index)
+            rows = raw_logits([*ids, *answer.token_ids])
+            for place, token in enumerate(answer.token_ids):
+                values = edited(rows[len(ids) + place - 1], options, ids, answer.token_ids[:place], [0])
+                if not options.greedy:
+                    values /= options.temperature
+                    stay = [kept(values, options, slack) for slack in (1e-4, 0.0, -1e-4)]
+                    values += noise.rows([target_key(seed, len(ids) + place)])[0].double().numpy()
+                    best = [numpy.where(mask, values, -numpy.inf).max() for mask in stay]
+                    assert any(mask[token] for mask in stay), (prompt, options)
+                    assert min(abs(values[token] - value) for value in best) < 1e-3
+                else:
+                    assert values[token] > values.max() - 1e-3
+
+
+def log_softmax(values: numpy.ndarray) -> numpy.ndarray:
+    return values - values.max() - numpy.log(numpy.exp(values - values.max()).sum())
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
+def test_logprobs(llm: Loader, tiny_draft: str, raw_logits: Callable, mode: str, method: str) -> None:
+    """Values, ranks and the likeliest tokens, of the model's distribution or of the sampled one."""
+    spec = {"method": method, **({"model": tiny_draft} if method == "draft_model" else {})}
+    params = [
+        SamplingParams(temperature=0.0, logprobs=3, max_tokens=LENGTH, ignore_eos=True),
+        SamplingParams(temperature=0.7, seed=1, logprobs=5, top_k=9, repetition_penalty=1.3, max_tokens=LENGTH),
+        SamplingParams(temperature=1.2, seed=2, logprobs=0, top_p=0.9, max_tokens=LENGTH),
+        SamplingParams(temperature=1.0, seed=3, logprobs=200, logit_bias={4: 3.0}, max_tokens=LENGTH),
+    ]
+    for options, output in zip(params, llm(spec, logprobs_mode=mode).generate(PROMPTS, params)):
+        ids, answer = output.prompt_token_ids, output.outputs[0]
+        rows = raw_logits([*ids, *answer.token_ids])
+        assert len(answer.logprobs) == len(answer.token_ids)
+        for place, (token, found) in enumerate(zip(answer.token_ids, answer.logprobs)):
+            values = rows[len(ids) + place - 1]
+            if mode == "processed_logprobs":
+                values = edited(values, options, ids, answer.token_ids[:place], [0])
+                if not options.greedy:
+                    values = values / options.temperature
+                    values = numpy.where(kept(values, options), values, -numpy.inf)
+            expected = log_softmax(values)
+            assert found.token == token
+            assert found.logprob == pytest.approx(expected[token], abs=1e-3)
+            assert found.rank == int((expected > expected[token] + 1e-6).sum()) + 1
+            assert len(found.top) == min(options.logprobs, int(numpy.isfinite(expected).sum()))
+            for other, value in found.top.items():
+                assert value == pytest.approx(expected[other], abs=1e-3)
+            if found.top:
+                assert min(found.top.values()) >= numpy.sort(expected)[-len(found.top)] - 1e-3
+
+
+@pytest.mark.parametrize("budget", [2048, 16])
+def test_prompt_logprobs(llm: Loader, raw_logits: Callable, budget: int) -> None:
+    """Of the raw distribution, whatever the chunks; the first token has none."""
+    params = SamplingParams(temperature=0.7, seed=0, max_tokens=4, prompt_logprobs=2, top_k=5)
+    for output in llm({"method": "ngram"}, max_num_batched_tokens=budget).generate(PROMPTS, params):
+        ids, found = output.prompt_token_ids, output.prompt_logprobs
+        assert len(found) == len(ids)
+        assert found[0] is None
+        rows = raw_logits(ids)
+        for place in range(1, len(ids)):
+            expected = log_softmax(rows[place - 1])
+            assert found[place].token == ids[place]
+            assert found[place].logprob == pytest.approx(expected[ids[place]], abs=1e-3)
+            assert len(found[place].top) == 2
+            assert max(found[place].top.values()) == pytest.approx(expected.max(), abs=1e-3)
+
+
+def test_several_answers(llm: Loader) -> None:
+    """The first of n answers is the only one of n = 1; the others have noise of their own."""
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=LENGTH, n=4)
+    for spec in ({"method": "none"}, {"method": "ngram"}):
+        output = llm(spec).generate(PROMPTS[0], params)[0]
+        alone = llm(spec).generate(PROMPTS[0], replace(params, n=1))[0]
+        assert [answer.index for answer in output.outputs] == [0, 1, 2, 3]
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert len({tuple(answer.token_ids) for answer in output.outputs}) == 4
+
+
+# ------------------------------------------------------------------------------------------------- the law, end to end
+
+TOKENS = 3
+REQUESTS = 500
+LAW = {"temperature": 0.9, "top_k": 2, "repetition_penalty": 1.1, "max_tokens": TOKENS + 1, "ignore_eos": True}
+
+
+def exact_law(raw_logits: Callable, prompt: Sequence[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Of all ``TOKENS`` + 1 tokens behind ``prompt``."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS + 1):
+        longer: dict[tuple[int, ...], float] = {}
+        for tokens, mass in law.items():
+            values = edited(raw_logits([*prompt, *tokens])[-1], params, prompt, tokens, [0]) / params.temperature
+            weights = numpy.where(kept(values, params), numpy.exp(values - values.max()), 0.0)
+            for token in weights.nonzero()[0]:
+                longer[*tokens, int(token)] = mass * weights[token] / weights.sum()
+        law = longer
+    return law
+
+
+@pytest.mark.parametrize(
+    ("accept", "shape"),
+    [
+        ("coupled", {"num_speculative_tokens": 2}),
+        ("token", {"num_speculative_tokens": 2}),
+        ("block", {"num_speculative_tokens": 2}),
+        ("recursive", {"tree": [2, 1]}),
+        ("traversal", {"tree": [2, 1]}),
+    ],
+)
+def test_law_of_the_output(llm: Loader, tiny_draft: str, raw_logits: Callable, accept: str, shape: dict) -> None:
+    """Chi-square of whole answers against the exact law of the target, from transformers' logits. The draft is
+    hotter than the target, so that much is rejected."""
+    spec = {"method": "draft_model", "model": tiny_draft, "accept": accept, "draft_temperature": 2.0, **shape}
+    engine = llm(spec, max_num_seqs=64)
+    params = [SamplingParams(seed=seed, **LAW) for seed in range(REQUESTS)]
+    outputs = engine.generate([PROMPTS[0]] * REQUESTS, params)
+    law = exact_law(raw_logits, outputs[0].prompt_token_ids, params[0])
+    counts = dict.fromkeys(law, 0)
+    for output in outputs:
+        counts[tuple(output.outputs[0].token_ids)] += 1
+    # Rare answers together, so that every cell expects five at least.
+    cells = sorted(law, key=law.__getitem__)
+    rare = [cell for cell, reach in zip(cells, itertools.accumulate(law[c] for c in cells)) if reach * REQUESTS < 10]
+    common = [cell for cell in cells if cell not in rare]
+    observed = [counts[cell] for cell in common] + [sum(counts[cell] for cell in rare)] * bool(rare)
+    expected = [law[cell] * REQUESTS for cell in common] + [sum(law[c] for c in rare) * REQUESTS] * bool(rare)
+    assert len(observed) > 4
+    assert stats.chisquare(observed, numpy.array(expected) * sum(observed) / sum(expected)).pvalue > 1e-3
+    assert sum(output.metrics.num_accepted_draft_tokens for output in outputs) > REQUESTS / 5
