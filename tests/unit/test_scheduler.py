@@ -53,7 +53,7 @@ class Rounds:
             if one.remaining == 0:
                 self.scheduler.remove(one)
                 self.done.append(one)
-        self.scheduler.observe(0.0)
+        self.scheduler.observe(1.0 + 0.1 * sum(one.scheduled for one in chosen))
         return chosen
 
     def finish(self, limit: int) -> None:
@@ -304,6 +304,20 @@ def test_pace_at_most_doubles_a_round(machine: Clock) -> None:
     ratio = machine.seconds(7, pace.allowance(7)) / machine.seconds(7, 0)
     assert ratio <= 2.0 or pace.allowance(7) == 16
     assert ratio >= 1.5, "prompts are read no slower than the bound asks for"
+
+
+def test_pace_under_a_stream_of_prompts() -> None:
+    """Prompt tokens in every round from the first on: decoding alone is still measured now and then, and no more."""
+    pace, machine = Pace(), Clock(2.0, 0.3, 0.15)
+    given = []
+    for decoding in [1, 2, 3, 4, 5, 6, 7, *[7] * 300]:
+        tokens = pace.allowance(decoding)
+        pace.observe(decoding, tokens, machine.seconds(decoding, tokens))
+        given.append(tokens)
+    assert given[0] == 0
+    assert given[-200:].count(0) in (2, 3, 4)
+    assert machine.seconds(7, max(given[-200:])) <= 2.0 * machine.seconds(7, 0)
+    assert machine.seconds(7, max(given[-200:])) >= 1.5 * machine.seconds(7, 0)
 
 
 def test_one_slow_round_does_not_open_the_gate() -> None:

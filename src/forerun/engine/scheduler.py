@@ -29,11 +29,14 @@ class Pace:
     """Share of a plain round's time that prompt tokens may add."""
     WEIGHT = 0.2
     """Of the latest round, in the running means."""
+    STALE = 64
+    """After so many rounds beside prompts, one is spent on decoding alone, to compare with."""
 
     def __init__(self, fixed: int | None = None) -> None:
         self.fixed = fixed
-        self.plain: dict[int, float] = {}
-        """Decoding sequences -> mean seconds of a round without prompt tokens."""
+        self.rounds = 0
+        self.plain: dict[int, tuple[float, int]] = {}
+        """Decoding sequences -> mean seconds of rounds without prompt tokens, and when there was one."""
         self.per_token: float | None = None
 
     def allowance(self, decoding: int) -> int:
@@ -41,29 +44,34 @@ class Pace:
         if self.fixed is not None:
             return self.fixed
         plain = self._plain(decoding)
-        if plain is None or self.per_token is None:
+        if plain is None:
+            return 0
+        if self.per_token is None:
             return self.UNKNOWN
         return max(SMALLEST_CHUNK, int(self.STRETCH * plain / self.per_token))
 
     def _plain(self, decoding: int) -> float | None:
-        if not self.plain:
-            return None
-        return self.plain[min(self.plain, key=lambda count: abs(count - decoding))]
+        """Mean seconds of recent rounds without prompt tokens and with about as many sequences."""
+        near = max(1, decoding // 4)
+        known = [n for n, (_, at) in self.plain.items() if abs(n - decoding) <= near and self.rounds - at <= self.STALE]
+        return self.plain[min(known, key=lambda n: abs(n - decoding))][0] if known else None
 
     def observe(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         """Learn from a round."""
-        if not decoding:
-            return
-        if not prompt_tokens:
-            known = self.plain.get(decoding, seconds)
-            # One slow round (a first call, a busy machine) must not open the gate for long.
-            self.plain[decoding] = known + self.WEIGHT * (min(seconds, 2 * known) - known)
+        if not decoding or self.fixed is not None:
             return
         plain = self._plain(decoding)
-        if plain is not None:
-            cost = max(seconds - plain, 0.02 * plain) / prompt_tokens
-            known = self.per_token if self.per_token is not None else cost
-            self.per_token = known + self.WEIGHT * (min(cost, 2 * known) - known)
+        self.rounds += 1
+        if not prompt_tokens:
+            mean = self.plain.get(decoding, (seconds, 0))[0]
+            self.plain[decoding] = self._mean(mean, seconds), self.rounds
+        elif plain is not None:
+            cost = max(seconds - plain, 0.02 * plain, 1e-9) / prompt_tokens
+            self.per_token = self._mean(self.per_token or cost, cost)
+
+    def _mean(self, known: float, latest: float) -> float:
+        """One slow round, on a busy machine, must not count for much."""
+        return known + self.WEIGHT * (min(latest, 2 * known) - known)
 
 
 class Scheduler:
