@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -15,8 +16,9 @@ from forerun.cache.pool import Pages
 from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.sequence import Sequence
+from forerun.engine import memory
 from forerun.engine.config import EngineConfig
-from forerun.engine.memory import parse_bytes
+from forerun.engine.memory import parse_bytes, spare_bytes
 from forerun.engine.scheduler import PATIENCE, Pace, Scheduler
 
 PARAMS = SimpleNamespace()
@@ -369,8 +371,16 @@ def test_one_budget_for_target_and_draft(llm: Callable[..., LLM], tiny_draft: st
     assert 190_000 < sum(sizes) <= 200_000
     assert engine.pools[0].num_tokens == engine.pools[1].num_tokens == engine.kv_cache_tokens
     assert engine.max_model_len <= engine.kv_cache_tokens
-    with pytest.raises(ConfigError, match="less than one page of every KV cache"):
+    with pytest.raises(ConfigError, match="less than one page of every one"):
         llm(draft, page_size=8, kv_cache_memory=2_000)
+
+
+def test_without_a_budget_the_caches_take_what_is_spare(llm: Callable[..., LLM], monkeypatch) -> None:
+    assert 1 << 20 < spare_bytes(torch.device("cpu")) < 1 << 45
+    monkeypatch.setattr(memory, "spare_bytes", lambda device: 50_000)
+    engine = llm(page_size=8, max_num_seqs=6).engine
+    assert 45_000 < sum(t.nbytes for pool in engine.pools for t in (*pool.keys, *pool.values)) <= 50_000
+    assert engine.max_model_len == engine.kv_cache_tokens
 
 
 def test_a_pool_too_small_for_a_request_says_so(llm: Callable[..., LLM]) -> None:

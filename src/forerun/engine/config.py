@@ -121,7 +121,8 @@ class EngineConfig:
     page_size: int | None = field(default=None, metadata={"help": "tokens per KV page; none: one slot per request"})
     num_pages: int | None = field(default=None, metadata={"help": "pages of each KV cache; none: enough for all"})
     kv_cache_memory: str | int | None = field(
-        default=None, metadata={"help": "bytes (or 2GiB) of all KV caches together; none: enough for all"}
+        default=None,
+        metadata={"help": "bytes (or 2GiB) of all KV caches together; none: enough for all, as far as memory goes"},
     )
     prefix_caching: bool | None = field(
         default=None, metadata={"help": "reuse the KV of prompts that begin alike; on by default with page_size"}

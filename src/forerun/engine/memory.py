@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import torch
 
 from forerun.cache.pool import Pool
 from forerun.core.errors import ConfigError
@@ -20,18 +23,32 @@ def parse_bytes(size: int | str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
+def spare_bytes(device: torch.device) -> int | None:
+    """What the KV caches may take where nobody has said: most of the GPU memory that is free, half of the main memory
+    that is available. None: not known."""
+    if device.type == "cuda":
+        return int(0.8 * torch.cuda.mem_get_info(device)[0])
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+    except OSError:
+        return None
+    return int(found[1]) * 1024 // 2 if found is not None else None
+
+
 def share(pools: Seq[Pool], budget: int | None, num_pages: int | None) -> None:
-    """Give every pool the same number of pages, hence of tokens: as many as ``budget`` bytes pay for in all of them,
-    or ``num_pages``; none gets more than it has, which is enough for everybody. Raises ConfigError if that is none.
+    """Give every pool the same number of pages, hence of tokens: ``num_pages``, or as many as ``budget`` bytes (None:
+    ``spare_bytes``) pay for in all of them; none gets more than it has, which is enough for everybody. Raises
+    ConfigError if that is none.
     """
-    if budget is not None:
-        each = sum(pool.page_bytes for pool in pools)
-        num_pages = budget // each
-        if num_pages < 1:
-            raise ConfigError(
-                f"kv_cache_memory of {budget} bytes is less than one page of every KV cache ({each} bytes): "
-                "raise it, or set page_size to a smaller one"
-            )
+    each = sum(pool.page_bytes for pool in pools)
+    if num_pages is None:
+        budget = budget if budget is not None else spare_bytes(pools[0].device)
+        num_pages = budget // each if budget is not None else None
+    if num_pages is not None and num_pages < 1:
+        raise ConfigError(
+            f"{budget} bytes for KV caches are less than one page of every one of them ({each} bytes): raise "
+            "kv_cache_memory, lower max_model_len, or set page_size to a smaller one"
+        )
     for pool in pools:
         if num_pages is not None and num_pages < pool.num_pages:
             pool.resize(num_pages)
