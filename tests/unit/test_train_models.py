@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from forerun.core.errors import ConfigError, ModelError
 from forerun.train.config import Shape
 from forerun.train.corpus import TokenStream
-from forerun.train.distill import DistillConfig, Mixture, acceptance, train_draft_model
+from forerun.train.distill import DistillConfig, Mixture, acceptance, inherit_embeddings, train_draft_model
+from forerun.train.report import report
 from forerun.train.rollout import continue_prompts
 from forerun.train.target import TargetConfig, held_out_loss, train_target
 
@@ -85,6 +86,28 @@ def test_the_draft_is_distilled_and_its_record_says_how_well(draft, target):
     assert losses[-1] < 0.7 * losses[0]
     evaluations = [line["t1"] for line in lines if "t1" in line]
     assert evaluations[-1] > evaluations[0] + 0.05
+
+
+def test_the_page_beside_the_weights_has_the_figures_of_the_records(draft, target, tmp_path):
+    (tmp_path / "target").symlink_to(target)
+    (tmp_path / "draft").symlink_to(draft)
+    page = report(tmp_path)
+    assert page.index("## target") < page.index("## draft")
+    record = json.loads((draft / "training.json").read_text())
+    assert f"alpha, held out text | {record['alpha']['held_out_text']['t1']:.3f} at T = 1" in page
+    assert f"held-out loss, sequences of 32 | {record['held_out_loss']['32']:.3f}" in page
+    assert "loss lk" in page
+
+
+def test_a_draft_starts_from_its_target_s_embeddings(target):
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    embeddings = model.get_output_embeddings().weight
+    draft = Shape(16, 1, 2, 1, 16, 64).build(300, 0, seed=0)
+    inherit_embeddings(draft, model)
+    ours = draft.get_output_embeddings().weight
+    best = torch.linalg.svd(embeddings).S[:16].square().sum()
+    assert ours.square().sum().item() == pytest.approx(best.item(), rel=1e-4)
+    assert ours is draft.get_input_embeddings().weight
 
 
 def test_a_finished_run_is_resumed_without_training_again(draft, target, corpus):

@@ -33,7 +33,9 @@ class DistillConfig(RunConfig):
     generated_share: float = 0.5  # share of the training sequences that come from it
     greedy_share: float = 0.3  # share of it written at temperature 0, the rest at 1
     shape: Shape = field(default_factory=lambda: Shape(128, 2, 2, 1, 384, 2048))
-    tokens: int = 6_000_000
+    tokens: int = 2_400_000
+    matrix_lr: float = 0.01
+    lr: float = 4e-3
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -79,6 +81,7 @@ def train_draft_model(config: DistillConfig) -> Path:
         generated = _generated(config, target, stream)
         batches = Mixture(batches, corpora.TokenStream(generated, config.seed), config.generated_share)
     draft = config.shape.build(target.config.vocab_size, tokenizer.eos_token_id, config.seed)
+    inherit_embeddings(draft, target)
     distance = LOSSES[config.loss]
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -120,6 +123,20 @@ def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {folder} has no EOS token to separate documents with")
     return target.eval().requires_grad_(False), tokenizer
+
+
+@torch.no_grad()
+def inherit_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Starts a draft from its target's token embeddings, projected to their principal directions.
+
+    A short run sees rare tokens a few times only; the target has already placed them. A draft as wide as its target or
+    wider keeps its own.
+    """
+    theirs = target.get_output_embeddings().weight.float()
+    ours = draft.get_output_embeddings().weight
+    if ours.shape[1] < theirs.shape[1]:
+        directions = torch.linalg.svd(theirs, full_matrices=False).Vh[: ours.shape[1]]
+        ours.copy_(theirs @ directions.T)
 
 
 @torch.no_grad()

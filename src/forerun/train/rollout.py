@@ -15,7 +15,9 @@ ROWS = 64  # continuations written together
 
 
 @torch.inference_mode()
-def continue_prompts(model: PreTrainedModel, prompts: Tensor, tokens: int, temperature: float, seed: int) -> Tensor:
+def continue_prompts(
+    model: PreTrainedModel, prompts: Tensor, tokens: int, temperature: float, seed: int, pause_file: Path | None = None
+) -> Tensor:
     """Prompts, int64 [rows, length], with `tokens` new tokens each, [rows, length + tokens]; 0 is greedy.
 
     An end-of-text token does not stop a row: the next document follows, as in training sequences.
@@ -24,6 +26,7 @@ def continue_prompts(model: PreTrainedModel, prompts: Tensor, tokens: int, tempe
     cache = DynamicCache(config=model.config)
     text, feed = [prompts], prompts
     for _ in range(tokens):
+        wait_while_paused(pause_file)
         logits = model(input_ids=feed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
         if temperature > 0:
             feed = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
@@ -49,8 +52,8 @@ def rollout_stream(
     parts = []
     title = f"writing text at temperature {temperature:.0f}"
     for number in track(range(rounds), title, disable=not progress):
-        wait_while_paused(pause_file)
         starts = torch.randint(len(stream) - PROMPT, (ROWS,), generator=generator)
         prompts = torch.stack([stream[start : start + PROMPT] for start in starts.tolist()]).long()
-        parts.append(continue_prompts(model, prompts, CONTINUATION, temperature, seed + number).flatten())
+        text = continue_prompts(model, prompts, CONTINUATION, temperature, seed + number, pause_file)
+        parts.append(text.flatten())
     return torch.cat(parts).int()
