@@ -66,7 +66,7 @@ class RMSNorm:
         half = self.dtype is not torch.float32
         wide = x.float() if half else x
         norm = torch.linalg.vector_norm(wide, 2, -1, True)
-        wide = (wide * norm.mul_(norm).add_(self.eps).rsqrt_()).mul_(self.weight)
+        wide = (wide * torch.addcmul(self.eps, norm, norm).rsqrt_()).mul_(self.weight)
         return wide.to(self.dtype) if half else wide
 
 
@@ -124,7 +124,7 @@ class NativeModel:
             self._embedding = backbone.embed_tokens.weight.detach().clone()
             self._head = self._linear(head.weight.detach(), _bias([head]))
             _empty([*module.parameters()])
-        self._norms_qk = any(layer.norm_qk is not None for layer in self._layers)
+        self._whole = self._rotary.aligned and all(layer.norm_qk is None for layer in self._layers)
         self._sizes = (self.heads, self.kv_heads, self.kv_heads)
         self.row_multiple = max(PACKED_ROWS, *(layer.rows for layer in self.linears())) if invariant else 1
         shape = KVShape(self.kv_heads, self.width, self.width)
@@ -187,7 +187,7 @@ class NativeModel:
     def forward(self, batch: Batch, cache: Attention) -> Output:
         cache.begin(batch)
         x = self._inputs(batch)
-        angles = self._rotary.angles(batch, self.heads + self.kv_heads, 0 if self._norms_qk else self.kv_heads)
+        angles = self._rotary.angles(batch, self.heads + self.kv_heads, self.kv_heads if self._whole else 0)
         rows, normed = self._logit_rows(batch), len(self._layers) in batch.hidden
         hidden: dict[int, torch.Tensor] = {}
         layers = range(len(self._layers)) if batch.layers is None else batch.layers
@@ -207,6 +207,8 @@ class NativeModel:
         return Output(logits[: batch.num_logits].float(), hidden)
 
     def _inputs(self, batch: Batch) -> torch.Tensor:
+        if batch.num_rows == 1 and batch.embeds is None and 0 not in batch.hidden:
+            return self._pad(self._embedding.narrow(0, batch.spans[0].tokens[0], 1))
         x = F.embedding(batch.input_ids, self._embedding)
         if batch.embeds is not None:
             x[batch.embed_rows] = batch.embeds.to(x.dtype)
@@ -255,11 +257,12 @@ class NativeModel:
         """Queries, keys and values [rows, heads, width]."""
         sizes = self._sizes
         heads = qkv.view(qkv.shape[0], sum(sizes), self.width)
-        if layer.norm_qk is None:
+        if self._whole or not (layer.rope or layer.norm_qk):
             q, k, v = (self._rotary.turn(heads, angles) if layer.rope else heads).split_with_sizes(sizes, 1)
             return q, k, v
         qk, v = heads.split_with_sizes((sizes[0] + sizes[1], sizes[2]), 1)
-        qk = layer.norm_qk(qk)
+        if layer.norm_qk is not None:
+            qk = layer.norm_qk(qk)
         q, k = (self._rotary.turn(qk, angles) if layer.rope else qk).split_with_sizes(sizes[:2], 1)
         return q, k, v
 

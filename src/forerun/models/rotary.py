@@ -24,6 +24,9 @@ class Rotary:
 
     def __init__(self, config: PretrainedConfig, width: int, device: torch.device) -> None:
         self.width = width
+        self.aligned = width % 16 == 0
+        """Whether values may pass through ``turn`` too: where heads end within a vector, torch's complex product of
+        whole tensors rounds differently in the vector body and in the tail."""
         self.device = device
         self.frequencies, self.factor = _frequencies(config, width)
         self._table = torch.empty(0)
