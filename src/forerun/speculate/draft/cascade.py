@@ -22,7 +22,7 @@ from forerun.speculate.draft.nested import PartsConfig, PartsDrafter
 class CascadeConfig(PartsConfig):
     drafters: tuple[Any, ...] = ({"method": "suffix"}, {"method": "draft_model"})
     """Options of each drafter, the first to be asked first; ``num_speculative_tokens`` is their default."""
-    min_confidence: float = 0.6
+    min_confidence: float = 0.5
     """How sure, from 0 to 1, a drafter other than the last must be of its draft."""
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,17 +15,37 @@ from forerun.speculate.draft.base import Chooser
 
 
 @dataclass(frozen=True, slots=True)
+class Law:
+    """q [n] over some tokens, its logs, and its cumulative sums in float64."""
+
+    q: torch.Tensor
+    logs: torch.Tensor
+    reached: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Counts:
     """Tokens that followed a context: ``ids`` int64 [n], the most frequent first, and the log of each count [n]."""
 
     ids: torch.Tensor
     logs: torch.Tensor
+    laws: dict[float, Law] = field(default_factory=dict)
 
     @classmethod
     def of(cls, counts: dict[int, int], device: torch.device) -> Counts:
         ranked = sorted(counts.items(), key=lambda item: -item[1])
         ids = torch.tensor([token for token, _ in ranked], device=device)
         return cls(ids, torch.tensor([float(count) for _, count in ranked], device=device).log())
+
+    def law(self, heat: float) -> Law:
+        """The counts to the power 1 / heat, normalised. The latest heats are remembered."""
+        found = self.laws.get(heat)
+        if found is None:
+            q = torch.softmax(self.logs / heat, dim=0)
+            if len(self.laws) >= 4:
+                self.laws.clear()
+            found = self.laws[heat] = Law(q, q.log(), q.double().cumsum(dim=0))
+        return found
 
 
 class CountChooser:
@@ -44,15 +64,16 @@ class CountChooser:
         the target needs too, costs less together."""
         if row.heat == 0.0 or len(counts.ids) == 1:
             return int(counts.ids[0]), POINT_MASS
-        q = torch.softmax(counts.logs / row.heat, dim=0)
+        law = counts.law(row.heat)
         if self.chooser.rule.needs_q:
             spot = uniform(node_key(self.chooser.purpose, row, len(row.sequence.tokens), parent))
-            reached = q.double().cumsum(dim=0)
-            choice = torch.searchsorted(reached, spot * reached[-1:], right=True).clamp_(max=len(q) - 1)[0]
+            choice = min(
+                int(torch.searchsorted(law.reached, spot * float(law.reached[-1]), right=True)), len(law.q) - 1
+            )
         else:
             keys = [target_key(row.sequence.seed, row.position + step) for step in range(ahead + 1)]
-            choice = (q.log() + self.sampler.noise.rows(keys[:1], keys[1:])[0, counts.ids]).argmax()
-        self.supports.append((counts.ids, q))
+            choice = int((law.logs + self.sampler.noise.rows(keys[:1], keys[1:])[0, counts.ids]).argmax())
+        self.supports.append((counts.ids, law.q))
         return int(counts.ids[choice]), len(self.supports) - 1
 
     def finish(self, drafts: Seq[Draft]) -> list[Draft]:
