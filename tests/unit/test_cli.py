@@ -241,7 +241,8 @@ def test_help_names_every_engine_option_method_and_command(forerun, monkeypatch)
     _, out, _ = forerun("generate", "--help")
     flags = {f"--{item.name.replace('_', '-')}" for item in fields(EngineConfig)} - {"--trace"}
     assert {flag for flag in flags if flag not in out} == set()
-    assert {method for method in drafters if method not in out} == set()
+    ours = {method for method in drafters if drafters[method].__module__.startswith("forerun.")}
+    assert {method for method in ours if method not in out} == set()
     code, out, err = forerun()
     assert (code, err) == (0, "")
     assert all(command in out for command in ("generate", "bench", "plan", "check", "serve", "train"))
