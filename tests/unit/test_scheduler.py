@@ -71,10 +71,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Random adds, rounds, cancels and pauses on a pool that is too small for all."""
 
     @initialize(
-        page_size=st.integers(1, 6),
-        num_pages=st.integers(6, 16),
-        seqs=st.integers(1, 5),
-        rows=st.integers(5, 24),
+        page_size=st.integers(1, 4),
+        num_pages=st.integers(5, 12),
+        seqs=st.integers(2, 6),
+        rows=st.integers(6, 20),
         prefill=st.sampled_from([None, 1, 3, 50]),
         shared=st.booleans(),
         nodes=st.integers(0, 4),
@@ -108,8 +108,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(victim.rank >= other.rank for other in self.scheduler.running)
         self.victims.append(victim)
 
-    @rule(prompt=st.integers(1, 20), output=st.integers(1, 8), priority=st.integers(-1, 1), like=st.integers(0, 1))
+    @rule(prompt=st.integers(1, 9), output=st.integers(1, 16), priority=st.integers(-1, 1), like=st.integers(0, 1))
     def add(self, prompt: int, output: int, priority: int, like: int) -> None:
+        for _ in range(2):
+            self.add_one(prompt, output, priority, like)
+
+    def add_one(self, prompt: int, output: int, priority: int, like: int) -> None:
         self.keys += 1
         one = sequence(self.keys, prompt, output, priority, tokens=[like] * prompt)
         if self.pool.pages_for(prompt + output) > self.pool.num_pages:
@@ -246,6 +250,37 @@ def test_a_request_drafts_for_its_own_rows_only():
         scheduler.add(sequence(key, 1, output=3 if key == 4 else 20))
     rounds.step()
     assert {one.id: one.room for one in rounds.step()} == {1: 3, 2: 0, 3: 3, 4: 1}
+
+
+def test_drafts_share_the_rows_that_are_left():
+    """8 rows, three decoding: 5 are left for drafts of 3, so one of them drafts."""
+    scheduler, rounds = make(max_num_batched_tokens=8, draft_rows=lambda one: 3)
+    for key in (1, 2, 3):
+        scheduler.add(sequence(key, 2, output=20))
+    rounds.step()
+    assert {one.id: one.room for one in rounds.step()} == {1: 3, 2: 0, 3: 0}
+
+
+def test_drafts_leave_some_rows_to_prompts():
+    scheduler, rounds = make(max_num_batched_tokens=8, pace=Pace(50), draft_rows=lambda one: 3)
+    for key in (1, 2):
+        scheduler.add(sequence(key, 2, output=20))
+    rounds.step()
+    scheduler.add(sequence(3, 30))
+    assert [one.scheduled for one in rounds.step()] == [1, 1, 6]
+
+
+def test_a_prefix_that_ends_inside_a_page_never_blocks_a_request():
+    """Reusing the page takes a copy of it, for which there is no page: it is read again instead."""
+    pool = Pages(4, 4)
+    scheduler = Scheduler(pool, max_num_seqs=2, max_num_batched_tokens=64, tree=PrefixTree(pool))
+    rounds = Rounds(scheduler)
+    scheduler.add(sequence(1, 13, output=3, tokens=list(range(100, 113))))
+    rounds.finish(10)
+    assert pool.num_idle == 3
+    scheduler.add(sequence(2, 13, output=3, tokens=[*range(100, 111), 7, 7]))
+    rounds.finish(10)
+    assert [one.id for one in rounds.done] == [1, 2]
 
 
 def test_a_draft_without_pages_becomes_plain_decoding():
