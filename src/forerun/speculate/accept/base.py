@@ -100,12 +100,17 @@ def flatten(scores: Scores) -> Trials:
     return flat
 
 
+def slots(chosen: Seq[int]) -> slice | list[int]:
+    """An index for rows ``chosen``: a slice where they lie side by side, which copies nothing and costs a fifth."""
+    first, count = chosen[0], len(chosen)
+    if chosen[-1] == first + count - 1 and list(chosen) == list(range(first, first + count)):
+        return slice(first, first + count)
+    return list(chosen)
+
+
 def take(rows: torch.Tensor, chosen: Seq[int]) -> torch.Tensor:
     """``rows[chosen]``; a view where they lie side by side."""
-    first, count = chosen[0], len(chosen)
-    if chosen[-1] == first + count - 1 and (count < 3 or list(chosen) == list(range(first, first + count))):
-        return rows[first : first + count]
-    return rows[list(chosen)]
+    return rows[slots(chosen)]
 
 
 def column(values: Seq[int], like: torch.Tensor) -> torch.Tensor:
@@ -139,9 +144,17 @@ def gather_q(scores: Scores, trials: Trials, chosen: Seq[int], like: torch.Tenso
     return out
 
 
-def overlaps(scores: Scores, trials: Trials, rows: Seq[Row], choice: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+def overlaps(
+    scores: Scores, trials: Trials, rows: Seq[Row], choice: torch.Tensor, p: torch.Tensor | None = None
+) -> tuple[list[int], torch.Tensor]:
     """Rows that hold trials, and for each sum_x min(p, q) against its first trial (Leviathan et al. 2023, theorem
-    3.5): a point mass counts p(x), and a greedy row whether the trial is its ``choice`` [rows]."""
+    3.5): a point mass counts p(x), and a greedy row whether the trial is its ``choice`` [rows]. ``p`` [rows,
+    vocabulary] is computed where needed if it is not given."""
+
+    def target(members: Seq[int]) -> torch.Tensor:
+        places = [trials.row[t] for t in members]
+        return take(p, places) if p is not None else probabilities(take(scores.warped, places))
+
     greedy: list[int] = []
     masses: list[int] = []
     spread: list[int] = []
@@ -154,13 +167,13 @@ def overlaps(scores: Scores, trials: Trials, rows: Seq[Row], choice: torch.Tenso
         drafted = column([trials.token[t] for t in greedy], choice)[:, 0]
         parts.append((take(choice, [trials.row[t] for t in greedy]) == drafted).to(scores.warped.dtype))
     if masses:
-        p = probabilities(take(scores.warped, [trials.row[t] for t in masses]))
-        parts.append(p.gather(1, column([trials.token[t] for t in masses], p))[:, 0])
+        at = target(masses)
+        parts.append(at.gather(1, column([trials.token[t] for t in masses], at))[:, 0])
     if spread:
-        p = probabilities(take(scores.warped, [trials.row[t] for t in spread]))
-        parts.append(torch.minimum(p, gather_q(scores, trials, spread, p)).sum(dim=1))
+        at = target(spread)
+        parts.append(torch.minimum(at, gather_q(scores, trials, spread, at)).sum(dim=1))
     ordered = [trials.row[t] for t in [*greedy, *masses, *spread]]
-    return ordered, torch.cat(parts) if parts else scores.warped.new_empty(0)
+    return ordered, torch.cat(parts) if len(parts) > 1 else parts[0] if parts else scores.warped.new_empty(0)
 
 
 def fetch(*tensors: torch.Tensor) -> list[list]:
@@ -241,7 +254,7 @@ class RatioRule(Rule):
             for sequence, draft in zip(scores.sequences, scores.drafts)
             for node in range(-1, len(draft))
         ]
-        tested, shares = overlaps(scores, trials, rows, choice)
+        tested, shares = overlaps(scores, trials, rows, choice, p)
         tops, chances, tokens, shared = fetch(top, decision.accept, sampler.draw(decision.residual, keys), shares)
         overlap = dict(zip(tested, shared))
         verdicts, fresh = [], []

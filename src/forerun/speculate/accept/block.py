@@ -6,7 +6,7 @@ import torch
 
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft
-from forerun.speculate.accept.base import Decision, RatioRule, Trials, column, gather_q, rules, take
+from forerun.speculate.accept.base import Decision, RatioRule, Trials, column, gather_q, rules, slots, take
 
 
 @rules.register("block")
@@ -33,25 +33,25 @@ class Block(RatioRule):
         weight, before = self._weights(at.gather(1, tokens) / q.gather(1, tokens), trials)
         left = (before * at).sub_(q).clamp_(min=0.0)
         mass = left.sum(dim=1, keepdim=True)
-        residual[trials.row] = left.addcmul_(at, (mass <= 0.0).to(at.dtype))
-        inner = [t for t in range(1, count) if trials.parent[t] >= 0]
-        accept = weight.clone()
-        if inner:
-            lengths = [t - 1 for t in inner]
-            rest = mass[inner]
-            denominator = rest + 1.0 - weight[lengths]
-            accept[lengths] = torch.where(denominator > 0.0, rest / denominator, 1.0)
-        return Decision(accept[:, 0], residual)
+        residual[slots(trials.row)] = left.addcmul_(at, (mass <= 0.0).to(at.dtype))
+        # S of a prefix is the mass left where the next token was drafted; a chain's last prefix has none.
+        rest = torch.cat([mass[1:], mass[:1]])
+        room = rest + 1.0 - weight
+        last = column([t + 1 == count or trials.parent[t + 1] < 0 for t in range(count)], p) > 0
+        accept = torch.where(room > 0.0, rest / room, 1.0)
+        return Decision(torch.where(last, weight, accept)[:, 0], residual)
 
     @staticmethod
     def _weights(ratio: torch.Tensor, trials: Trials) -> tuple[torch.Tensor, torch.Tensor]:
         """w of every trial's prefix with and without its own token, [trials, 1] each."""
-        weight, before = ratio.clamp(max=1.0), torch.ones_like(ratio)
-        for depth in range(1, max(trials.parent) + 2):
-            level = [t for t, parent in enumerate(trials.parent) if parent == depth - 1]
-            before[level] = weight[[t - 1 for t in level]]
-            weight[level] = (before[level] * ratio[level]).clamp_(max=1.0)
-        return weight, before
+        depth = max(trials.parent) + 1
+        grid = ratio.new_ones(trials.index[-1] + 1, depth + 2)
+        places = [index * (depth + 2) + parent + 2 for index, parent in zip(trials.index, trials.parent)]
+        flat = grid.view(-1, 1)
+        flat[slots(places)] = ratio
+        for length in range(1, depth + 2):
+            grid[:, length] = (grid[:, length - 1] * grid[:, length]).clamp_(max=1.0)
+        return take(flat, places), take(flat, [spot - 1 for spot in places])
 
     def walk(self, draft: Draft, passed: list[list[bool]]) -> tuple[list[int], bool]:
         """The longest prefix that passes."""

@@ -12,7 +12,7 @@ import torch
 from forerun.core.errors import ConfigError
 from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS
-from forerun.speculate.accept.base import Decision, RatioRule, RuleConfig, Trials, column, gather_q, rules, take
+from forerun.speculate.accept.base import Decision, RatioRule, RuleConfig, Trials, column, gather_q, rules, slots, take
 from forerun.speculate.accept.token import reduce
 
 _TINY = 1e-30
@@ -101,6 +101,6 @@ class Recursive(TreeRule):
             if turn.valid is not None:
                 chance = chance.where(turn.valid, 0.0)
                 left = left.where(turn.valid, at)
-            accept[turn.trials] = chance.clamp_(max=1.0)[:, 0]
-            residual[turn.rows] = left
+            accept[slots(turn.trials)] = chance.clamp_(max=1.0)[:, 0]
+            residual[slots(turn.rows)] = left
         return Decision(accept, residual)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from forerun.core.scores import Scores
-from forerun.speculate.accept.base import Decision, RatioRule, Trials, column, gather_q, rules, take
+from forerun.speculate.accept.base import Decision, RatioRule, Trials, column, gather_q, rules, slots, take
 
 
 @rules.register("token")
@@ -23,7 +23,7 @@ class Token(RatioRule):
         q = gather_q(scores, trials, range(len(trials.row)), p)
         tokens = column(trials.token, p)
         at = take(p, trials.row)
-        residual[trials.row] = reduce(at, q)
+        residual[slots(trials.row)] = reduce(at, q)
         return Decision(self.chance(at.gather(1, tokens), q.gather(1, tokens))[:, 0], residual)
 
     def chance(self, p_x: torch.Tensor, q_x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft
-from forerun.speculate.accept.base import Decision, Trials, rules, take
+from forerun.speculate.accept.base import Decision, Trials, rules, slots, take
 from forerun.speculate.accept.recursive import TreeRule
 
 
@@ -32,7 +32,7 @@ class Traversal(TreeRule):
         accept = p.new_zeros(len(trials.row), 1)
         for level in self._levels(scores, trials):
             for turn in self.turns(p, scores, trials, level):
-                a, at = budget[turn.rows], take(residual, turn.rows)
+                a, at = budget[slots(turn.rows)], take(residual, turn.rows)
                 chance = (a * at.gather(1, turn.tokens) / turn.q.gather(1, turn.tokens)).clamp_(max=1.0)
                 left = (a * at - turn.q).clamp_(min=0.0)
                 mass = left.sum(dim=1, keepdim=True)
@@ -40,13 +40,15 @@ class Traversal(TreeRule):
                 rest = torch.where(a < 1.0, mass / (mass + 1.0 - a), 1.0)
                 if turn.valid is not None:
                     chance, rest = chance.where(turn.valid, 0.0), rest.where(turn.valid, a)
-                accept[turn.trials] = chance.nan_to_num_(0.0)
-                residual[turn.rows] = torch.where(good, left / mass, at)
-                budget[turn.rows] = rest
+                accept[slots(turn.trials)] = chance.nan_to_num_(0.0)
+                residual[slots(turn.rows)] = torch.where(good, left / mass, at)
+                budget[slots(turn.rows)] = rest
                 news = [(t, trials.below[t]) for t in turn.trials if self._first(trials, t)]
-                budget[[row for _, row in news]] = accept[[t for t, _ in news]]
+                if news:
+                    budget[slots([row for _, row in news])] = accept[slots([t for t, _ in news])]
         ends = [t for t in range(len(trials.row)) if self._first(trials, t)]
-        accept[ends] = budget[[trials.below[t] for t in ends]]
+        if ends:
+            accept[slots(ends)] = budget[slots([trials.below[t] for t in ends])]
         return Decision(accept[:, 0], residual)
 
     @staticmethod
