@@ -20,7 +20,7 @@ import torch
 from forerun.cache.pool import Pool
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.sequence import Constraint, Sequence
 from forerun.core.tree import POINT_MASS, Draft, Verdict
 from forerun.models.base import Model
 from forerun.sampling.draw import probabilities
@@ -69,6 +69,22 @@ class Aligned:
 
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.chooser.align(self.model.lm_head(hidden))
+
+
+class Ahead:
+    """A sequence's grammar as its inner copy meets it, some drafted tokens further."""
+
+    def __init__(self, sequence: Sequence, grammar: Constraint) -> None:
+        self.sequence = sequence
+        self.grammar = grammar
+        self.error = grammar.error
+
+    def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
+        return self.grammar.allowed(self.sequence, [*sequence.tokens[len(self.sequence.tokens) :], *path])
+
+    def forced(self, sequence: Sequence, count: int) -> list[int]:
+        """None: the grammar answers only about what is committed."""
+        return []
 
 
 class Wanted(LengthPolicy):
@@ -152,12 +168,7 @@ class Staged(Drafter[StagedConfig]):
         return self._drafts(sequences, start, rows)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        pool = self.base.cache.pool
-        length = len(sequence.tokens) + self.rows
-        if pool.can_reserve(sequence.id, length):
-            pool.reserve(sequence.id, length)
-            return True
-        return False
+        return self.base.cache.pool.try_reserve(sequence.id, len(sequence.tokens) + self.rows)
 
     def _follow(self, sequence: Sequence) -> None:
         """Bring the inner copy of a sequence up to its committed tokens."""
@@ -172,6 +183,7 @@ class Staged(Drafter[StagedConfig]):
             self.copies[sequence.id] = copy
         copy.tokens.extend(sequence.tokens[len(copy.tokens) :])
         copy.tentative = sequence.tentative
+        copy.constraint = Ahead(sequence, sequence.constraint) if sequence.constraint is not None else None
         copy.drafter = INNER if sequence.id not in self.router.failures else None
         if self.context.rule.needs_q:
             copy.seed = fold(sequence.seed, self.base.chooser.purpose, len(sequence.tokens))

@@ -18,7 +18,7 @@ from forerun.core.tree import Draft
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, drafters
 from forerun.speculate.draft.counts import CountChooser, Counts
 
-DEFAULT_BYTES = 1_000_000
+DEFAULT_SIZE = 400_000
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class TableConfig(DrafterConfig):
 
 
 def default_text() -> str:
-    """The first megabyte of the running interpreter's top-level modules, in order of name, without the files that
-    the bundled target's record holds out."""
+    """The running interpreter's top-level modules in order of name, up to ``DEFAULT_SIZE`` characters, without the
+    files that the bundled target's record holds out."""
     held_out: set[str] = set()
     if "target" in pretrained.names():
         record = pretrained.path("target") / "training.json"
@@ -47,7 +47,7 @@ def default_text() -> str:
     parts: list[str] = []
     size = 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        if size < DEFAULT_BYTES and path.name not in held_out:
+        if size < DEFAULT_SIZE and path.name not in held_out:
             parts.append(path.read_text(encoding="utf-8", errors="replace"))
             size += len(parts[-1])
     return "\n".join(parts)

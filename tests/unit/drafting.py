@@ -1,0 +1,56 @@
+"""Drafters on made-up tokens, without a model."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+from forerun.core.sequence import Sequence
+from forerun.sampling.draw import Sampler
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.accept import rules
+from forerun.speculate.draft import DraftContext, drafters
+
+VOCAB = 50
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    def encode(self, text: str, **options) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text if "a" <= letter <= "z"]
+
+
+def build(method: str, rule: str = "coupled", **options):
+    cls = drafters[method]
+    context = DraftContext(
+        target=SimpleNamespace(),
+        sampler=Sampler(VOCAB),
+        rule=rules[rule](),
+        tokenizer=Letters(),
+        max_num_seqs=8,
+        max_model_len=4096,
+    )
+    return cls.build(cls.config_class.from_dict(method, options), context)
+
+
+def sequence(tokens, *, prompt=None, temperature=0.0, seed=1, key=1) -> Sequence:
+    prompt = len(tokens) if prompt is None else prompt
+    return Sequence(key, list(tokens), prompt, SamplingParams(temperature=temperature), seed, cached=1)
+
+
+def noisy_text(rng: random.Random, length: int, letters: int = 4) -> list[int]:
+    """Random tokens in which parts of earlier text come back."""
+    text = [rng.randrange(letters) for _ in range(5)]
+    while len(text) < length:
+        if rng.random() < 0.5:
+            start = rng.randrange(len(text))
+            text += text[start : start + rng.randrange(1, 12)]
+        else:
+            text.append(rng.randrange(letters))
+    return text[:length]
+
+
+def occurrences(part: list[int], text: list[int]) -> list[int]:
+    """Where ``part`` ends in ``text``."""
+    return [i for i in range(len(part), len(text) + 1) if text[i - len(part) : i] == part]
