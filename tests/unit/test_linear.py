@@ -11,6 +11,8 @@ from forerun.models import linear
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
+LAYERS = [(d, packed) for d in DTYPES for packed in (False, True) if not packed or linear.can_pack(d)]
+"""What this torch runs on this processor."""
 
 
 def cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,11 +25,8 @@ def cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "packed"), LAYERS)
 def test_same_numbers(dtype, packed, bias):
-    if packed and not linear.can_pack(dtype):
-        pytest.skip("this torch does not pack such layers here")
     torch.manual_seed(0)
     weight, offset = torch.randn(300, 260, dtype=dtype), torch.randn(300, dtype=dtype) if bias else None
     layer = linear.make_linear(weight, offset, packed=packed)
@@ -38,12 +37,9 @@ def test_same_numbers(dtype, packed, bias):
         assert (layer(x).float() - wanted).abs().max() < (1e-4 if dtype == torch.float32 else 0.3)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "packed"), LAYERS)
 @pytest.mark.parametrize("shape", [(640, 384), (384, 1024), (1000, 520), (300, 2048)])
 def test_a_row_has_the_same_bits_beside_any_others(shape, dtype, packed):
-    if packed and not linear.can_pack(dtype):
-        pytest.skip("this torch does not pack such layers here")
     weight, x = cancelling(*shape, dtype)
     layer = linear.make_linear(weight, None, packed=packed)
     whole = layer(x[:64])
@@ -88,3 +84,5 @@ def test_the_description_names_what_holds_most_of_the_weights():
     if linear.can_pack(torch.float32):
         layers.append(linear.make_linear(torch.randn(300, 300), None, packed=True))
         assert linear.describe(layers, torch.float32) == "packed float32"
+        layers.append(linear.make_linear(torch.randn(200, 200), None, packed=True))
+        assert linear.describe(layers, torch.float32) == "packed float32 and plain float32"

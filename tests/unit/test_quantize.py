@@ -14,9 +14,6 @@ from forerun.models.base import new_cache
 from forerun.models.invariance import self_test
 from forerun.models.native import NativeModel
 
-pytestmark = pytest.mark.skipif(
-    "fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no FBGEMM"
-)
 CPU = torch.device("cpu")
 
 

@@ -23,6 +23,38 @@ WORD = 32
 
 
 @triton.jit
+def _entries(side, page, slot, page_stride, head_offset, inside, width, WIDTH: tl.constexpr):
+    """One block of keys or values, [keys, width]."""
+    place = side + (page * page_stride + head_offset + slot * WIDTH)[:, None] + width[None, :]
+    return tl.load(place, mask=inside[:, None] & (width < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _capped(score, softcap):
+    ratio = tl.exp(2.0 * (score / softcap))
+    return softcap * (1.0 - 2.0 / (ratio + 1.0))
+
+
+@triton.jit
+def _visible(
+    entry, row, at, begin, fed, span, is_tree, position, bits, depths, words, nodes, window, BITS: tl.constexpr
+):
+    """[rows, keys]: committed entries, and the row's ancestors among the nodes, within the window of positions."""
+    committed = entry < begin
+    seen = committed[None, :] | (entry[None, :] <= (fed + row)[:, None])
+    where = entry
+    if is_tree != 0:
+        node = tl.maximum(entry - begin, 0)
+        word = tl.load(bits + at[:, None] * words + (node // BITS)[None, :], mask=(node < nodes)[None, :], other=0)
+        seen = committed[None, :] | (((word >> (node % BITS)[None, :]) & 1) != 0)
+        depth = tl.load(depths + span * nodes + node, mask=node < nodes, other=0)
+        where = tl.where(committed, entry, begin + depth)
+    if window > 0:
+        seen = seen & (position[:, None] - where[None, :] < window)
+    return seen
+
+
+@triton.jit
 def _attend_split(
     q, keys, values, out, top, total, tables, tile_span, tile_row, start, offset, count, tree, positions, bits, depths,
     scale, softcap, window, page_size, table_stride, words, nodes, heads, rows,
@@ -48,10 +80,8 @@ def _attend_split(
     query_head = head * GROUPS + tl.minimum(group, GROUPS - 1)
     width = tl.arange(0, WIDTH_PADDED)
     value_width = tl.arange(0, VALUE_PADDED)
-    query = tl.load(
-        q + (at * heads + query_head)[:, None] * WIDTH + width[None, :],
-        mask=live[:, None] & (width < WIDTH)[None, :], other=0.0,
-    )  # fmt: skip
+    wide = live[:, None] & (width < WIDTH)[None, :]
+    query = tl.load(q + (at * heads + query_head)[:, None] * WIDTH + width[None, :], mask=wide, other=0.0)
     position = tl.load(positions + at)
     fed = tl.load(positions + rows + span)  # entries before this forward's rows
     end = fed + size
@@ -63,44 +93,25 @@ def _attend_split(
         inside = entry < end
         page = tl.load(tables + span * table_stride + entry // page_size, mask=inside, other=0).to(tl.int64)
         slot = entry % page_size
-        k = tl.load(
-            keys + (page * page_stride_k + head * head_stride_k + slot * WIDTH)[:, None] + width[None, :],
-            mask=inside[:, None] & (width < WIDTH)[None, :], other=0.0,
-        )  # fmt: skip
+        k = _entries(keys, page, slot, page_stride_k, head * head_stride_k, inside, width, WIDTH)
         score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
         if softcap > 0.0:
-            ratio = tl.exp(2.0 * (score / softcap))
-            score = softcap * (1.0 - 2.0 / (ratio + 1.0))
-        node = tl.maximum(entry - begin, 0)
-        committed = entry < begin
-        seen = committed[None, :] | (entry[None, :] <= (fed + row)[:, None])
-        where = entry
-        if is_tree != 0:
-            word = tl.load(bits + at[:, None] * words + (node // BITS)[None, :], mask=(node < nodes)[None, :], other=0)
-            seen = committed[None, :] | (((word >> (node % BITS)[None, :]) & 1) != 0)
-            depth = tl.load(depths + span * nodes + node, mask=node < nodes, other=0)
-            where = tl.where(committed, entry, begin + depth)
-        if window > 0:
-            seen = seen & (position[:, None] - where[None, :] < window)
+            score = _capped(score, softcap)
+        seen = _visible(entry, row, at, begin, fed, span, is_tree, position, bits, depths, words, nodes, window, BITS)
         score = tl.where(seen & inside[None, :], score, float("-inf"))
         best = tl.maximum(running, tl.max(score, 1))
         safe = tl.where(best == float("-inf"), 0.0, best)
         chance = tl.exp(score - safe[:, None])
         fade = tl.exp(running - safe)
-        v = tl.load(
-            values + (page * page_stride_v + head * head_stride_v + slot * VALUE_WIDTH)[:, None] + value_width[None, :],
-            mask=inside[:, None] & (value_width < VALUE_WIDTH)[None, :], other=0.0,
-        )  # fmt: skip
+        v = _entries(values, page, slot, page_stride_v, head * head_stride_v, inside, value_width, VALUE_WIDTH)
         result = result * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
         weight = weight * fade + tl.sum(chance, 1)
         running = best
     cell = (split * rows + at) * heads + query_head
     tl.store(top + cell, running, mask=live)
     tl.store(total + cell, weight, mask=live)
-    tl.store(
-        out + cell[:, None] * VALUE_WIDTH + value_width[None, :], result,
-        mask=live[:, None] & (value_width < VALUE_WIDTH)[None, :],
-    )  # fmt: skip
+    kept = live[:, None] & (value_width < VALUE_WIDTH)[None, :]
+    tl.store(out + cell[:, None] * VALUE_WIDTH + value_width[None, :], result, mask=kept)
 
 
 @triton.jit
