@@ -18,8 +18,8 @@ from forerun.core.errors import ConfigError
 from forerun.models.base import INVARIANT_ROWS, PACKED_ROWS
 
 WEIGHTS = ("auto", "plain", "packed")
-PACK_FROM = 256 * 256
-"""Fewest weights for which packing pays: a packed call has some 10 us of fixed cost."""
+PACK_FROM = 256
+"""Fewest inputs and outputs for which packing pays: a packed call has some 10 us of fixed cost."""
 
 
 class Linear(Protocol):
@@ -105,15 +105,16 @@ def packs(dtype: torch.dtype, device: torch.device, weights: str) -> bool:
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, packed: bool) -> Linear:
     """The layer for ``weight`` [outputs, inputs]; small ones stay plain."""
-    if packed and weight.numel() >= PACK_FROM:
+    if packed and min(weight.shape) >= PACK_FROM:
         return Packed(weight, bias)
     return Plain(weight.contiguous(), bias)
 
 
 def describe(layers: Sequence[Linear], dtype: torch.dtype) -> str:
-    """Such as ``packed bfloat16``: the way most of the weights are stored."""
+    """Such as ``packed bfloat16``: how the weights are stored, the larger share first; small shares are left out."""
     sizes: dict[str, int] = {}
     for layer in layers:
         sizes[layer.kind] = sizes.get(layer.kind, 0) + layer.nbytes
-    kind = max(sizes, key=lambda name: sizes[name])
-    return f"{kind} {str(dtype).removeprefix('torch.')}" if kind in ("plain", "packed") else kind
+    kinds = sorted((kind for kind in sizes if 10 * sizes[kind] >= sum(sizes.values())), key=lambda kind: -sizes[kind])
+    name = str(dtype).removeprefix("torch.")
+    return " and ".join(f"{kind} {name}" if kind in ("plain", "packed") else kind for kind in kinds)

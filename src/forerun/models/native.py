@@ -167,7 +167,7 @@ class NativeModel:
         return layer
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if self._quantization is not None and weight.numel() >= quantize.QUANTIZE_FROM:
+        if self._quantization is not None and quantize.pays(weight):
             return quantize.quantize(weight, bias, self._quantization)
         return make_linear(weight, bias, packed=self._packed)
 

@@ -23,8 +23,9 @@ from forerun.models.linear import Linear, Plain
 
 CPU_KINDS = ("int8", "int8_rows")
 GPU_KINDS = ("int8", "fp8")
-QUANTIZE_FROM = 256 * 256
-"""Fewest weights for which it pays: an int8 call has some 10 us of fixed cost."""
+LEAST_SIDE, LEAST_WEIGHTS = 256, 1 << 18
+"""A layer is worth 8 bits if both its sides, or else its weights, are at least so many: an int8 call has some 10 us of
+fixed cost."""
 
 
 def check(kind: str, device: torch.device, *, invariant: bool) -> None:
@@ -39,6 +40,10 @@ def check(kind: str, device: torch.device, *, invariant: bool) -> None:
             "quantization 'int8' makes a row depend on the rows beside it, so it cannot be invariant; "
             "use 'int8_rows' or invariant=False"
         )
+
+
+def pays(weight: torch.Tensor) -> bool:
+    return min(weight.shape) >= LEAST_SIDE or weight.numel() >= LEAST_WEIGHTS
 
 
 def quantize(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Linear:
