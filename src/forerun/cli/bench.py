@@ -13,7 +13,7 @@ from forerun.bench.plot import check_plot, plot
 from forerun.bench.prompts import HELD_OUT, SETS
 from forerun.bench.run import BenchConfig, run_bench
 from forerun.bench.shapes import SIZES
-from forerun.cli.console import print_json, print_table, progress, set_threads
+from forerun.cli.console import print_json, print_table, progress, set_threads, warn
 from forerun.cli.options import ENGINE, SPECULATIVE, Flags, parse_json, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
@@ -139,6 +139,9 @@ def show(result: Mapping[str, Any]) -> None:
         mark = " (synthetic)" if row["synthetic"] else ""
         lines.append([cell(key, row.get(key)) + (mark if key == "method" else "") for key in shown])
     print_table([COLUMNS[key] for key in shown], lines)
+    for row in rows:
+        if row["draft_error"] is not None:
+            warn(f"{row['method']} lost its drafter and went on as plain decoding: {row['draft_error']}")
     mode = "invariant" if about["invariant"] else "not invariant"
     print(
         f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s), "
