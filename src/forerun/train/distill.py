@@ -101,6 +101,7 @@ def train_draft_model(config: DistillConfig) -> Path:
         "tokens": state.tokens,
         "steps": state.steps,
         "seconds": round(state.seconds),
+        "plans": state.plans,
         "parameters": sum(parameter.numel() for parameter in draft.parameters()),
         "corpus_tokens": len(stream),
         "held_out_tokens": len(test),

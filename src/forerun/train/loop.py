@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,6 +93,7 @@ class State:
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0  # time spent in steps: pauses and evaluations are not counted
+    plans: list[list[int]] = field(default_factory=list)  # [tokens consumed, length of the run set then]
 
 
 def run(
@@ -110,6 +111,8 @@ def run(
     state = State()
     if settings.resume and (settings.out / CHECKPOINT).exists():
         state = load_checkpoint(settings.out / CHECKPOINT, model, optimizers)
+    if not state.plans or state.plans[-1][1] != settings.tokens:
+        state.plans.append([state.tokens, settings.tokens])
     log = _Log(settings.out / LOG, fresh=state.steps == 0)
     saved, evaluated = time.monotonic(), state.tokens
     with _progress(settings) as bar:

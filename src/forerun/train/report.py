@@ -11,7 +11,7 @@ HEAD = """# Bundled models
 
 A Python-code target and a draft distilled from it, both trained on CPython's standard library (PSF licence) with
 `forerun train`. `forerun.pretrained.path("target")` is a folder that transformers can load. Written by
-`python -m forerun.train.report` from the `training.json` beside each model's weights; no figure is typed by hand.
+`python -m forerun.train.report` from the `training.json` beside each model's weights.
 
 Losses are nats per token on the held-out files, cut into sequences of the length named. alpha is the mean over
 positions of sum min(p, q) at temperature 1 (Leviathan et al., arXiv 2211.17192) and, at temperature 0, the share of
@@ -36,6 +36,7 @@ def _section(name: str, record: dict[str, Any], size: int) -> str:
         "parameters": f"{record['parameters']:,}",
         "weights": f"{size / 1e6:.1f} MB",
         "trained on": f"{record['tokens']:,} tokens in {record['steps']:,} steps, {record['seconds'] / 60:.0f} minutes",
+        "planned tokens": "; ".join(f"{tokens:,} from token {start:,} on" for start, tokens in record["plans"]),
         "seed": record["seed"],
         "corpus tokens (training, held out)": f"{record['corpus_tokens']:,}, {record['held_out_tokens']:,}",
     }

@@ -49,6 +49,7 @@ def train_target(config: TargetConfig) -> Path:
         "tokens": state.tokens,
         "steps": state.steps,
         "seconds": round(state.seconds),
+        "plans": state.plans,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "corpus_tokens": len(train.tokens),
         "held_out_tokens": len(test),
