@@ -13,6 +13,7 @@ from matrix import CASES, CHAINS, PAGE_SIZES, PATHS, POLICIES, RULES, TREE, Case
 from scripted import Scripted
 
 from forerun.core.batch import Batch, Span
+from forerun.core.tree import Draft
 from forerun.models.base import new_cache
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
@@ -64,6 +65,24 @@ def test_a_drafter_that_raises_costs_nobody_an_answer(engine, keys, plain, case,
     lost = [job.metrics.draft_error for job in jobs]
     assert set(lost) == {None, "RuntimeError: the draft burnt"}
     assert sum("draft burnt" in str(record.exc_info[1]) for record in caplog.records) == 1
+
+
+NONSENSE = {
+    "a drafted token is outside the vocabulary of 98": lambda n: [Draft.chain([98])] * n,
+    "a drafted token is outside the vocabulary of 98 ": lambda n: [Draft.chain([5, -1])] * n,
+    "a draft of 9 nodes and depth 9": lambda n: [Draft.chain([5] * 9)] * n,
+    "a draft of 9 nodes and depth 1": lambda n: [Draft.tree(list(range(9)), [-1] * 9)] * n,
+    "drafts for": lambda n: [Draft()] * (n - 1),
+}
+
+
+@pytest.mark.parametrize("reason", NONSENSE)
+def test_a_drafter_that_proposes_nonsense_costs_nobody_an_answer(engine, plain, monkeypatch, reason):
+    monkeypatch.setattr(echo.Echo, "propose", lambda self, sequences, budgets: NONSENSE[reason](len(sequences)))
+    jobs = run(engine({"method": "echo"}), SHORT)
+    assert answers(jobs) == plain(which="short")
+    assert any(reason.strip() in (job.metrics.draft_error or "") for job in jobs)
+    assert sum(job.metrics.num_draft_tokens for job in jobs) == 0
 
 
 @pytest.mark.parametrize("case", EACH)

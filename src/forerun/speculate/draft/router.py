@@ -47,6 +47,7 @@ class Router:
             chosen = [sequences[i] for i, _ in asked]
             try:
                 proposed = drafter.propose(chosen, [budget for _, budget in asked])
+                _check(proposed, chosen, [budget for _, budget in asked], drafter.context.sampler.vocab_size)
             except Exception as error:  # noqa: BLE001 - a drafter is a plug-in; its requests must survive it
                 self._fail(drafter, [sequences[i] for i in indices], error)
                 continue
@@ -85,3 +86,16 @@ class Router:
     def release(self, sequence: Sequence) -> None:
         for drafter in self.drafters.values():
             drafter.release(sequence)
+
+
+def _check(drafts: Seq[Draft], sequences: Seq[Sequence], budgets: Seq[int], vocab_size: int) -> None:
+    """Raise ValueError for drafts that the target cannot be asked about."""
+    if len(drafts) != len(sequences):
+        raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
+    for draft, sequence, budget in zip(drafts, sequences, budgets):
+        if not len(draft):
+            continue
+        if draft.depth > budget or (sequence.room is not None and len(draft) > sequence.room):
+            raise ValueError(f"a draft of {len(draft)} nodes and depth {draft.depth} for a budget of {budget}")
+        if min(draft.tokens) < 0 or max(draft.tokens) >= vocab_size:
+            raise ValueError(f"a drafted token is outside the vocabulary of {vocab_size}")
