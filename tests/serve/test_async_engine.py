@@ -13,7 +13,7 @@ from forerun.core.errors import RequestError
 from forerun.engine.async_engine import AsyncEngine, ClosedError, Delta, QueueFullError, TimeLimitError
 
 PROMPT = "def parse("
-LONG = SamplingParams(temperature=0.9, seed=3, max_tokens=400, ignore_eos=True)
+LONG = SamplingParams(temperature=0.9, seed=3, max_tokens=160, ignore_eos=True)
 
 
 @pytest.fixture
@@ -138,19 +138,22 @@ def test_a_failing_round_ends_its_requests_only(
     expected = plain(PROMPT, params)
     model = served.engine.model
     forward = model.forward
-    calls = 0
+    broke = False
 
     def broken(batch: Any, cache: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
+        nonlocal broke
+        if not broke and len(served.engine.scheduler.running) == 4:
+            broke = True
             raise MemoryError("no memory for this batch")
         return forward(batch, cache)
 
     async def work() -> None:
         monkeypatch.setattr(model, "forward", broken)
-        streams = [await engine.submit(ids, LONG, speculate=False) for _ in range(5)]
-        results = await asyncio.gather(*map(read, streams))
+
+        async def ask() -> list[Delta]:
+            return await read(await engine.submit(ids, LONG, speculate=False))
+
+        results = await asyncio.gather(*(ask() for _ in range(5)))
         reasons = [deltas[-1].finish for deltas in results]
         assert [f.reason for f in reasons] == ["error"] * 4 + ["length"], "max_num_seqs is 4: the fifth was waiting"
         assert "MemoryError: no memory for this batch" in str(reasons[0].stopped_by)

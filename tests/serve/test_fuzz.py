@@ -13,10 +13,10 @@ from schemathesis.generation.modes import GenerationMode
 
 MODES = {"valid": GenerationMode.POSITIVE, "invalid": GenerationMode.NEGATIVE}
 PATHS = {
-    "/v1/completions": 25,
-    "/v1/chat/completions": 25,
-    "/tokenize": 10,
-    "/detokenize": 10,
+    "/v1/completions": 15,
+    "/v1/chat/completions": 15,
+    "/tokenize": 8,
+    "/detokenize": 8,
     "/v1/models/{name}": 10,
     "/v1/models": 1,
     "/health": 1,

@@ -62,7 +62,7 @@ def spellings(served: LLM) -> dict[int, bytes]:
     return {i: bytes(table[c] for c in token) for token, i in vocabulary.items() if i not in special}
 
 
-@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_masks_permit_exactly_the_language(served: LLM, compiler: GrammarCompiler, data: st.DataObject) -> None:
     """Walk a finite language by whole tokens: a token is permitted iff some sentence goes on with its bytes. Where the

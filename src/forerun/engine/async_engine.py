@@ -84,6 +84,9 @@ class Stream:
         self._produced = 0
         self._consumed = 0
         self._paused = False
+        """The reader should ask for the request to go on, once it has caught up."""
+        self._aside = False
+        """The request is off the engine; the engine thread's own flag."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -294,6 +297,8 @@ class AsyncEngine:
 
     def _deliver(self, batch: list[tuple[Stream, Delta]]) -> None:
         for stream, delta in batch:
+            if stream not in self.streams:
+                continue
             if self.on_delta is not None:
                 self.on_delta(stream, delta)
             stream._deliver(delta)
@@ -302,12 +307,16 @@ class AsyncEngine:
         for job in stream.jobs:
             if job.finish is None:
                 self.engine.pause(job)
-        stream._paused = True
+        stream._aside = stream._paused = True
         if stream.backlog <= self.max_backlog // 2:  # the reader caught up before it could see the flag
             stream._paused = False
             self.resume(stream)
 
     def resume(self, stream: Stream) -> None:
+        """Put a request that was set aside back in the queue. Both threads may ask for it at once; it happens once."""
+        if not stream._aside:
+            return
+        stream._aside = False
         for job in stream.jobs:
             if job.finish is None:
                 self.engine.resume(job)
