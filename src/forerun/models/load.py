@@ -98,8 +98,11 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
     bad = kinds & {"dynamic", "longrope"}
     if not bad:
         return
-    original = rope.get("original_max_position_embeddings") or getattr(
-        text, "original_max_position_embeddings", getattr(text, "max_position_embeddings", 0)
+    original: int = (
+        rope.get("original_max_position_embeddings")
+        or getattr(text, "original_max_position_embeddings", None)
+        or getattr(text, "max_position_embeddings", None)
+        or 0
     )
     if max_model_len is None or max_model_len > original:
         raise ModelError(
@@ -116,8 +119,9 @@ def _read_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
     hf_logging.disable_progress_bar()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
+    read: Any = AutoModelForCausalLM.from_pretrained  # its annotation forgets ``output_loading_info``
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        module, info = read(
             folder,
             config=config,
             dtype=dtype,
