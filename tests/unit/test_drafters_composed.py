@@ -21,6 +21,7 @@ from forerun.speculate.accept import rules
 from forerun.speculate.accept.synthetic import Synthetic
 from forerun.speculate.draft import DraftContext, drafters
 from forerun.speculate.draft.merged import merge
+from forerun.speculate.draft.staged import Ahead
 from forerun.speculate.draft.vocabulary import Bridge, Reading, Vocabulary
 
 VOCAB = 20
@@ -154,6 +155,16 @@ def test_options_of_drafters_inside_drafters() -> None:
         parse({"method": "staged", "drafter": {"num_speculative_tokens": 2}})
     with pytest.raises(ConfigError, match="remove one of them"):
         parse({"method": "suffix", "tree": [2, 1], "tree_nodes": 4})
+
+
+def test_a_grammar_inside_a_staged_draft_counts_from_the_committed_tokens() -> None:
+    """The inner copy is some drafted tokens ahead; the grammar knows the committed ones only."""
+    outer, inner = sequence(1), sequence(1)
+    inner.tokens += [7, 8]
+    asked = []
+    grammar = SimpleNamespace(error=None, allowed=lambda *where: asked.append(where))
+    Ahead(outer, grammar).allowed(inner, [9])
+    assert asked == [(outer, [7, 8, 9])]
 
 
 # synthetic acceptance
