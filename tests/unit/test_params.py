@@ -1,0 +1,113 @@
+"""Options of requests and of acceptance rules: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from forerun import ConfigError, ForerunError, SamplingParams, SpeculativeConfig
+from forerun.speculate.accept import rules
+from forerun.speculate.accept.lenient import LenientConfig
+from forerun.speculate.accept.recursive import TreeRuleConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 0),
+        ("n", 1.5),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_k", -2),
+        ("top_k", 2.0),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("seed", 1.0),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", True),
+        ("logprobs", -1),
+        ("prompt_logprobs", -1),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: math.nan}),
+        ("bad_words", [""]),
+    ],
+)
+def test_out_of_range(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert isinstance(caught.value, ForerunError)
+    assert "\n" not in str(caught.value)
+
+
+def test_min_tokens_above_max_tokens() -> None:
+    with pytest.raises(ConfigError, match="min_tokens"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_equal_options_compare_equal() -> None:
+    one = SamplingParams(stop="a", stop_token_ids=[1], logit_bias={"3": 1})
+    assert one == SamplingParams(stop=["a"], stop_token_ids=(1,), logit_bias={3: 1.0})
+    assert one.logit_bias == {3: 1.0}
+
+
+def test_defaults_are_off() -> None:
+    params = SamplingParams()
+    assert not any([params.greedy, params.edits, params.filters, params.penalised])
+    assert SamplingParams(temperature=0).greedy
+    assert SamplingParams(top_k=-1) != SamplingParams(top_k=1)
+    assert not SamplingParams(top_k=-1).filters
+
+
+# ------------------------------------------------------------------------------------------------------------- rules
+
+
+def test_a_rule_takes_its_options_from_the_same_mapping() -> None:
+    config = SpeculativeConfig.parse({"method": "ngram", "accept": "lenient", "lenience": 0.3, "max_order": 3})
+    assert config.rule == LenientConfig(0.3)
+    assert SpeculativeConfig.parse({"method": "ngram", "accept": "lenient"}).rule == LenientConfig(0.5)
+    for value in (True, False):
+        config = SpeculativeConfig.parse({"method": "none", "accept": "recursive", "replacement": value})
+        assert config.rule == TreeRuleConfig(value)
+        assert rules["recursive"](config.rule).replacement is value
+        assert rules["traversal"](config.rule).replacement is value
+    assert rules["recursive"]().replacement is False
+
+
+@pytest.mark.parametrize("accept", ["coupled", "token", "block", "recursive"])
+def test_an_option_of_another_rule_names_its_owner(accept: str) -> None:
+    for method in ("none", "ngram"):
+        with pytest.raises(ConfigError, match=r"'lenience'; it belongs to lenient"):
+            SpeculativeConfig.parse({"method": method, "accept": accept, "lenience": 0.5})
+
+
+def test_rule_options_out_of_range() -> None:
+    with pytest.raises(ConfigError, match="lenience"):
+        SpeculativeConfig.parse({"method": "ngram", "accept": "lenient", "lenience": 0.0})
+    with pytest.raises(ConfigError, match="replacement"):
+        SpeculativeConfig.parse({"method": "ngram", "accept": "traversal", "replacement": "yes"})
+
+
+@pytest.mark.parametrize("accept", [name for name in rules if not rules[name].trees])
+def test_a_chain_rule_refuses_trees(accept: str) -> None:
+    with pytest.raises(ConfigError, match="chains"):
+        SpeculativeConfig.parse({"method": "draft_model", "model": "m", "tree": [2, 1], "accept": accept})
+
+
+def test_an_unknown_rule() -> None:
+    with pytest.raises(ConfigError, match="choose one of block, coupled"):
+        SpeculativeConfig.parse({"method": "ngram", "accept": "maybe"})
