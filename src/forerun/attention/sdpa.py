@@ -18,7 +18,7 @@ class SdpaAttention:
     padded and a tree is one masked call.
     """
 
-    def __init__(self, pool: Pool, *, row_multiple: int = 1, key_multiple: int = 1, reach: int = 4096) -> None:
+    def __init__(self, pool: Pool, *, row_multiple: int = 1, key_multiple: int = 1) -> None:
         self.pool = pool
         self.planner = Planner(pool, key_multiple, exact=row_multiple > 1)
         self.masks = ChainMasks(pool.device, pool.dtype)

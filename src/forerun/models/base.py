@@ -83,9 +83,7 @@ def new_cache(
         from forerun.attention.triton import TritonAttention
 
         return TritonAttention(pool)
-    return SdpaAttention(
-        pool, row_multiple=model.row_multiple, key_multiple=model.key_multiple, reach=longest + model.key_multiple
-    )
+    return SdpaAttention(pool, row_multiple=model.row_multiple, key_multiple=model.key_multiple)
 
 
 def padded(count: int, multiple: int) -> int:

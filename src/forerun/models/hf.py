@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from forerun.attention.sdpa import SdpaAttention
+from forerun.attention.base import Attention
 from forerun.cache.pool import KVShape
 from forerun.core.batch import Batch, Output, Span
 from forerun.core.errors import ModelError
@@ -40,7 +40,7 @@ class _Context:
 
     __slots__ = ("attention", "batch")
 
-    def __init__(self, batch: Batch, attention: SdpaAttention) -> None:
+    def __init__(self, batch: Batch, attention: Attention) -> None:
         self.batch = batch
         self.attention = attention
 
@@ -163,7 +163,7 @@ class HFModel:
         return tuple(probe.shapes[layer] for layer in range(len(probe.shapes)))
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: SdpaAttention) -> Output:
+    def forward(self, batch: Batch, cache: Attention) -> Output:
         cache.begin(batch)
         ids = pad_rows(batch.input_ids, self.row_multiple)
         positions = pad_rows(batch.positions, self.row_multiple)

@@ -153,7 +153,7 @@ class Eagle(HeadDrafter[HeadConfig]):
         longest = context.max_model_len + config.max_nodes()
         page_size = (context.options or {}).get("page_size") or longest
         pages = context.max_num_seqs * -(-longest // page_size)
-        self.cache = SdpaAttention(Pool([shape], pages, page_size, info.dtype, info.device), reach=longest + 1)
+        self.cache = SdpaAttention(Pool([shape], pages, page_size, info.dtype, info.device))
         self.pending: dict[int, list[torch.Tensor]] = {}
 
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
