@@ -153,6 +153,9 @@ def test_options_of_drafters_inside_drafters() -> None:
         parse({"method": "cascade", "drafters": [{"method": "ngram"}]})
     with pytest.raises(ConfigError, match="a mapping with a 'method'"):
         parse({"method": "staged", "drafter": {"num_speculative_tokens": 2}})
+    for method in ("prompt_lookup", "suffix", "token_recycling", "random", "ngram", "merged"):
+        with pytest.raises(ConfigError, match="draft_temperature"):
+            parse({"method": method, "draft_temperature": 0.5})
     with pytest.raises(ConfigError, match="remove one of them"):
         parse({"method": "suffix", "tree": [2, 1], "tree_nodes": 4})
 

@@ -28,6 +28,8 @@ class PromptLookupConfig(DrafterConfig):
         super().__post_init__()
         if self.tree is not None:
             raise ConfigError("method 'prompt_lookup' drafts chains; remove 'tree'")
+        if self.draft_temperature is not None:
+            raise ConfigError("method 'prompt_lookup' draws nothing from a distribution; remove 'draft_temperature'")
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if not 1 <= low <= high:
             raise ConfigError(f"prompt_lookup_min must be from 1 to prompt_lookup_max ({high}), not {low}")

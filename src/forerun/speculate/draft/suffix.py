@@ -43,6 +43,8 @@ class SuffixConfig(TreeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.draft_temperature is not None:
+            raise ConfigError("method 'suffix' draws nothing from a distribution; remove 'draft_temperature'")
         for name, low in (("max_tree_depth", 2), ("max_cached_requests", 0), ("max_cached_tokens", 1)):
             value = getattr(self, f"suffix_decoding_{name}")
             if not isinstance(value, int) or isinstance(value, bool) or value < low:

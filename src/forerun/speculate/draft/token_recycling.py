@@ -27,6 +27,8 @@ class TokenRecyclingConfig(TreeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.draft_temperature is not None:
+            raise ConfigError("method 'token_recycling' draws nothing from a distribution; remove 'draft_temperature'")
         k = self.recycled_candidates
         if not isinstance(k, int) or isinstance(k, bool) or k < 1:
             raise ConfigError(f"recycled_candidates must be an integer of at least 1, not {k!r}")
