@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from forerun import LLM
+from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models.tokenizer import Detokenizer, load_tokenizer
 from tiny import ALPHABET, save_tokenizer, tiny_llama
@@ -157,7 +157,8 @@ def test_padding_and_logits_beyond_the_tokenizer_are_none(tiny_target, tmp_path)
     tiny_llama(layers=1, vocab_size=len(ALPHABET) + 30, pad_token_id=3).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     llm = LLM(tiny_target, speculative_config={"method": "draft_model", "model": str(tmp_path)}, max_model_len=64)
-    assert llm.generate("hello")[0].metrics.num_draft_tokens > 0
+    params = SamplingParams(seed=0, ignore_eos=True)
+    assert llm.generate("hello", params)[0].metrics.num_draft_tokens > 0
 
 
 def test_a_tokenizer_that_is_missing_or_broken(tmp_path):
