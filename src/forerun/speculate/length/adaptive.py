@@ -32,6 +32,15 @@ class _Belief:
     def rate(self) -> float:
         return self.matched / self.tested
 
+    @property
+    def rests(self) -> bool:
+        """It has given up for now; its next probe is not due."""
+        return 0 < self.silent < self.wait
+
+    @property
+    def due(self) -> bool:
+        return self.silent >= self.wait
+
 
 @policies.register("adaptive")
 class Adaptive(LengthPolicy):
@@ -46,6 +55,10 @@ class Adaptive(LengthPolicy):
     MARGIN = 1.01
     """A draft must promise this much more than plain decoding."""
     CALIBRATION = 3
+    REPLAN = 4
+    """Rounds that a plan is kept for the same batch: planning costs host time, and beliefs move slowly."""
+    SAMPLE = 8
+    """Of the plain rounds of a known price, one in so many is measured again."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -53,7 +66,10 @@ class Adaptive(LengthPolicy):
         self.draft = CostCurve()
         self.beliefs: dict[int, _Belief] = {}
         self.methods: dict[str, _Belief] = {}
-        self._plain_due = 0
+        self._calibrating = False
+        self._kept: tuple[list[int], list[int]] = ([], [])
+        self._kept_left = 0
+        self._plain_seen = 0
 
     def belief(self, sequence: Sequence) -> _Belief:
         found = self.beliefs.get(sequence.id)
@@ -76,15 +92,27 @@ class Adaptive(LengthPolicy):
         if not any(longest):
             return longest
         rows = sum(sequence.scheduled for sequence in sequences)
-        if self.verify.known(len(sequences), self._rows(rows)) < self.CALIBRATION and not self._prefills(sequences):
+        self._calibrating = self._unknown(sequences, rows)
+        if self._calibrating:
             return [0] * len(sequences)
-        budgets = self._best(sequences, longest, rows)
+        resting = [not cap or self.belief(s).rests for cap, s in zip(longest, sequences)]
+        if all(resting):
+            return [0] * len(sequences)
+        who = [sequence.id for sequence in sequences]
+        if self._kept_left and self._kept[0] == who:
+            self._kept_left -= 1
+            return [min(cap, 0 if rest else depth) for cap, rest, depth in zip(longest, resting, self._kept[1])]
+        budgets = self._best(sequences, [0 if rest else cap for rest, cap in zip(resting, longest)], rows)
+        self._kept, self._kept_left = (who, list(budgets)), self.REPLAN - 1
         for index, sequence in enumerate(sequences):
-            if longest[index] and not budgets[index]:
-                belief = self.belief(sequence)
-                if belief.silent >= belief.wait:
-                    budgets[index] = min(longest[index], max(1, self.setting.row_multiple - 1))
+            if longest[index] and not budgets[index] and self.belief(sequence).due:
+                budgets[index] = min(longest[index], max(1, self.setting.row_multiple - 1))
         return budgets
+
+    def _unknown(self, sequences: Seq[Sequence], rows: int) -> bool:
+        """Whether the price of plain decoding has yet to be measured for this batch."""
+        known = self.verify.known(len(sequences), self._rows(rows))
+        return known < self.CALIBRATION and not self._prefills(sequences)
 
     @staticmethod
     def _prefills(sequences: Seq[Sequence]) -> bool:
@@ -118,18 +146,24 @@ class Adaptive(LengthPolicy):
         if verify is None:
             return 1.0
         drafting = sum(1 for depth in depths if depth)
-        step = self.draft.estimate(drafting, 1) if drafting else 0.0
-        return verify + max(depths, default=0) * (step if step is not None else 0.1 * verify)
+        if not drafting:
+            return verify
+        levels = max(depths)
+        draft = self.draft.estimate(drafting, levels)
+        return verify + (draft if draft is not None else 0.1 * verify * levels)
 
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
-        fed = [verdict.fed for verdict in verdicts]
-        if all(count == 1 for count in fed):
-            rows = sum(fed) + sum(len(draft) for draft in drafts)
-            self.verify.add(len(sequences), self._rows(rows), seconds.verify + seconds.accept)
-        levels = max((draft.depth for draft in drafts), default=0)
-        if levels:
-            drafting = sum(1 for draft in drafts if len(draft))
-            self.draft.add(drafting, 1, seconds.draft / levels)
+        nodes = sum(len(draft) for draft in drafts)
+        if all(verdict.fed == 1 for verdict in verdicts):
+            point = (len(sequences), self._rows(len(sequences) + nodes))
+            self._plain_seen += not nodes
+            if nodes or self.verify.known(*point) < self.CALIBRATION or self._plain_seen % self.SAMPLE == 0:
+                self.verify.add(*point, seconds.verify + seconds.accept)
+        if nodes:
+            levels = max(draft.depth for draft in drafts)
+            self.draft.add(sum(1 for draft in drafts if len(draft)), levels, seconds.draft)
+        if self._calibrating:
+            return
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
             if sequence.drafter is not None and verdict.token is not None and verdict.fed == 1:
                 self._learn(self.belief(sequence), draft, verdict)
@@ -139,7 +173,7 @@ class Adaptive(LengthPolicy):
         if not len(draft):
             belief.silent += 1
             return
-        probe = belief.silent >= belief.wait
+        probe = belief.due
         belief.silent = 0
         belief.matched = belief.matched * self.DECAY + verdict.matched
         belief.tested = belief.tested * self.DECAY + verdict.tested

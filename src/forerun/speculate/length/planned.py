@@ -29,9 +29,7 @@ class Planned(Adaptive):
         longest = [self.longest(sequence) for sequence in sequences]
         if any(cap and sequence.drafter not in self.plans for cap, sequence in zip(longest, sequences)):
             rows = sum(sequence.scheduled for sequence in sequences)
-            if self.verify.known(len(sequences), self._rows(rows)) < self.CALIBRATION and not self._prefills(sequences):
-                return [0] * len(sequences)
-            return longest
+            return [0] * len(sequences) if self._unknown(sequences, rows) else longest
         return [
             min(cap, self.plans[sequence.drafter]) if cap and sequence.drafter else 0
             for cap, sequence in zip(longest, sequences)
