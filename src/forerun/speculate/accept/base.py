@@ -207,6 +207,28 @@ def fault(value: float) -> str | None:
     return None
 
 
+def follow(scores: Scores, perturbed: torch.Tensor) -> list[Verdict]:
+    """Every row's token is the argmax of ``perturbed`` [rows, vocabulary]; from the root, the child that carries it
+    is followed while there is one."""
+    top, choice = best(perturbed)
+    tested, shares = overlaps(scores, flatten(scores), row_contexts(scores), choice)
+    tops, tokens, shared = fetch(top, choice, shares)
+    overlap = dict(zip(tested, shared))
+    verdicts = []
+    for index, draft in enumerate(scores.drafts):
+        path: list[int] = []
+        row = scores.row(index, -1)
+        error = fault(tops[row])
+        while (child := draft.children(path[-1] if path else -1).get(tokens[row])) is not None:
+            path.append(child)
+            row = scores.row(index, child)
+            error = error or fault(tops[row])
+        verdict = Verdict(path=path, token=tokens[row], error=error)
+        measure(verdict, scores, index, overlap)
+        verdicts.append(verdict)
+    return verdicts
+
+
 @dataclass(slots=True)
 class Decision:
     """A q-ratio rule's deterministic half.
@@ -247,6 +269,8 @@ class RatioRule(Rule):
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
         rows = row_contexts(scores)
         trials = self.check(scores, flatten(scores))
+        if self.lossless and all(row.heat == 0.0 for row in rows):
+            return follow(scores, scores.warped)  # what p against q comes to, where p is a point mass
         p, top, choice = self.target(scores, rows)
         decision = self.decide(p, scores, trials)
         keys = [
