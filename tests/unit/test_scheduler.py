@@ -78,9 +78,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill=st.sampled_from([None, 1, 3, 50]),
         shared=st.booleans(),
         nodes=st.integers(0, 4),
+        first=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 16), st.integers(0, 1)), min_size=2, max_size=6),
     )
     def start(
-        self, page_size: int, num_pages: int, seqs: int, rows: int, prefill: int | None, shared: bool, nodes: int
+        self,
+        page_size: int,
+        num_pages: int,
+        seqs: int,
+        rows: int,
+        prefill: int | None,
+        shared: bool,
+        nodes: int,
+        first: list[tuple[int, int, int]],
     ) -> None:
         self.pool = Pages(num_pages, page_size)
         self.nodes = nodes
@@ -100,6 +109,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.paused: list[Sequence] = []
         self.victims: list[Sequence] = []
         self.keys = 0
+        for prompt, output, like in first:
+            self.add_one(prompt, output, 0, like)
 
     def draft_rows(self, one: Sequence) -> int:
         return min(self.nodes, one.remaining - 1) if one.decodes else 0
@@ -123,7 +134,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.add(one)
             self.alive[one.id] = one
 
-    @rule(luck=st.integers(0, 4))
+    @rule(luck=st.lists(st.integers(0, 4), min_size=1, max_size=8))
+    def rounds_go_by(self, luck: list[int]) -> None:
+        for accepted in luck:
+            self.round(accepted)
+            self.pages_are_accounted_for()
+
     def round(self, luck: int) -> None:
         self.victims.clear()
         waiting = [one.id for one in self.scheduler.waiting]
