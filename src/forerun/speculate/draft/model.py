@@ -16,12 +16,14 @@ from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import new_cache
-from forerun.models.load import load_model
+from forerun.models.load import load_model, read_config, resolve
 from forerun.models.tokenizer import check_compatible, load_tokenizer
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
 from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.draft.levels import Frontier, grow_best, grow_levels
 from forerun.speculate.verify.score import Verification
+
+NARROW = 256
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class DraftModelConfig(TreeConfig):
     model: str | None = None
     """Checkpoint of the draft (path or hub id); None: the bundled draft, for the bundled target."""
     dtype: str | None = None
-    """Its dtype; None: as the target's option."""
+    """Its dtype; None: as the target's option, but float32 for a narrow draft on CPU."""
     quantization: str | None = None
     prefill_chunk: int = 256
     """Most tokens per round that sequences catch up on before they draft, all of them together."""
@@ -70,7 +72,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         page_size = options.pop("page_size", None)
         options["quantization"] = config.quantization
         self.model = load_model(
-            path, dtype=config.dtype or context.dtype, device=context.target.info.device, invariant=False, **options
+            path, dtype=self._dtype(path), device=context.target.info.device, invariant=False, **options
         )
         self._check_vocabulary(path)
         self.max_len = min(self.model.info.max_len, config.max_model_len or context.max_model_len)
@@ -113,6 +115,14 @@ class DraftModel(Drafter[DraftModelConfig]):
     def _translate(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's ids."""
         return logits
+
+    def _dtype(self, path: str) -> str:
+        """On CPU, layers too narrow to be packed run nearly twice as fast in float32 as in bfloat16."""
+        if self.config.dtype is not None:
+            return self.config.dtype
+        narrow = read_config(resolve(path)).get_text_config().hidden_size < NARROW
+        on_cpu = self.context.target.info.device.type == "cpu"
+        return "float32" if narrow and on_cpu and self.config.quantization is None else self.context.dtype
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         active = self._catch_up(sequences, budgets)
