@@ -53,17 +53,23 @@ def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
         raise ConfigError(f"--{name} must be a comma-separated list of {kind.__name__} values, not {text!r}") from None
 
 
+Methods = Annotated[str, typer.Option(help=f"who drafts, comma-separated: {', '.join([NONE, *drafters])}")]
+MoreOptions = Annotated[str | None, typer.Option(metavar="JSON", help="more options, for the methods that know them")]
+RandomShape = Annotated[
+    str | None, typer.Option(help=f"measure random weights of this shape instead of a model: {', '.join(SIZES)}")
+]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="draw the result: .png, .svg or .pdf, with forerun[bench]")
+]
+
+
 @takes(ENGINE, MODEL_ONLY)
 def bench(
-    methods: Annotated[
-        str, typer.Option(help=f"who drafts, comma-separated: {', '.join([NONE, *drafters])}")
-    ] = "none,draft_model,ngram",
+    methods: Methods = "none,draft_model,ngram",
     accept: Annotated[str, typer.Option(help=f"acceptance rules: {', '.join(rules)}")] = "coupled",
     length: Annotated[str, typer.Option(help=f"length policies: {', '.join(policies)}")] = "fixed",
     spec_tokens: Annotated[str, typer.Option(help="numbers of drafted tokens", show_default="each method's")] = "",
-    speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="more options, for the methods that know them")
-    ] = None,
+    speculative_config: MoreOptions = None,
     concurrency: Annotated[str, typer.Option(help="requests decoded together")] = "1",
     temperature: Annotated[str, typer.Option(help="temperatures")] = "0,1",
     peers: Annotated[str, typer.Option(help=f"other implementations to run: {', '.join(PEERS)}")] = "",
@@ -73,16 +79,12 @@ def bench(
     repeats: Annotated[int, typer.Option(help="runs of everything; medians are reported")] = 3,
     prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
     prompts_file: Annotated[Path | None, typer.Option(help="take prompts from this file, one per line")] = None,
-    random_shape: Annotated[
-        str | None, typer.Option(help=f"measure random weights of this shape instead of a model: {', '.join(SIZES)}")
-    ] = None,
+    random_shape: RandomShape = None,
     random_draft_shape: Annotated[str | None, typer.Option(help="and a draft model of this shape")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
     fastest: Annotated[bool, typer.Option(help="measure plain decoding without bit-equal logits too")] = True,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="draw the result: .png, .svg or .pdf, with forerun[bench]")
-    ] = None,
+    plot_file: PlotFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     *,
     engine: Mapping[str, Any],
@@ -92,14 +94,10 @@ def bench(
 
     Contenders take turns on every prompt; figures are medians, decoding only. Every losing row stays.
     """
-    if "max_num_seqs" in engine:
-        raise ConfigError("bench decodes --concurrency requests together: use that instead of --max-num-seqs")
-    shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
-    if "spec_model" in speculative:
-        shared["model"] = speculative["spec_model"]
+    refuse_batch_size(engine)
     config = BenchConfig(
         engine=dict(engine),
-        speculative=shared,
+        speculative=more_options(speculative_config, speculative),
         methods=split("methods", methods, str),
         accepts=split("accept", accept, str),
         lengths=split("length", length, str),
@@ -123,12 +121,29 @@ def bench(
     set_threads(threads)
     with progress("loading", len(config.concurrency) * len(config.temperatures)) as step:
         result = run_bench(config, step)
+    report(result, plot_file, as_json)
+
+
+def report(result: Mapping[str, Any], plot_file: Path | None, as_json: bool) -> None:
     if plot_file is not None:
         plot(result, plot_file)
     if as_json:
         print_json(result)
     else:
         show(result)
+
+
+def refuse_batch_size(engine: Mapping[str, Any]) -> None:
+    if "max_num_seqs" in engine:
+        raise ConfigError("bench decodes --concurrency requests together: use that instead of --max-num-seqs")
+
+
+def more_options(speculative_config: str | None, speculative: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of speculation that all methods of a run share."""
+    shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
+    if "spec_model" in speculative:
+        shared["model"] = speculative["spec_model"]
+    return shared
 
 
 def show(result: Mapping[str, Any]) -> None:

@@ -20,26 +20,24 @@ LOSSLESS = [name for name in rules if rules[name].lossless]
 LAYOUTS = {"slotted": None, "paged": 16}
 
 
+Methods = Annotated[str, typer.Option(help=f"who drafts, comma-separated, or all: {', '.join(drafters)}")]
+MoreOptions = Annotated[str | None, typer.Option(metavar="JSON", help="more options, for the methods that know them")]
+
+
 @takes(ENGINE, MODEL_ONLY)
 def check(
-    methods: Annotated[
-        str, typer.Option(help=f"who drafts, comma-separated, or all: {', '.join(drafters)}")
-    ] = "ngram,draft_model",
+    methods: Methods = "ngram,draft_model",
     trees: Annotated[bool, typer.Option(help="check hand-made trees too")] = True,
     prompts: Annotated[int, typer.Option(help="how many prompts")] = 8,
     prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 32,
     max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 24,
     temperature: Annotated[str, typer.Option(help="temperatures")] = "0,0.8",
     layout: Annotated[str, typer.Option(help="cache layouts")] = ",".join(LAYOUTS),
-    accept: Annotated[
-        str, typer.Option(help=f"rules whose law is tested, or all: {', '.join(LOSSLESS)}")
-    ] = "coupled,token",
+    accept: Annotated[str, typer.Option(help=f"rules whose law is tested: {', '.join(LOSSLESS)}")] = "coupled,token",
     samples: Annotated[int, typer.Option(help="answers per test of the output's law; 0: no such test")] = 200,
     concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 8,
     prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
-    speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="more options, for the methods that know them")
-    ] = None,
+    speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
