@@ -27,7 +27,7 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     path = shutil.which("chromium")
     assert path is not None, "the playground's tests need a browser: apt-get install chromium"
@@ -37,7 +37,7 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bundled() -> Iterator[Running]:
     """The bundled pair, as ``forerun serve`` runs it."""
     llm = LLM(speculative_config=[{"method": "draft_model"}, {"method": "ngram"}], max_num_seqs=2, max_model_len=512)

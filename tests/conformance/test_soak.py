@@ -168,7 +168,7 @@ def test_soak(engine: Callable[..., Engine], tiny_draft: str) -> None:
         {"method": "suffix"},
         {"method": "staged", "model": tiny_draft, "num_speculative_tokens": 3},
     ]
-    soaked = serve(engine(max_num_seqs=1, max_model_len=LONGEST), drafters, 60, seed=1, num_pages=48)
+    soaked = serve(engine(max_num_seqs=1, max_model_len=LONGEST), drafters, 90, seed=1, num_pages=40)
     stats = soaked.stats
     assert stats.preemptions > 20
     assert 0 < stats.prefix_hits < stats.prefix_queries
