@@ -83,12 +83,15 @@ def test_leaving_the_loop_aborts_and_frees(engine: AsyncEngine, served: LLM) -> 
 
 def test_cancelling_the_reader_aborts(engine: AsyncEngine, served: LLM) -> None:
     async def work() -> None:
+        started = asyncio.Event()
+
         async def consume() -> None:
             async for _ in engine.generate(served.tokenizer.encode(PROMPT), LONG):
-                pass
+                started.set()
+                await asyncio.sleep(0.01)
 
         task = asyncio.create_task(consume())
-        await asyncio.sleep(0.1)
+        await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
