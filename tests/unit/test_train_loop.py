@@ -149,3 +149,34 @@ def test_the_loop_waits_while_the_pause_file_exists(tmp_path, monkeypatch):
 def test_bad_settings_are_named(tmp_path, option, value):
     with pytest.raises(ConfigError, match=option):
         settings(tmp_path, **{option: value})
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "text", "list", "no state"])
+def test_a_damaged_checkpoint_is_an_error(tmp_path, damage):
+    run(Bigram(), stream(), loss, settings(tmp_path))
+    path = tmp_path / "checkpoint.pt"
+    content, found = path.read_bytes(), torch.load(path, weights_only=True)
+    path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "text": b"no checkpoint"}.get(damage, b""))
+    if damage == "list":
+        torch.save([1, 2], path)
+    if damage == "no state":
+        torch.save({"model": found["model"], "optimizers": found["optimizers"]}, path)
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt does not fit this run \(.+\); use another out folder"):
+        run(Bigram(), stream(), loss, settings(tmp_path))
+
+
+def test_a_part_of_a_model_may_learn_slower(tmp_path):
+    model = Bigram()
+    plan = settings(tmp_path, tokens=40, lr=0.01, matrix_lr=0.02, weight_decay=0.0, rates={"hidden": 0.25})
+    rates = {id(p): g["peak_lr"] for o in make_optimizers(model, plan) for g in o.param_groups for p in g["params"]}
+    assert {name: rates[id(parameter)] for name, parameter in model.named_parameters()} == {
+        "embedding.weight": 0.01, "hidden.weight": 0.005, "hidden.bias": 0.0025,
+        "lm_head.weight": 0.01, "lm_head.bias": 0.01,
+    }  # fmt: skip
+    state = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    run(model, stream(), loss, plan)
+    moved = {
+        name: float((parameter.detach() - state[name]).abs().max()) for name, parameter in model.named_parameters()
+    }
+    # AdamW's first step moves every entry that has a gradient by its learning rate, whatever the gradient's size.
+    assert moved["lm_head.bias"] == pytest.approx(4 * moved["hidden.bias"], rel=1e-3)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from forerun.core.errors import ConfigError, ForerunError
 
 CHECKPOINT = "checkpoint.pt"
+UNFIT = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, UnpicklingError)
+"""What a damaged checkpoint, or one of another model, raises while it is restored."""
 LOG = "log.jsonl"
 
 
@@ -50,6 +53,7 @@ class LoopSettings:
     long_share: float = 0.1  # share of the run's tokens that comes in long sequences
     matrix_lr: float = 0.01  # peak learning rate of Muon, for hidden matrices; 0 gives them to AdamW
     lr: float = 3e-3  # peak learning rate of AdamW, for everything else
+    rates: Mapping[str, float] = field(default_factory=dict)  # factor of both rates, by how a parameter's name begins
     weight_decay: float = 0.1
     warmup_share: float = 0.02  # share of the run's tokens over which the learning rate rises
     decay_share: float = 0.65  # share of the run's tokens over which the learning rate falls to zero
@@ -74,6 +78,10 @@ class LoopSettings:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
         if self.clip <= 0:
             raise ConfigError(f"clip must be positive, not {self.clip}")
+
+    def rate(self, name: str) -> float:
+        """Factor of the learning rates of the parameter ``name``."""
+        return next((factor for start, factor in self.rates.items() if name.startswith(start)), 1.0)
 
     def scale(self, consumed: int) -> float:
         """Factor of the learning rates after `consumed` tokens: up, flat, down to zero (a trapezium)."""
@@ -173,25 +181,28 @@ def make_optimizers(model: nn.Module, settings: LoopSettings) -> list[torch.opti
     Muon's update is scaled to AdamW's root mean square (arXiv 2502.16982), so both rates are of one kind.
     """
     outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    matrices: dict[float, list[nn.Parameter]] = {}
+    others: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         hidden = parameter.ndim == 2 and id(parameter) not in outer and "lm_head" not in name
-        (matrices if hidden and settings.matrix_lr > 0 else others).append(parameter)
+        kind = matrices if hidden and settings.matrix_lr > 0 else others
+        kind.setdefault(settings.rate(name), []).append(parameter)
     if not matrices and not others:
         raise ConfigError("the model has no trainable parameters")
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         options: dict[str, Any] = {"weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        optimizers.append(torch.optim.Muon([{"params": matrices, "peak_lr": settings.matrix_lr}], **options))
+        groups = [{"params": found, "peak_lr": settings.matrix_lr * rate} for rate, found in matrices.items()]
+        optimizers.append(torch.optim.Muon(groups, **options))
     if others:
-        groups = [
-            {"params": [p for p in others if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        groups = [{**group, "peak_lr": settings.lr} for group in groups if group["params"]]
+        groups = []
+        for rate, found in others.items():
+            wide, narrow = [p for p in found if p.ndim >= 2], [p for p in found if p.ndim < 2]
+            for group, decay in ((wide, settings.weight_decay), (narrow, 0.0)):
+                if group:
+                    groups.append({"params": group, "weight_decay": decay, "peak_lr": settings.lr * rate})
         optimizers.append(torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True))
     return optimizers
 
@@ -224,8 +235,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["peak_lr"] = rate
         return State(**content["state"])
-    except Exception as error:
-        raise ConfigError(f"{path} does not fit this run ({error}); use another out folder or resume=False") from error
+    except UNFIT as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{path} does not fit this run ({reason}); use another out folder or resume=False") from error
 
 
 def wait_while_paused(pause_file: Path | None) -> None:
