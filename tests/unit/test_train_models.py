@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from forerun.core.errors import ConfigError, ModelError
 from forerun.train.config import Shape
 from forerun.train.corpus import TokenStream
-from forerun.train.distill import DistillConfig, Mixture, acceptance, inherit_embeddings, train_draft_model
+from forerun.train.distill import DistillConfig, acceptance, inherit_embeddings, train_draft_model
+from forerun.train.on_policy import Mixture, mixed_batches
 from forerun.train.report import report
 from forerun.train.rollout import continue_prompts
 from forerun.train.target import TargetConfig, held_out_loss, train_target
@@ -141,6 +142,18 @@ def test_a_mixture_has_the_asked_share():
     low, high = TokenStream(torch.zeros(200).int(), 0), TokenStream(torch.ones(200).int(), 0)
     batch = Mixture(low, high, 0.25).batch(0, 8, 10)
     assert batch[:, 0].tolist() == [0] * 6 + [1] * 2
+
+
+def test_text_of_an_earlier_run_is_reused(tmp_path):
+    path = tmp_path / "generated.pt"
+    torch.save(torch.full((200,), 7, dtype=torch.int32), path)
+    corpus = torch.zeros(200).int()
+    config = DistillConfig(out=tmp_path, generated=path, generated_tokens=0, generated_share=0.5)
+    batch = mixed_batches(config, None, corpus).batch(0, 4, 10)
+    assert batch[:, 0].tolist() == [0, 0, 7, 7]
+    path.write_bytes(b"not a tensor")
+    with pytest.raises(ConfigError, match="not the generated text of a run"):
+        mixed_batches(config, None, corpus)
 
 
 def test_bad_options_are_named(tmp_path, corpus):

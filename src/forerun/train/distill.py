@@ -19,51 +19,26 @@ from forerun.train import loop
 from forerun.train.checkpoint import RECORD, round_weights, save_model
 from forerun.train.config import RunConfig, Shape
 from forerun.train.losses import LOSSES, overlap
-from forerun.train.rollout import continue_prompts, rollout_stream
+from forerun.train.on_policy import OnPolicyConfig, mixed_batches
+from forerun.train.rollout import continue_prompts
 from forerun.train.target import forward, held_out_losses
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig(RunConfig):
+class DistillConfig(OnPolicyConfig):
     """What `forerun train draft_model` is told; `held_out` counts where the target's record names no files."""
 
     target: Path | None = None  # folder of the target; none means the bundled one
     loss: str = "lk"  # kl, lk or tv_ce
-    generated_tokens: int = 400_000  # text that the target writes before training; 0 for none
-    generated_share: float = 0.5  # share of the training sequences that come from it
-    greedy_share: float = 0.3  # share of it written at temperature 0, the rest at 1
     shape: Shape = field(default_factory=lambda: Shape(128, 2, 2, 1, 384, 2048))
     tokens: int = 2_400_000
     matrix_lr: float = 0.01
     lr: float = 4e-3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.loss not in LOSSES:
             raise ConfigError(f"loss must be one of {', '.join(sorted(LOSSES))}, not {self.loss!r}")
-        if self.generated_tokens < 0:
-            raise ConfigError(f"generated_tokens must not be negative, not {self.generated_tokens}")
-        for name in ("generated_share", "greedy_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Sequences of two streams: `share` of every batch comes from the second."""
-
-    first: loop.Batches
-    second: loop.Batches
-    share: float
-
-    def batch(self, consumed: int, rows: int, length: int) -> Tensor:
-        """Token ids, int64 [rows, length + 1]."""
-        others = round(rows * self.share)
-        parts = [
-            stream.batch(int(consumed * share), count, length)
-            for stream, share, count in ((self.first, 1 - self.share, rows - others), (self.second, self.share, others))
-            if count
-        ]
-        return torch.cat(parts)
 
 
 def train_draft_model(config: DistillConfig) -> Path:
@@ -76,10 +51,7 @@ def train_draft_model(config: DistillConfig) -> Path:
     train_files, held_out = record_of(config, folder)
     stream = corpora.encode_files(train_files, tokenizer, config.seed)
     test = corpora.encode_files(held_out, tokenizer, config.seed)
-    batches: loop.Batches = corpora.TokenStream(stream, config.seed)
-    if config.generated_tokens and config.generated_share:
-        generated = _generated(config, target, stream)
-        batches = Mixture(batches, corpora.TokenStream(generated, config.seed), config.generated_share)
+    batches = mixed_batches(config, target, stream)
     draft = config.shape.build(target.config.vocab_size, tokenizer.eos_token_id, config.seed)
     inherit_embeddings(draft, target)
     distance = LOSSES[config.loss]
@@ -182,20 +154,3 @@ def record_of(config: RunConfig, folder: Path) -> tuple[list[Path], list[Path]]:
     if not held_out:
         return corpora.split_files(files, config.held_out, config.seed)
     return [path for path in files if path not in names], held_out
-
-
-def _generated(config: DistillConfig, target: PreTrainedModel, stream: Tensor) -> Tensor:
-    """On-policy text, int32 [tokens], written once per run."""
-    path = config.out / "run" / "generated.pt"
-    if config.resume and path.exists():
-        return torch.load(path, weights_only=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    greedy = int(config.generated_tokens * config.greedy_share)
-    parts = [
-        rollout_stream(target, stream, tokens, temperature, config.seed, config.pause_file, config.progress)
-        for tokens, temperature in ((greedy, 0.0), (config.generated_tokens - greedy, 1.0))
-        if tokens
-    ]
-    generated = torch.cat(parts)
-    torch.save(generated, path)
-    return generated

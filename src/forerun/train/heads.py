@@ -23,8 +23,8 @@ from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.train import corpus as corpora
 from forerun.train import loop
-from forerun.train.config import RunConfig
 from forerun.train.distill import load_target, record_of
+from forerun.train.on_policy import OnPolicyConfig, mixed_batches
 
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,
@@ -37,7 +37,7 @@ HEADS: dict[str, type[Head]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadTrainConfig(RunConfig):
+class HeadTrainConfig(OnPolicyConfig):
     """What `forerun train METHOD` is told."""
 
     method: str = "medusa"  # which head
@@ -51,7 +51,10 @@ class HeadTrainConfig(RunConfig):
     lr: float = 1e-3
     matrix_lr: float = 5e-3
 
+    generated_tokens: int = 0
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.method not in HEADS:
             raise ConfigError(f"no head is called {self.method!r}: choose one of {', '.join(sorted(HEADS))}")
         if self.depth < 1:
@@ -68,13 +71,14 @@ def train_head(config: HeadTrainConfig) -> Path:
     torch.manual_seed(config.seed)
     head = HEADS[config.method](sizes)
     train_files, held_out = record_of(config, folder)
-    stream = corpora.TokenStream(corpora.encode_files(train_files, tokenizer, config.seed), config.seed)
+    batches = mixed_batches(config, target, corpora.encode_files(train_files, tokenizer, config.seed))
     test = corpora.encode_files(held_out, tokenizer, config.seed)
     exit_layer = (config.exit_layer or max(1, text.num_hidden_layers // 2)) if config.method == "layerskip" else None
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         assert isinstance(model, Head)
-        return model.loss(lesson(target, batch, exit_layer))
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            return model.loss(lesson(target, batch, exit_layer))
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         rows = test[: 8 * (config.length + 1)].view(8, -1).long()
@@ -82,7 +86,7 @@ def train_head(config: HeadTrainConfig) -> Path:
             return {"held_out_loss": float(loss(model, rows))}
 
     untrained = evaluate(head)["held_out_loss"]
-    state = loop.run(head, stream, loss, config.settings(), evaluate)
+    state = loop.run(head, batches, loss, config.settings(), evaluate)
     record = {
         "target": str(config.target or "forerun:target"),
         "tokens": state.tokens,

@@ -1,0 +1,91 @@
+"""What the target writes itself, mixed into a corpus: the text that a drafter will draft for (DistillSpec, arXiv
+2310.08461)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forerun.core.errors import ConfigError
+from forerun.train import corpus as corpora
+from forerun.train import loop
+from forerun.train.config import RunConfig
+from forerun.train.rollout import rollout_stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyConfig(RunConfig):
+    """Options of trainings that learn from a target's own text too."""
+
+    generated_tokens: int = 400_000  # text that the target writes before training; 0 for none
+    generated_share: float = 0.5  # share of the training sequences that come from it
+    greedy_share: float = 0.3  # share of it written at temperature 0, the rest at 1
+    generated: Path | None = None  # text of an earlier run (its run/generated.pt) instead of new text
+
+    def __post_init__(self) -> None:
+        if self.generated_tokens < 0:
+            raise ConfigError(f"generated_tokens must not be negative, not {self.generated_tokens}")
+        for name in ("generated_share", "greedy_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sequences of two streams: `share` of every batch comes from the second."""
+
+    first: loop.Batches
+    second: loop.Batches
+    share: float
+
+    def batch(self, consumed: int, rows: int, length: int) -> Tensor:
+        """Token ids, int64 [rows, length + 1]."""
+        others = round(rows * self.share)
+        parts = [
+            stream.batch(int(consumed * share), count, length)
+            for stream, share, count in ((self.first, 1 - self.share, rows - others), (self.second, self.share, others))
+            if count
+        ]
+        return torch.cat(parts)
+
+
+def mixed_batches(config: OnPolicyConfig, target: PreTrainedModel, stream: Tensor) -> loop.Batches:
+    """The corpus ``stream``, int32 [tokens], with ``generated_share`` of every batch from the target's own text.
+
+    Raises ConfigError if ``generated`` names no readable text."""
+    batches: loop.Batches = corpora.TokenStream(stream, config.seed)
+    if not config.generated_share or (config.generated is None and not config.generated_tokens):
+        return batches
+    generated = _generated(config, target, stream)
+    return Mixture(batches, corpora.TokenStream(generated, config.seed), config.generated_share)
+
+
+def _generated(config: OnPolicyConfig, target: PreTrainedModel, stream: Tensor) -> Tensor:
+    """On-policy text, int32 [tokens], written once per run."""
+    path = config.generated or config.out / "run" / "generated.pt"
+    if config.generated or (config.resume and path.exists()):
+        return read(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    greedy = int(config.generated_tokens * config.greedy_share)
+    parts = [
+        rollout_stream(target, stream, tokens, temperature, config.seed, config.pause_file, config.progress)
+        for tokens, temperature in ((greedy, 0.0), (config.generated_tokens - greedy, 1.0))
+        if tokens
+    ]
+    generated = torch.cat(parts)
+    torch.save(generated, path)
+    return generated
+
+
+def read(path: Path) -> Tensor:
+    """Token ids of an earlier run, int32 [tokens]."""
+    try:
+        text = torch.load(path, weights_only=True)
+    except (OSError, UnpicklingError, RuntimeError) as error:
+        raise ConfigError(f"{path} is not the generated text of a run: {str(error).splitlines()[0]}") from error
+    if not isinstance(text, Tensor) or text.dtype != torch.int32 or text.ndim != 1:
+        raise ConfigError(f"{path} is not the generated text of a run: it must hold one int32 vector of token ids")
+    return text
