@@ -14,7 +14,8 @@ from forerun import LLM, ConfigError, ForerunError, SamplingParams, drafters
 from forerun.speculate.draft.heads.base import Sizes
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.train.heads import HEADS, HeadTrainConfig, lesson, train_head
+from forerun.train.heads import HEADS, HeadTrainConfig, train_head
+from forerun.train.lessons import lesson
 
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -1,6 +1,7 @@
 """Both training commands end to end on a tiny corpus."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from forerun.core.errors import ConfigError, ModelError
 from forerun.train.config import Shape
 from forerun.train.corpus import TokenStream
-from forerun.train.distill import DistillConfig, acceptance, inherit_embeddings, train_draft_model
+from forerun.train.distill import DistillConfig, acceptance, inherit_embeddings, load_target, train_draft_model
 from forerun.train.on_policy import Mixture, mixed_batches
 from forerun.train.report import report
 from forerun.train.rollout import continue_prompts
@@ -169,7 +170,44 @@ def test_bad_options_are_named(tmp_path, corpus):
         train_target(TargetConfig(out=tmp_path, corpus=tmp_path / "nowhere"))
 
 
-def test_a_target_that_cannot_be_loaded_is_an_error(tmp_path, corpus):
-    (tmp_path / "config.json").write_text("{")
+def damaged(folder, target, damage):
+    """A copy of the target with one thing wrong."""
+    shutil.copytree(target, folder)
+    config = json.loads((folder / "config.json").read_text())
+    weights = (folder / "model.safetensors").read_bytes()
+    match damage:
+        case "config":
+            (folder / "config.json").write_text("{")
+        case "kind":
+            (folder / "config.json").write_text(json.dumps({**config, "model_type": "no such model"}))
+        case "shape":
+            (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+        case "type":
+            (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+        case "no weights":
+            (folder / "model.safetensors").unlink()
+        case "cut weights":
+            (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+        case "tokenizer":
+            (folder / "tokenizer.json").write_text("{}")
+        case "tokenizer config":
+            (folder / "tokenizer_config.json").write_text("[]")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["config", "kind", "shape", "type", "no weights", "cut weights", "tokenizer", "tokenizer config"],
+)
+def test_a_target_that_cannot_be_loaded_is_an_error(tmp_path, target, damage):
     with pytest.raises(ModelError, match="is not a model that can be loaded"):
-        train_draft_model(DistillConfig(out=tmp_path / "out", target=tmp_path, corpus=corpus))
+        load_target(damaged(tmp_path / "target", target, damage))
+
+
+def test_a_mistake_of_ours_is_not_taken_for_a_bad_target(target, monkeypatch):
+    def broken(*args, **options):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("forerun.train.distill.AutoModelForCausalLM.from_pretrained", broken)
+    with pytest.raises(ZeroDivisionError):
+        load_target(target)

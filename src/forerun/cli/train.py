@@ -14,6 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.train.config import RunConfig, Shape
 from forerun.train.distill import DistillConfig, train_draft_model
 from forerun.train.heads import HEADS, HeadTrainConfig, train_head
+from forerun.train.joint import JointConfig, train_joint
 from forerun.train.target import TargetConfig, train_target
 
 app = typer.Typer(help="Train a target, or what speculates for it.", rich_markup_mode="rich")
@@ -66,3 +67,11 @@ for head in HEADS:
             method=head,
         )
     )
+app.command("medusa2")(
+    command(
+        JointConfig,
+        train_joint,
+        "Train medusa heads together with a copy of their target; OUT/target is then the model, OUT/head its head.",
+        sized=False,
+    )
+)

@@ -83,6 +83,12 @@ def encode_files(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seed
     return torch.tensor(stream, dtype=torch.int32)
 
 
+def whole_rows(stream: Tensor, length: int) -> Tensor:
+    """A stream cut into whole rows, int64 [rows, length]; one short row if that is all there is."""
+    length = min(length, len(stream))
+    return stream[: len(stream) // length * length].long().view(-1, length)
+
+
 @dataclass(frozen=True)
 class TokenStream:
     """Training sequences cut from a stream of tokens; which ones is a function of the tokens consumed so far.

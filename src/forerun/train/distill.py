@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,6 +24,11 @@ from forerun.train.losses import LOSSES, overlap
 from forerun.train.on_policy import OnPolicyConfig, mixed_batches
 from forerun.train.rollout import continue_prompts
 from forerun.train.target import forward, held_out_losses
+
+UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
+"""What transformers raises for a folder that holds no model, a damaged one, or one of another kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,7 @@ def train_draft_model(config: DistillConfig) -> Path:
         return distance(p_logits, forward(model, batch[:, :-1])).mean()
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        return acceptance(target, model, _rows(test[:16_385], settings.length))
+        return acceptance(target, model, corpora.whole_rows(test[:16_385], settings.length))
 
     state = loop.run(draft, batches, loss, settings, evaluate)
     round_weights(draft)
@@ -91,8 +98,9 @@ def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
             folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise ModelError(f"{folder} is not a model that can be loaded: {str(error).splitlines()[0]}") from error
+    except UNREADABLE as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{folder} is not a model that can be loaded: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {folder} has no EOS token to separate documents with")
     return target.eval().requires_grad_(False), tokenizer
@@ -131,18 +139,12 @@ def acceptance(target: nn.Module, draft: nn.Module, tokens: Tensor, skip: int = 
 def measure_alpha(target: PreTrainedModel, draft: nn.Module, test: Tensor, seed: int) -> dict[str, dict[str, float]]:
     """alpha over held-out text, and over what the target writes after held-out prompts at temperatures 1 and 0."""
     prompt, new = 64, 128
-    result = {"held_out_text": acceptance(target, draft, _rows(test, 512))}
-    prompts = _rows(test, prompt)[:: max(1, len(test) // prompt // 64)]
+    result = {"held_out_text": acceptance(target, draft, corpora.whole_rows(test, 512))}
+    prompts = corpora.whole_rows(test, prompt)[:: max(1, len(test) // prompt // 64)]
     for temperature in (1.0, 0.0):
         text = continue_prompts(target, prompts, new, temperature, seed)
         result[f"generated_at_{temperature:.0f}"] = acceptance(target, draft, text, skip=prompt - 1)
     return result
-
-
-def _rows(stream: Tensor, length: int) -> Tensor:
-    """A stream cut into whole rows, int64 [rows, length]; one short row if that is all there is."""
-    length = min(length, len(stream))
-    return stream[: len(stream) // length * length].long().view(-1, length)
 
 
 def record_of(config: RunConfig, folder: Path) -> tuple[list[Path], list[Path]]:

@@ -1,6 +1,6 @@
 """`forerun train medusa | blockwise | eagle | parallel | lookahead | layerskip`: heads on a frozen target.
 
-The loss belongs to the head; what is generic is here: the target's hidden states and distributions over text.
+The loss belongs to the head; lessons.py gives it the target's hidden states and distributions over text.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError
-from forerun.speculate.draft.heads.base import Head, Lesson, Sizes
+from forerun.speculate.draft.heads.base import Head, Sizes
 from forerun.speculate.draft.heads.blockwise import BlockwiseHead
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.lookahead import LookaheadHead
@@ -24,6 +23,7 @@ from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.distill import load_target, record_of
+from forerun.train.lessons import lesson
 from forerun.train.on_policy import OnPolicyConfig, mixed_batches
 
 HEADS: dict[str, type[Head]] = {
@@ -81,7 +81,7 @@ def train_head(config: HeadTrainConfig) -> Path:
             return model.loss(lesson(target, batch, exit_layer))
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        rows = test[: 8 * (config.length + 1)].view(8, -1).long()
+        rows = corpora.whole_rows(test, config.length + 1)[:8]
         with torch.no_grad():
             return {"held_out_loss": float(loss(model, rows))}
 
@@ -98,24 +98,3 @@ def train_head(config: HeadTrainConfig) -> Path:
     }
     head.save(config.out, record)
     return config.out
-
-
-def lesson(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> Lesson:
-    """The frozen target's view of token ids [rows, length]. With ``exit_layer``, what it has made of them there,
-    through its final norm, stands in for the last hidden state."""
-    with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16):
-        out = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
-    hidden = {index: state.float() for index, state in enumerate(out.hidden_states)}
-    if exit_layer is not None:
-        with torch.no_grad():
-            hidden[len(hidden) - 1] = target.get_decoder().norm(out.hidden_states[exit_layer]).float()
-    embedding: Any = target.get_input_embeddings().weight
-    head: Any = target.get_output_embeddings().weight
-    return Lesson(
-        tokens=tokens,
-        hidden=hidden,
-        logits=out.logits.float(),
-        embedding=embedding.float(),
-        head=head.float(),
-        target=target,
-    )

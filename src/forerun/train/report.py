@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from forerun import pretrained
+from forerun.speculate.draft.heads.base import FORMAT
 from forerun.train.checkpoint import RECORD
 
 HEAD = """# Bundled models
 
-A Python-code target and a draft distilled from it, both trained on CPython's standard library (PSF licence) with
-`forerun train`. `forerun.pretrained.path("target")` is a folder that transformers can load. Written by
-`python -m forerun.train.report` from the `training.json` beside each model's weights.
+A Python-code target, a draft distilled from it and heads that read its hidden states, all trained on CPython's standard
+library (PSF licence) with `forerun train`. `forerun.pretrained.path("target")` is a folder that transformers can load.
+Written by `python -m forerun.train.report` from the `training.json` beside each model's weights and from the heads' own
+configurations.
 
 Losses are nats per token on the held-out files, cut into sequences of the length named. alpha is the mean over
 positions of sum min(p, q) at temperature 1 (Leviathan et al., arXiv 2211.17192) and, at temperature 0, the share of
@@ -26,6 +28,9 @@ def report(folder: Path) -> str:
     for name in sorted(records, key=lambda name: (name != "target", name)):
         size = (folder / name / "model.safetensors").stat().st_size
         parts.append(_section(name, records[name], size))
+    heads = [path.parent for path in sorted(folder.glob("*/config.json")) if FORMAT in path.read_text()]
+    if heads:
+        parts.append(_heads(heads))
     return "\n".join(parts)
 
 
@@ -51,6 +56,28 @@ def _section(name: str, record: dict[str, Any], size: int) -> str:
     if "held_out_files" in record and name == "target":
         lines += ["Held-out files: " + ", ".join(f"`{file}`" for file in record["held_out_files"]) + ".", ""]
     return "\n".join(lines)
+
+
+def _heads(folders: list[Path]) -> str:
+    """One row a head. Losses are the heads' own, summed over the positions ahead as each method weights them, so that
+    they compare with the untrained head's and not with another method's."""
+    lines = [
+        "## Heads",
+        "",
+        "Losses are each method's own, summed over the positions ahead: compare them with the untrained head's only.",
+        "",
+        "| head | tokens ahead | weights | trained on | held-out loss | untrained | options |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        size = (folder / "model.safetensors").stat().st_size
+        lines.append(
+            f"| {folder.name} | {config['depth']} | {size / 1e6:.2f} MB | {config['tokens']:,} tokens, "
+            f"{config['seconds'] / 60:.0f} minutes | {config['held_out_loss']:.2f} | {config['untrained_loss']:.2f} | "
+            f"{_plain(config['options']) if config['options'] else ''} |"
+        )
+    return "\n".join([*lines, ""])
 
 
 def _plain(value: Any) -> str:

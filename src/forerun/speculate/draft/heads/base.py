@@ -18,6 +18,7 @@ from forerun.core.errors import ConfigError, ModelError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
+from forerun.models.fingerprint import fingerprint
 from forerun.models.load import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
@@ -65,6 +66,8 @@ class Head(nn.Module, ABC):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.sizes = sizes
+        self.record: dict[str, Any] = {}
+        """What its file says of it besides its sizes: how it was trained, and with which target."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -98,6 +101,7 @@ class Head(nn.Module, ABC):
             head.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
         except RuntimeError as error:
             raise ModelError(f"{folder}: the weights do not fit their config: {str(error).splitlines()[0]}") from error
+        head.record = {name: value for name, value in config.items() if name not in (FORMAT, *vars(head.sizes))}
         return head
 
 
@@ -145,6 +149,12 @@ class HeadDrafter(Drafter[C]):
         if config.num_speculative_tokens > sizes.depth:
             raise ConfigError(f"this {self.name} head guesses {sizes.depth} tokens ahead, not "
                               f"{config.num_speculative_tokens}")  # fmt: skip
+        made_with = self.head.record.get("target_fingerprint")
+        if made_with is not None and made_with != fingerprint(resolve(info.name)):
+            raise ConfigError(
+                f"this {self.name} head was trained together with the weights saved in {self.head.record['target']}, "
+                f"which {info.name} does not hold: load that folder as the model"
+            )
         self.needs = Needs(hidden=self.head.layers, model=True)
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         self.seen: dict[int, int] = {}

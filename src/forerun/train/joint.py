@@ -1,0 +1,160 @@
+"""`forerun train medusa2`: heads trained together with a copy of their target, which then is the target.
+
+Cai et al., arXiv 2401.10774, section 2.2.2: the heads learn alone first, then heads and copy learn together on
+L = L_LM + head_weight * sum_k 0.8^k L_k, the copy at a smaller learning rate. With ``self_distillation`` (section
+2.3.2) L_LM is KL(original || copy), so that the copy answers nearly as the original does; otherwise it is the next
+token's cross entropy. Speculation is lossless with respect to the copy, not to the original.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from forerun import pretrained
+from forerun.core.errors import ConfigError
+from forerun.models.fingerprint import fingerprint
+from forerun.speculate.draft.heads.base import Sizes
+from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun.train import corpus as corpora
+from forerun.train import loop
+from forerun.train.checkpoint import round_weights, save_model
+from forerun.train.distill import load_target, record_of
+from forerun.train.lessons import lesson, view
+from forerun.train.losses import kl
+from forerun.train.on_policy import OnPolicyConfig, mixed_batches
+from forerun.train.target import held_out_losses
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointConfig(OnPolicyConfig):
+    """What `forerun train medusa2` is told; ``out`` gets the folders ``target`` and ``head``."""
+
+    target: Path | None = None  # folder of the target that is copied; none means the bundled one
+    depth: int = 5  # tokens ahead that the heads learn to guess
+    warmup_tokens: int = 300_000  # tokens that the heads alone learn from first
+    tokens: int = 600_000
+    head_weight: float = 0.2  # lambda_0: weight of the heads' loss beside the copy's own
+    backbone_rate: float = 0.25  # the copy's learning rates, as a share of the heads'
+    self_distillation: bool = False  # keep the copy close to the original instead of to the text
+    generated_tokens: int = 0
+    length: int = 256
+    long_share: float = 0.0
+    lr: float = 1e-3
+    matrix_lr: float = 5e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("depth", "warmup_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("head_weight", "backbone_rate"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+
+
+class Joint(nn.Module):
+    """A copy of the target and the heads on it."""
+
+    def __init__(self, target: PreTrainedModel, head: MedusaHead) -> None:
+        super().__init__()
+        self.target = target
+        self.head = head
+
+
+def joint_losses(model: Joint, batch: Tensor, original: PreTrainedModel | None) -> tuple[Tensor, Tensor]:
+    """The copy's own loss and the heads', both means in nats, of token ids [rows, length + 1].
+
+    The copy's is KL(``original`` || copy), or the next token's cross entropy without one. The heads learn the copy's
+    distributions, which they do not pull towards themselves; its states and output layer do learn from their loss.
+    """
+    seen = view(model.target, batch)
+    with torch.autocast(batch.device.type, torch.bfloat16):
+        heads = model.head.loss(replace(seen, logits=seen.logits.detach()))
+    if original is not None:
+        own = kl(lesson(original, batch).logits, seen.logits).mean()
+    else:
+        own = functional.cross_entropy(seen.logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+    return own, heads
+
+
+def train_joint(config: JointConfig) -> Path:
+    """Trains heads and copy; gives ``out``. ``out/target`` is a checkpoint like any other, ``out/head`` its head."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    folder = config.target or pretrained.path("target")
+    original, tokenizer = load_target(folder)
+    train_files, held_out = record_of(config, folder)
+    stream = corpora.encode_files(train_files, tokenizer, config.seed)
+    batches = mixed_batches(config, original, stream)
+    test = corpora.encode_files(held_out, tokenizer, config.seed)
+    model = _copy_with_heads(original, config)
+    settings = config.settings()
+    rows = corpora.whole_rows(test, settings.length + 1)[:8]
+    figures: dict[str, Figures] = {"untrained": _look(model, original, rows)}
+
+    def head_loss(model: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(model, Joint)
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            return model.head.loss(lesson(model.target, batch))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(model, Joint)
+        own, heads = joint_losses(model, batch, original if config.self_distillation else None)
+        return own + config.head_weight * heads
+
+    warm = replace(settings, out=config.out / "run" / "heads", tokens=config.warmup_tokens)
+    warmed = loop.run(model, batches, head_loss, warm, lambda model: _look(model, original, rows))
+    figures["after_warmup"] = _look(model, original, rows)
+    model.requires_grad_(True)
+    plan = replace(settings, out=config.out / "run" / "joint", rates={"target.": config.backbone_rate})
+    state = loop.run(model, batches, loss, plan, lambda model: _look(model, original, rows))
+    round_weights(model)
+    figures["trained"] = _look(model, original, rows)
+    trained = {"tokens": warmed.tokens + state.tokens, "figures": figures}
+    record = {
+        **trained,
+        "kind": "medusa2",
+        "original": str(config.target or "forerun:target"),
+        "corpus": corpora.describe(config.corpus),
+        "seed": config.seed,
+        "steps": warmed.steps + state.steps,
+        "seconds": round(warmed.seconds + state.seconds),
+        "plans": state.plans,
+        "parameters": sum(parameter.numel() for parameter in model.target.parameters()),
+        "corpus_tokens": len(stream),
+        "held_out_files": [path.relative_to(config.corpus).as_posix() for path in held_out],
+        "held_out_tokens": len(test),
+        "held_out_loss": held_out_losses(model.target, test, settings),
+        "recipe": config.recipe(),
+    }
+    folder = save_model(model.target, tokenizer, config.out / "target", record)
+    model.head.save(config.out / "head", {"target": str(folder), "target_fingerprint": fingerprint(folder), **trained})
+    return config.out
+
+
+def _copy_with_heads(original: PreTrainedModel, config: JointConfig) -> Joint:
+    """A float32 copy, frozen so far, and untrained heads."""
+    text = original.config.get_text_config()
+    torch.manual_seed(config.seed)
+    head = MedusaHead(Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers, config.depth))
+    copy = deepcopy(original)
+    nn.Module.to(copy, torch.float32)
+    return Joint(copy.requires_grad_(False), head)
+
+
+@torch.no_grad()
+def _look(model: nn.Module, original: PreTrainedModel, rows: Tensor) -> Figures:
+    """On held-out rows: the copy's loss, the heads', and the copy's distance from the original, nats per token."""
+    assert isinstance(model, Joint)
+    language, heads = joint_losses(model, rows, None)
+    distance, _ = joint_losses(model, rows, original)
+    return {"loss": float(language), "head_loss": float(heads), "distance": float(distance)}

@@ -1,0 +1,37 @@
+"""What a target sees in a text, as the losses of heads want it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forerun.speculate.draft.heads.base import Lesson
+
+
+def lesson(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> Lesson:
+    """The frozen target's view of token ids [rows, length]. With ``exit_layer``, what it has made of them there,
+    through its final norm, stands in for the last hidden state."""
+    with torch.no_grad():
+        return view(target, tokens, exit_layer)
+
+
+def view(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> Lesson:
+    """``lesson`` with gradients through the target, where they are on."""
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        out = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
+        hidden = {index: state.float() for index, state in enumerate(out.hidden_states)}
+        if exit_layer is not None:
+            hidden[len(hidden) - 1] = target.get_decoder().norm(out.hidden_states[exit_layer]).float()
+    embedding: Any = target.get_input_embeddings().weight
+    head: Any = target.get_output_embeddings().weight
+    return Lesson(
+        tokens=tokens,
+        hidden=hidden,
+        logits=out.logits.float(),
+        embedding=embedding.float(),
+        head=head.float(),
+        target=target,
+    )
