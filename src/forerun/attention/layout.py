@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from forerun.attention.mask import FOLDED
 from forerun.cache.pool import Pool
 from forerun.core.batch import Batch, Span
 
@@ -50,31 +51,37 @@ class Where:
 
 @dataclass(slots=True)
 class Path:
-    """One root-to-leaf path of a tree: ``stored`` rows at the places plain decoding would use, then the calls for the
-    rows that no earlier path has attended."""
+    """One root-to-leaf path of a tree: the ``count`` stored rows from ``stored`` on belong in the columns from
+    ``first`` on, where plain decoding would have them; then come the calls for the rows not attended before."""
 
-    stored: torch.Tensor
-    where: Where
+    stored: int
+    first: int
+    count: int
     calls: list[Call]
 
 
 @dataclass(slots=True)
+class Tree:
+    """A tree attended path by path. Its calls count their ``offset`` in ``rows``."""
+
+    rows: torch.Tensor
+    """The batch's rows in the order attended, then ``FOLDED - 1`` spare ones."""
+    stored: torch.Tensor
+    """The batch's rows as the paths lay them out, one path after the other."""
+    span: Call
+    """All the keys that a path sees, for one sequence."""
+    paths: list[Path]
+
+
+@dataclass(slots=True)
 class Layout:
-    """The plan of one forward."""
+    """The plan of one forward. Trees come first, then calls; ``order`` lists where in their results, end to end, each
+    of the batch's rows is (None: in place)."""
 
     where: Where
     calls: list[Call] = field(default_factory=list)
-    paths: list[Path] = field(default_factory=list)
-
-    @property
-    def in_order(self) -> bool:
-        """Whether the calls' rows, end to end, are the batch's rows."""
-        at = 0
-        for call in self.calls:
-            if call.rows is not None or call.offset != at:
-                return False
-            at += call.count * len(call.spans)
-        return not self.paths
+    trees: list[Tree] = field(default_factory=list)
+    order: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -127,16 +134,24 @@ class Planner:
     def plan(self, batch: Batch) -> Layout:
         layout = Layout(self._where(batch))
         parts: list[Call] = []
+        attended: list[int] = []
         for index, (span, offset) in enumerate(zip(batch.spans, batch.offsets)):
             if span.parents is None:
                 parts.extend(self._chain(span, index, span.start + span.stored, span.count, offset))
             elif self.exact and not span.stored:
-                layout.paths.extend(self._path(leaf, span, index, offset) for leaf in leaves(span))
+                tree, rows = self._tree(span, index, offset)
+                layout.trees.append(tree)
+                attended += rows
             else:
                 columns = -(-span.end // self.key_multiple) * self.key_multiple
                 pages = self._pages(span.key, columns)
                 parts.append(Call([index], span.count, [span.start], columns, pages, offset, tree=True))
         layout.calls = parts if len(parts) < 2 else list(self._merge(parts))
+        for call in layout.calls:
+            listed = range(call.offset, call.offset + call.count * len(call.spans))
+            attended += listed if call.rows is None else call.rows.tolist()
+        if attended != list(range(batch.num_rows)):
+            layout.order = torch.tensor(attended, device=self.pool.device).argsort()
         return layout
 
     def _chain(self, span: Span, index: int, first: int, count: int, offset: int) -> Iterator[Call]:
@@ -144,24 +159,33 @@ class Planner:
             columns = -(-(first + count) // self.key_multiple) * self.key_multiple
             yield Call([index], count, [first], columns, self._pages(span.key, columns), offset)
             return
+        for at, take, columns in self._pieces(first, count):
+            yield Call([index], take, [at], columns, self._pages(span.key, columns), offset + at - first)
+
+    def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """``count`` positions from ``first`` on, cut where the number of keys changes: position, count, columns."""
         end = first + count
         while first < end:
             columns = (first // self.key_multiple + 1) * self.key_multiple
-            take = min(end, columns) - first
-            yield Call([index], take, [first], columns, self._pages(span.key, columns), offset)
-            first += take
-            offset += take
+            yield first, min(end, columns) - first, columns
+            first = columns
 
-    def _path(self, leaf: _Leaf, span: Span, index: int, offset: int) -> Path:
+    def _tree(self, span: Span, index: int, offset: int) -> tuple[Tree, list[int]]:
+        stored: list[int] = []
+        rows: list[int] = []
+        paths = []
+        for leaf in leaves(span):
+            calls = []
+            for at, take, columns in self._pieces(span.start + leaf.done, len(leaf.rows) - leaf.done):
+                calls.append(Call([index], take, [at], columns, 0, len(rows) + at - span.start - leaf.done))
+            paths.append(Path(len(stored), span.start + leaf.placed, len(leaf.rows) - leaf.placed, calls))
+            stored += [offset + row for row in leaf.rows[leaf.placed :]]
+            rows += [offset + row for row in leaf.rows[leaf.done :]]
+        columns = max(call.columns for path in paths for call in path.calls)
+        whole = Call([index], span.count, [span.start], columns, self._pages(span.key, columns))
         device = self.pool.device
-        calls = []
-        for call in self._chain(span, index, span.start + leaf.done, len(leaf.rows) - leaf.done, leaf.done):
-            rows = leaf.rows[call.offset : call.offset + call.count]
-            call.rows = torch.tensor([offset + row for row in rows], device=device)
-            calls.append(call)
-        stored = torch.tensor([offset + row for row in leaf.rows[leaf.placed :]], device=device)
-        where = self._entries([(span.key, span.start + leaf.placed, span.start + len(leaf.rows))])
-        return Path(stored, where, calls)
+        padded = torch.tensor(rows + rows[-1:] * (FOLDED - 1), device=device)
+        return Tree(padded, torch.tensor(stored, device=device), whole, paths), rows
 
     def _where(self, batch: Batch) -> Where:
         return self._entries([(span.key, span.start + span.stored, span.end) for span in batch.spans])

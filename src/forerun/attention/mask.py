@@ -41,8 +41,8 @@ def tree_mask(span: Span, columns: int, window: int | None, dtype: torch.dtype) 
 
 
 def repeat(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """A mask [rows, columns] for folded queries: group-major, padded with its last row."""
-    mask = mask.repeat(groups, 1)
+    """A mask [rows, columns] for folded queries: ``groups`` times each row, padded with the last one."""
+    mask = mask.repeat_interleave(groups, dim=0)
     spare = -mask.shape[0] % FOLDED
     return torch.cat([mask, mask[-1:].expand(spare, -1)]) if spare else mask
 

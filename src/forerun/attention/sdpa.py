@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from forerun.attention.layout import Call, Layout, Planner, Where
+from forerun.attention.layout import Call, Layout, Planner, Tree, Where
 from forerun.attention.mask import FOLDED, ChainMasks, repeat, tree_mask
-from forerun.cache.pool import Pool
+from forerun.cache.pool import Pool, adjacent
 from forerun.core.batch import Batch
 
 
@@ -44,28 +44,18 @@ class SdpaAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         layout: Layout = batch.plan["sdpa"]
+        how = (batch, scale, window, softcap)
+        parts = [self._attend_tree(layer, q, k, v, tree, *how) for tree in layout.trees]
         count = batch.num_rows
-        done: list[tuple[Call, torch.Tensor]] = []
-        for path in layout.paths:
-            self._write(layer, k[path.stored], v[path.stored], path.where)
-            done += [(call, self._attend(layer, q, call, batch, scale, window, softcap)) for call in path.calls]
         spare = q.shape[0] - count
         self._write(layer, k[:count] if spare else k, v[:count] if spare else v, layout.where)
-        done += [(call, self._attend(layer, q, call, batch, scale, window, softcap)) for call in layout.calls]
+        parts += [self._attend(layer, q, call, *how) for call in layout.calls]
         if count == 1:
-            return done[0][1].expand(q.shape[0], -1) if spare else done[0][1]
-        parts = [out for _, out in done]
-        if layout.in_order:
-            if spare:
-                parts.append(parts[-1][-1:].expand(spare, -1))
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        result = parts[0].new_zeros(q.shape[0], parts[0].shape[1])
-        for call, out in done:
-            if call.rows is not None:
-                result[call.rows] = out
-            else:
-                result[call.offset : call.offset + out.shape[0]] = out
-        return result
+            return parts[0].expand(q.shape[0], -1) if spare else parts[0]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if layout.order is not None:
+            out = out.index_select(0, layout.order)
+        return torch.cat([out, out[-1:].expand(spare, -1)]) if spare else out
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor, where: Where) -> None:
         if where.places is not None:
@@ -90,11 +80,42 @@ class SdpaAttention:
         elif q.shape[0] != sequences * rows:
             q = q[call.offset : call.offset + sequences * rows]
         groups = q.shape[1] // k.shape[1]
-        key = (1 if rows == 1 else groups, window)
-        if key not in call.masks:
-            call.masks[key] = self._mask(batch, call, *key)
-        out = attend(fold(q, sequences, k.shape[1]), k, v, call.masks[key], scale, softcap)
+        mask = self._mask(batch, call, groups, window)
+        out = attend(fold(q, sequences, k.shape[1]), k, v, mask, scale, softcap)
         return unfold(out, rows, groups)
+
+    def _attend_tree(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tree: Tree,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """[rows, heads * value width] in the tree's order. Path after path lays its rows where plain decoding has
+        them, in the pool itself or, behind a page table, in a copy."""
+        keys, values = self._keys_and_values(layer, tree.span)
+        groups = q.shape[1] // keys.shape[1]
+        folded = fold(q.index_select(0, tree.rows), 1, keys.shape[1])
+        places = [(home, rows.index_select(0, tree.stored)) for home, rows in _sides(keys[0], values[0], k, v)]
+        parts = []
+        for path in tree.paths:
+            for home, rows in places:
+                home.narrow(0, path.first, path.count).copy_(rows.narrow(0, path.stored, path.count))
+            for call in path.calls:
+                size = groups * call.count
+                part = folded.narrow(2, groups * call.offset, -(-size // FOLDED) * FOLDED)
+                seen = keys, values
+                if call.columns < tree.span.columns:
+                    seen = keys.narrow(2, 0, call.columns), values.narrow(2, 0, call.columns)
+                mask = self._mask(batch, call, groups, window)
+                parts.append(attend(part, *seen, mask, scale, softcap).narrow(2, 0, size))
+        out = torch.cat(parts, dim=2)
+        return unfold(out, out.shape[2] // groups, groups)
 
     def _keys_and_values(self, layer: int, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """[sequences, kv heads, columns, width] of one layer."""
@@ -113,6 +134,13 @@ class SdpaAttention:
     def _mask(self, batch: Batch, call: Call, groups: int, window: int | None) -> torch.Tensor | None:
         """Additive mask, [folded rows, columns] or [sequences, 1, folded rows, columns]; None hides nothing. All the
         folded rows of a single row share one."""
+        groups = 1 if call.count == 1 else groups
+        key = (groups, window)
+        if key not in call.masks:
+            call.masks[key] = self._make_mask(batch, call, groups, window)
+        return call.masks[key]
+
+    def _make_mask(self, batch: Batch, call: Call, groups: int, window: int | None) -> torch.Tensor | None:
         rows, columns = call.count, call.columns
         if call.tree:
             mask = tree_mask(batch.spans[call.spans[0]], columns, window, self.masks.dtype)
@@ -123,8 +151,18 @@ class SdpaAttention:
         return masks[0] if len(masks) == 1 else torch.stack(masks)[:, None]
 
 
+def _sides(
+    keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Where rows belong and the rows, [columns, heads, width] and [rows, heads, width]: keys, then values, or both in
+    one where they lie side by side. ``keys`` and ``values`` are [heads, columns, width]."""
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    home, rows = adjacent(keys, values), adjacent(k, v)
+    return [(keys, k), (values, v)] if home is None or rows is None else [(home, rows)]
+
+
 def fold(q: torch.Tensor, sequences: int, kv_heads: int) -> torch.Tensor:
-    """q [sequences * rows, heads, width] -> [sequences, kv heads, groups * rows and padding, width].
+    """q [sequences * rows, heads, width] -> [sequences, kv heads, rows * groups and padding, width].
 
     The queries that share a KV head become rows of one call: ``enable_gqa`` is 5 to 8 times slower on CPU for one
     row in bfloat16. A single row is padded by letting each KV head's rows run on into the next head's, which costs
@@ -132,7 +170,7 @@ def fold(q: torch.Tensor, sequences: int, kv_heads: int) -> torch.Tensor:
     """
     total, heads, width = q.shape
     rows, groups = total // sequences, heads // kv_heads
-    folded = groups * rows
+    folded = rows * groups
     padded = -(-folded // FOLDED) * FOLDED
     if rows == 1:
         by_row, by_head, _ = q.stride()
@@ -140,11 +178,11 @@ def fold(q: torch.Tensor, sequences: int, kv_heads: int) -> torch.Tensor:
         end = start + (sequences - 1) * by_row + ((kv_heads - 1) * groups + padded - 1) * by_head + width
         if end * q.element_size() <= q.untyped_storage().nbytes():
             return q.as_strided((sequences, kv_heads, padded, width), (by_row, groups * by_head, by_head, 1), start)
-    split = q.unflatten(0, (sequences, rows)).unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4)
+    split = q.view(sequences, rows, kv_heads, groups, width).transpose(1, 2)
     if padded == folded:
         return split.reshape(sequences, kv_heads, folded, width)
     result = q.new_zeros(sequences, kv_heads, padded, width)
-    result[:, :, :folded].unflatten(2, (groups, rows)).copy_(split)
+    result[:, :, :folded].view(split.shape).copy_(split)
     return result
 
 
@@ -153,8 +191,8 @@ def unfold(out: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
     sequences, kv_heads, folded, width = out.shape
     if rows == 1:
         return (out if folded == groups else out[:, :, :groups]).reshape(sequences, kv_heads * groups * width)
-    split = out[:, :, : groups * rows].unflatten(2, (groups, rows))
-    return split.permute(0, 3, 1, 2, 4).reshape(sequences * rows, kv_heads * groups * width)
+    split = out[:, :, : rows * groups].unflatten(2, (rows, groups))
+    return split.transpose(1, 2).reshape(sequences * rows, kv_heads * groups * width)
 
 
 def attend(
