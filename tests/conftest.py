@@ -24,6 +24,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the whole conformance matrix, not a pairwise part of it")
+    parser.addoption("--conformance-table", metavar="FILE", help="write what tests/conformance found as markdown")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from harness import LONGEST, SETS, Answer, answers, run
 from matrix import Case, additions
+from table import PROPERTY, markdown
 
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -63,3 +65,17 @@ def plain(engine: Callable[..., Engine]) -> Callable[..., list[Answer]]:
         return answers(run(engine(path=path, max_num_seqs=1), SETS[which]))
 
     return get
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A case of the matrix carries its place there to the table."""
+    combination = getattr(item, "callspec", None) and item.callspec.params.get("combination")
+    if combination is not None:
+        item.user_properties.append((PROPERTY, tuple(combination)))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    file = config.getoption("--conformance-table")
+    if file is not None:
+        command = shlex.join(["pytest", *config.invocation_params.args])
+        Path(file).write_text(markdown(terminalreporter.stats, command), encoding="utf-8")

@@ -10,9 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun import SamplingParams
-from forerun.bench.contenders import EngineContender, method_configs
+from forerun.bench.contenders import EngineContender
+from forerun.bench.methods import method_configs, runnable, shape, with_trees
 from forerun.bench.peers import peer_contenders
 from forerun.bench.prompts import make_prompts, repetition_rate
+from forerun.bench.rows import acceptance_by_position
 from forerun.bench.shapes import bytes_per_token, random_checkpoint
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
@@ -20,13 +22,17 @@ from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from forerun.plan.estimate import Costs, Sample, measure, shares
 from forerun.plan.planner import CostCurve, Estimate, predict, recommend
+from forerun.speculate.draft import drafters
 from forerun.theory import predicted_speedup
 
 CONTRACT = {
     "method", "accept", "temperature", "concurrency", "tokens_per_second", "speedup", "alpha", "cost_coefficient",
     "predicted_speedup", "identical",
 }  # fmt: skip
-MORE = {"match_rate", "verify_cost", "tokens_per_round", "repetition_rate", "synthetic", "invariant", "model_path"}
+MORE = {
+    "acceptance_by_position", "nodes_per_draft", "over_chain", "tree", "match_rate", "verify_cost", "tokens_per_round",
+    "repetition_rate", "synthetic", "invariant", "model_path",
+}  # fmt: skip
 SMALL = ["--prompts", "2", "--prompt-tokens", "12", "--max-tokens", "12", "--prompt-set", "random", "--repeats", "2"]
 
 
@@ -149,6 +155,80 @@ def test_method_configs_are_every_combination_and_check_their_keys():
     assert all(("max_order" in config) == (config["method"] == "ngram") for config in configs)
     with pytest.raises(ConfigError, match="'nonsense'"):
         method_configs(["ngram"], ["coupled"], ["fixed"], [], {"nonsense": 1})
+
+
+def test_options_of_one_method_do_not_reach_another():
+    shared = {"ngram": {"max_order": 3, "num_speculative_tokens": 2}, "num_speculative_tokens": 5}
+    configs = method_configs(["ngram", "random"], ["coupled"], ["fixed"], [], shared)
+    assert [config.get("num_speculative_tokens") for config in configs] == [None, 2, 5]
+    assert [config.get("max_order") for config in configs] == [None, 3, None]
+    with pytest.raises(ConfigError, match="options of 'ngram'"):
+        method_configs(["ngram"], ["coupled"], ["fixed"], [], {"ngram": 3})
+
+
+def test_every_method_runs_or_is_left_out_with_a_reason(llm, tiny_draft):
+    named = {"draft_model": {"model": tiny_draft}, "staged": {"model": tiny_draft}}
+    configs = method_configs(["all"], ["coupled"], ["fixed"], [], named)
+    kept, left_out = runnable(llm(), with_trees(configs, 6))
+    methods = [config["method"] for config in kept]
+    assert methods[0] == "none"
+    assert set(methods) | {name.split()[0] for name in left_out} == {"none", *drafters}
+    assert {"draft_model", "staged", "ngram", "layerskip"} <= set(methods)
+    assert "structured output" in left_out["pattern"]
+    assert "forerun train medusa" in left_out["medusa"]
+    assert methods.count("draft_model") == methods.count("layerskip") == 2  # a chain and a tree
+
+
+def test_a_rule_for_chains_leaves_trees_out(llm, tiny_draft):
+    configs = method_configs(["all"], ["token"], ["fixed"], [], {"draft_model": {"model": tiny_draft}})
+    kept, left_out = runnable(llm(), with_trees(configs, 6))
+    assert not any("tree" in config or "tree_nodes" in config for config in kept)
+    assert "works on chains" in left_out["merged"]
+
+
+def test_tree_shapes_narrow_and_stay_within_their_nodes():
+    assert shape(3, 8) == [2, 1, 1]
+    assert shape(2, 12) == [3, 3]
+    assert shape(4, 3) == [1, 1, 1, 1]
+    configs = [{"method": "none"}, {"method": "suffix", "num_speculative_tokens": 4}, {"method": "random"}]
+    trees = with_trees(configs, 7)
+    assert [config.get("tree_nodes") for config in trees] == [None, None, 7, None, None]
+    assert trees[4]["tree"] == [2, 1, 1]
+    assert with_trees(configs, 0) == configs
+
+
+def test_acceptance_by_position_is_the_tail_of_the_histogram():
+    assert acceptance_by_position([2, 1, 0, 5]) == pytest.approx([6 / 8, 5 / 8, 5 / 8])
+    assert acceptance_by_position([]) is None
+    assert acceptance_by_position([3]) == []
+
+
+def test_trees_stand_beside_their_chains(bench, tiny_draft):
+    rows = bench(*SMALL, "--spec-model", tiny_draft, "--methods", "draft_model", "--trees", "6", "--no-fastest")["rows"]
+    for heat in (0.0, 1.0):
+        _, chain, tree = [row for row in rows if row["temperature"] == heat]
+        assert (chain["tree"], tree["tree"]) == (None, "best 6")
+        assert tree["over_chain"] == pytest.approx(tree["tokens_per_round"] / chain["tokens_per_round"])
+        assert chain["over_chain"] is None
+        assert tree["identical"] is True
+        assert tree["nodes_per_draft"] > chain["nodes_per_draft"]
+        assert chain["acceptance_by_position"][0] >= chain["acceptance_by_position"][-1]
+
+
+def test_a_drafter_does_not_recite_what_an_earlier_repeat_answered(bench):
+    """The answers of the first repeat would make the others' drafts perfect."""
+    rows = bench(*SMALL[:-2], "--repeats", "3", "--methods", "suffix", "--temperature", "1", "--no-fastest")["rows"]
+    assert rows[1]["mean_acceptance_length"] < 1.5
+
+
+def test_tables_can_be_markdown(capsys, tiny_target):
+    code = run(["bench", "--model", tiny_target, *SMALL, "--methods", "ngram", "--no-fastest", "--markdown"])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    table = [line for line in lines if line.startswith("|")]
+    assert table[0].startswith("| method | ")
+    assert len(table) == 2 + 4
+    assert len({line.count("|") for line in table}) == 1
 
 
 def test_repetition_rate_counts_runs_of_four():

@@ -13,7 +13,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from forerun.bench.peers import peer_contenders
 from forerun.bench.peers.gguf import gguf_name, write_gguf
-from forerun.bench.plot import check_plot, label, plot
+from forerun.bench.plots import check_folder, label, plots
 from forerun.bench.shapes import random_checkpoint
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
@@ -51,29 +51,50 @@ def test_missing_extras_are_named(monkeypatch, llm, tmp_path):
         peer_contenders(["llama-cpp"], llm(), None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"matplotlib: pip install 'forerun\[bench\]'"):
-        check_plot(tmp_path / "plot.png")
+        check_folder(tmp_path / "plots")
 
 
-def test_a_plot_that_cannot_be_written_is_refused_first(tmp_path):
-    with pytest.raises(ConfigError, match=r"\.png"):
-        check_plot(tmp_path / "plot.txt")
+def test_plots_that_cannot_be_written_are_refused_first(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is a file"):
+        check_folder(tmp_path / "file")
     with pytest.raises(ConfigError, match="no folder"):
-        check_plot(tmp_path / "nowhere" / "plot.png")
+        check_folder(tmp_path / "nowhere" / "plots")
 
 
-def test_plot_draws_every_row(tmp_path: Path, tiny_target, capsys):
-    file = tmp_path / "plot.svg"
-    small = "--prompts 1 --prompt-tokens 8 --max-tokens 8 --prompt-set random --repeats 1 --temperature 0,1"
-    code = run(["bench", "--model", tiny_target, "--methods", "ngram", *small.split(), "--plot", str(file), "--json"])
+def test_plots_draw_every_row(tmp_path: Path, tiny_target, capsys):
+    folder = tmp_path / "plots"
+    small = "--prompts 1 --prompt-tokens 8 --max-tokens 8 --prompt-set random --repeats 1 --temperature 0,1 --trees 4"
+    code = run(
+        [
+            "bench",
+            "--model",
+            tiny_target,
+            "--methods",
+            "suffix,random",
+            *small.split(),
+            "--plots",
+            str(folder),
+            "--json",
+        ]
+    )
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert code == 0
-    drawing = file.read_text(encoding="utf-8")
-    assert drawing.count("<!-- temperature ") == 2
+    drawings = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+    assert set(drawings) == {"speedup.svg", "acceptance.svg", "trees.svg"}
+    assert sum(map(len, drawings.values())) < 200_000
     for row in rows:
-        assert f"<!-- {label(row)} -->" in drawing
-    assert label({**rows[0], "method": "ngram", "num_speculative_tokens": 4, "accept": "token", "synthetic": True}) == (
-        "ngram k=4 token (synthetic)"
-    )
-    result = {"rows": rows, "environment": {"model": "m", "model_path": "p", "invariant": True, "threads": 1}}
-    plot(result, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+        assert f">{label(row)}</text>" in drawings["speedup.svg"]
+        assert (f">{label(row)}</text>" in drawings["trees.svg"]) == (row["tree"] is not None)
+    assert all(drawing.count(">T = 1, 1 at a time<") >= 1 for drawing in drawings.values())
+    named = {"method": "ngram", "num_speculative_tokens": 4, "accept": "token", "tree": "2x1", "synthetic": True}
+    assert label({**rows[0], **named}) == "ngram k=4 tree 2x1 token (synthetic)"
+
+
+def test_a_plain_run_has_no_trees_to_draw(tmp_path: Path):
+    row = {
+        "method": "none", "temperature": 0.0, "concurrency": 1, "speedup": 1.0, "speedup_range": [1.0, 1.0],
+        "predicted_speedup": None, "tree": None, "over_chain": None, "acceptance_by_position": None, "synthetic": False,
+    }  # fmt: skip
+    about = {"model": "m", "dtype": "float32", "prompt_set": "random", "invariant": True, "threads": 1}
+    assert [path.name for path in plots({"rows": [row], "environment": about}, tmp_path)] == ["speedup.svg"]

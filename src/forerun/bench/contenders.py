@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from forerun.core.errors import ConfigError
-from forerun.engine.config import NONE, SpeculativeConfig
+from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.plan.estimate import Measured, measure
 from forerun.sampling.params import SamplingParams
-from forerun.speculate.accept import rules
-from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
-from forerun.speculate.draft import drafters
+from forerun.speculate.draft import DrafterConfig
 
 FASTEST = "none_fastest"
 
@@ -50,8 +46,19 @@ class EngineContender:
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
+        self.engine = self._new_engine()
+
+    def _new_engine(self) -> Engine:
         config = replace(self.llm.config, max_num_seqs=self.concurrency)
-        self.engine = Engine(self.llm.model, self.llm.tokenizer, config, SpeculativeConfig.parse(self.options))
+        return Engine(self.llm.model, self.llm.tokenizer, config, SpeculativeConfig.parse(self.options))
+
+    def renew(self) -> None:
+        """A drafter that has not seen these prompts' answers, which some would recite; what the length policy has
+        measured stays."""
+        policy = self.engine.policy
+        del self.engine
+        self.engine = self._new_engine()
+        self.engine.policy = policy
 
     def facts(self) -> dict[str, Any]:
         speculative = self.engine.speculative
@@ -60,6 +67,7 @@ class EngineContender:
             "accept": speculative.accept if drafter is not None else None,
             "length": speculative.length if drafter is not None else None,
             "num_speculative_tokens": drafter.num_speculative_tokens if drafter is not None else None,
+            "tree": _tree(drafter),
             "synthetic": speculative.synthetic is not None,
             "invariant": self.llm.model.row_multiple > 1,
             "model_path": self.llm.model.info.path,
@@ -76,28 +84,11 @@ class EngineContender:
         del self.engine
 
 
-def method_configs(
-    methods: Seq[str], accepts: Seq[str], lengths: Seq[str], counts: Seq[int | None], shared: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Every combination as a ``speculative_config``, ``none`` first.
-
-    A key of ``shared`` goes to the methods that know it. Raises ConfigError where none of them does, and for
-    unknown names.
-    """
-    configs: list[dict[str, Any]] = [{"method": NONE}]
-    used: set[str] = set()
-    for method, accept, length, count in product(dict.fromkeys(methods), accepts, lengths, counts or [None]):
-        if method == NONE:
-            continue
-        own = {item.name for item in fields(drafters[method].config_class)} | {*rules[accept].options(), *SYNTHETIC}
-        config = {key: value for key, value in shared.items() if key in own}
-        used |= set(config)
-        config |= {"method": method, "accept": accept, "length": length}
-        if count is not None:
-            config["num_speculative_tokens"] = count
-        SpeculativeConfig.parse(config)
-        configs.append(config)
-    for key in shared:
-        if key not in used:
-            raise ConfigError(f"none of the methods {', '.join(methods)} has an option {key!r}")
-    return configs
+def _tree(drafter: DrafterConfig | None) -> str | None:
+    """How drafts branch: a shape, a number of nodes, ``yes`` where parts of the drafter say how; None: not at all."""
+    if drafter is None or not drafter.branches:
+        return None
+    if drafter.tree is not None:
+        return "x".join(map(str, drafter.tree))
+    nodes = getattr(drafter, "tree_nodes", None)
+    return f"best {nodes}" if nodes is not None else "yes"

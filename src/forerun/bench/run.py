@@ -8,23 +8,25 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from forerun.bench.contenders import FASTEST, Contender, EngineContender, method_configs
+from forerun.bench.contenders import FASTEST, Contender, EngineContender
 from forerun.bench.environment import environment, read_bandwidth
+from forerun.bench.methods import ALL, method_configs, runnable, with_trees
 from forerun.bench.peers import peer_contenders
-from forerun.bench.prompts import HELD_OUT, RANDOM, make_prompts, repetition_rate
-from forerun.bench.shapes import bytes_per_token, random_checkpoint
+from forerun.bench.prompts import HELD_OUT, RANDOM, SETS, make_prompts, repetition_rate
+from forerun.bench.rows import table
+from forerun.bench.shapes import SIZES, bytes_per_token, random_checkpoint
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
 from forerun.models.load import resolve
-from forerun.plan.estimate import Costs, Measured, shares
+from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
 
 WARM_UP_TOKENS = 8
 OUT_OF_CACHE = 256 << 20
+TREE_NODES = 8
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,33 @@ class BenchConfig:
     temperatures: Seq[float] = (0.0, 1.0)
     peers: Seq[str] = ()
     prompts: int = 8
+    """how many prompts"""
     prompt_tokens: int = 64
+    """tokens of a prompt"""
     max_tokens: int = 64
+    """tokens of an answer"""
     repeats: int = 3
-    prompt_set: str = HELD_OUT
+    """runs of everything; medians are reported"""
+    prompt_set: str = field(default=HELD_OUT, metadata={"help": f"prompts: {', '.join(SETS)}"})
     prompts_file: Path | None = None
+    """take prompts from this file, one per line"""
     seed: int = 0
-    random_shape: str | None = None
-    """Measure a model of this shape with random weights."""
+    """of prompts and sampling"""
+    random_shape: str | None = field(
+        default=None, metadata={"help": f"measure random weights of this shape instead of a model: {', '.join(SIZES)}"}
+    )
     random_draft_shape: str | None = None
+    """and a draft model of this shape"""
     fastest: bool = True
-    """Measure plain decoding without bit-equal logits too."""
+    """measure plain decoding without bit-equal logits too"""
+    trees: int | None = None
+    """measure each method's trees of about so many nodes beside its chains; 0: none; by default with all methods"""
 
     def __post_init__(self) -> None:
+        if self.trees is None:
+            object.__setattr__(self, "trees", TREE_NODES if ALL in self.methods else 0)
+        elif self.trees < 0:
+            raise ConfigError(f"trees must not be negative, not {self.trees}")
         for name in ("prompts", "prompt_tokens", "max_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -67,7 +83,7 @@ Progress = Callable[[str], None]
 
 
 def run_bench(config: BenchConfig, progress: Progress = lambda note: None) -> dict[str, Any]:
-    """``{"environment": ..., "rows": [...]}``. Raises ForerunError subclasses."""
+    """``{"environment": ..., "rows": [...], "left_out": {method: why}}``. Raises ForerunError subclasses."""
     with tempfile.TemporaryDirectory(prefix="forerun-bench-") as folder:
         return _run(_with_random_models(config, Path(folder), progress), progress)
 
@@ -89,7 +105,12 @@ def _with_random_models(config: BenchConfig, folder: Path, progress: Progress) -
 
 def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     options = method_configs(config.methods, config.accepts, config.lengths, config.counts, config.speculative)
+    options = with_trees(options, config.trees or 0)
     llm = LLM(**config.engine)
+    left_out: dict[str, str] = {}
+    if ALL in config.methods:
+        progress("building every method")
+        options, left_out = runnable(llm, options)
     fastest = None
     if config.fastest and llm.model.row_multiple > 1:
         fastest = LLM(**{**config.engine, "invariant": False})
@@ -127,83 +148,35 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
         "repeats": config.repeats,
         "prompt_repetition_rate": repetition_rate(prompts),
     }
-    return {"environment": about, "rows": rows}
+    return {"environment": about, "rows": rows, "left_out": left_out}
 
 
 def take_turns(
     contenders: Seq[Contender], prompts: Seq[list[int]], config: BenchConfig, temperature: float, concurrency: int
 ) -> list[list[Measured]]:
-    """Per contender, one measurement per repeat. The turn passes after every prompt, or every full batch."""
+    """Per contender, one measurement per repeat, each by a drafter that has not seen the prompts. The turn passes after
+    every prompt, or every full batch."""
 
     def params(first: int, count: int, tokens: int) -> list[SamplingParams]:
         seeds = range(config.seed + first, config.seed + first + count)
         return [SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=s) for s in seeds]
 
-    for contender in contenders:
-        contender.run(prompts[:concurrency], params(0, concurrency, min(WARM_UP_TOKENS, config.max_tokens)))
+    others = [prompt[::-1] for prompt in prompts[:concurrency]]
     size = len(prompts) if concurrency > 1 else 1
     runs: list[list[Measured]] = [[] for _ in contenders]
     for repeat in range(config.repeats):
-        for found in runs:
+        for contender, found in zip(contenders, runs):
             found.append(Measured())
+            if isinstance(contender, EngineContender):
+                contender.renew()
+            contender.run(others, params(0, concurrency, min(WARM_UP_TOKENS, config.max_tokens)))
         for first in range(0, len(prompts), size):
             turn = (repeat + first // size) % len(contenders)
             for index in [*range(turn, len(contenders)), *range(turn)]:
                 part = prompts[first : first + size]
-                found = contenders[index].run(part, params(first, len(part), config.max_tokens))
-                runs[index][-1].extend(found)
+                answered = contenders[index].run(part, params(first, len(part), config.max_tokens))
+                runs[index][-1].extend(answered)
     return runs
-
-
-def table(
-    contenders: Seq[Contender],
-    runs: Seq[Seq[Measured]],
-    prompts: Seq[list[int]],
-    temperature: float,
-    concurrency: int,
-) -> list[dict[str, Any]]:
-    """One row per contender, each against ``none`` of the same run and against the fastest plain mode."""
-    names = [contender.name for contender in contenders]
-    plain = runs[names.index(NONE)]
-    fastest = runs[names.index(FASTEST)] if FASTEST in names else plain
-    rows = []
-    for contender, found in zip(contenders, runs):
-        row: dict[str, Any] = {"method": contender.name, "temperature": temperature, "concurrency": concurrency}
-        row |= contender.facts()
-        row["tokens_per_second"] = median(m.tokens_per_second for m in found)
-        ratios = [m.tokens_per_second / p.tokens_per_second for m, p in zip(found, plain)]
-        row["speedup"], row["speedup_range"] = median(ratios), [min(ratios), max(ratios)]
-        row["speedup_over_fastest"] = median(m.tokens_per_second / f.tokens_per_second for m, f in zip(found, fastest))
-        row |= _speculation(found, plain, concurrency)
-        row["identical"] = None
-        if contender.promises_identity(temperature):
-            row["identical"] = all(m.answers == plain[0].answers for m in found)
-        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, found[0].answers)]
-        row["repetition_rate"] = repetition_rate(texts, [len(prompt) for prompt in prompts])
-        rows.append(row)
-    return rows
-
-
-def _speculation(found: Seq[Measured], plain: Seq[Measured], concurrency: int) -> dict[str, Any]:
-    """Acceptance and prices of all repeats together, and what the theory makes of them."""
-    rounds = [r for m in found for r in m.rounds]
-    total = Measured(metrics=[metric for m in found for metric in m.metrics]).total
-    costs = Costs.of(rounds, [r for m in plain for r in m.rounds], concurrency) if total.num_drafts else None
-    predicted = None
-    if costs is not None and total.match_rate is not None:
-        predicted = costs.predict(rounds, total.match_rate)
-    return {
-        "alpha": total.alpha,
-        "match_rate": total.match_rate,
-        "draft_acceptance_rate": total.draft_acceptance_rate,
-        "mean_acceptance_length": total.mean_acceptance_length,
-        "tokens_per_round": total.tokens_per_round,
-        "cost_coefficient": costs.c if costs is not None else None,
-        "verify_cost": costs.typical if costs is not None else None,
-        "predicted_speedup": predicted,
-        "shares": shares(rounds),
-        "draft_error": total.draft_error,
-    }
 
 
 def _bandwidth(llm: LLM, rows: Seq[dict[str, Any]]) -> dict[str, Any]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
+from forerun.bench.methods import ALL
 from forerun.bench.peers import PEERS
-from forerun.bench.plot import check_plot, plot
-from forerun.bench.prompts import HELD_OUT, SETS
+from forerun.bench.plots import check_folder, plots
 from forerun.bench.run import BenchConfig, run_bench
-from forerun.bench.shapes import SIZES
-from forerun.cli.console import print_json, print_table, progress, set_threads, warn
-from forerun.cli.options import ENGINE, SPECULATIVE, Flags, parse_json, takes
+from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads, warn
+from forerun.cli.options import ENGINE, SPECULATIVE, Flags, flags_of, parse_json, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.speculate.accept import rules
@@ -23,11 +23,14 @@ from forerun.speculate.length import policies
 
 T = TypeVar("T")
 MODEL_ONLY = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name == "spec_model"])
+LISTS = ("engine", "speculative", "methods", "accepts", "lengths", "counts", "concurrency", "temperatures", "peers")
+MEASURED = Flags("measured", flags_of(BenchConfig, "Measurement", skip=LISTS))
 COLUMNS = {
     "method": "method",
     "accept": "accept",
-    "length": "length",
+    "length": "policy",
     "num_speculative_tokens": "k",
+    "tree": "tree",
     "temperature": "T",
     "concurrency": "batch",
     "tokens_per_second": "tokens/s",
@@ -38,7 +41,9 @@ COLUMNS = {
     "match_rate": "match",
     "cost_coefficient": "c",
     "verify_cost": "verify",
+    "mean_acceptance_length": "length kept",
     "tokens_per_round": "tok/round",
+    "over_chain": "over chain",
     "bandwidth_share": "bandwidth",
     "repetition_rate": "repeats",
     "identical": "identical",
@@ -53,17 +58,19 @@ def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
         raise ConfigError(f"--{name} must be a comma-separated list of {kind.__name__} values, not {text!r}") from None
 
 
-Methods = Annotated[str, typer.Option(help=f"who drafts, comma-separated: {', '.join([NONE, *drafters])}")]
-MoreOptions = Annotated[str | None, typer.Option(metavar="JSON", help="more options, for the methods that know them")]
-RandomShape = Annotated[
-    str | None, typer.Option(help=f"measure random weights of this shape instead of a model: {', '.join(SIZES)}")
+Methods = Annotated[
+    str, typer.Option(help=f"who drafts, comma-separated, or {ALL}: {', '.join([NONE, *drafters])}", show_default=True)
 ]
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="draw the result: .png, .svg or .pdf, with forerun[bench]")
+MoreOptions = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help="more options, for the methods that know them; {METHOD: {...}}: for that one"),
+]
+Plots = Annotated[
+    Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun[bench]")
 ]
 
 
-@takes(ENGINE, MODEL_ONLY)
+@takes(ENGINE, MODEL_ONLY, MEASURED)
 def bench(
     methods: Methods = "none,draft_model,ngram",
     accept: Annotated[str, typer.Option(help=f"acceptance rules: {', '.join(rules)}")] = "coupled",
@@ -73,22 +80,14 @@ def bench(
     concurrency: Annotated[str, typer.Option(help="requests decoded together")] = "1",
     temperature: Annotated[str, typer.Option(help="temperatures")] = "0,1",
     peers: Annotated[str, typer.Option(help=f"other implementations to run: {', '.join(PEERS)}")] = "",
-    prompts: Annotated[int, typer.Option(help="how many prompts")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 64,
-    max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 64,
-    repeats: Annotated[int, typer.Option(help="runs of everything; medians are reported")] = 3,
-    prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
-    prompts_file: Annotated[Path | None, typer.Option(help="take prompts from this file, one per line")] = None,
-    random_shape: RandomShape = None,
-    random_draft_shape: Annotated[str | None, typer.Option(help="and a draft model of this shape")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
-    seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
-    fastest: Annotated[bool, typer.Option(help="measure plain decoding without bit-equal logits too")] = True,
-    plot_file: PlotFile = None,
+    plot_folder: Plots = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as markdown")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
+    measured: Mapping[str, Any],
 ) -> None:
     """Measure methods against plain decoding, predicted beside measured.
 
@@ -105,32 +104,19 @@ def bench(
         concurrency=split("concurrency", concurrency, int),
         temperatures=split("temperature", temperature, float),
         peers=split("peers", peers, str),
-        prompts=prompts,
-        prompt_tokens=prompt_tokens,
-        max_tokens=max_tokens,
-        repeats=repeats,
-        prompt_set=prompt_set,
-        prompts_file=prompts_file,
-        seed=seed,
-        random_shape=random_shape,
-        random_draft_shape=random_draft_shape,
-        fastest=fastest,
+        **measured,
     )
-    if plot_file is not None:
-        check_plot(plot_file)
+    if plot_folder is not None:
+        check_folder(plot_folder)
     set_threads(threads)
     with progress("loading", len(config.concurrency) * len(config.temperatures)) as step:
         result = run_bench(config, step)
-    report(result, plot_file, as_json)
-
-
-def report(result: Mapping[str, Any], plot_file: Path | None, as_json: bool) -> None:
-    if plot_file is not None:
-        plot(result, plot_file)
+    if plot_folder is not None:
+        plots(result, plot_folder)
     if as_json:
         print_json(result)
     else:
-        show(result)
+        show(result, print_markdown if as_markdown else print_table)
 
 
 def refuse_batch_size(engine: Mapping[str, Any]) -> None:
@@ -146,23 +132,27 @@ def more_options(speculative_config: str | None, speculative: Mapping[str, Any])
     return shared
 
 
-def show(result: Mapping[str, Any]) -> None:
+def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], None] = print_table) -> None:
     about, rows = result["environment"], result["rows"]
     shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
     lines = []
     for row in rows:
         mark = " (synthetic)" if row["synthetic"] else ""
         lines.append([cell(key, row.get(key)) + (mark if key == "method" else "") for key in shown])
-    print_table([COLUMNS[key] for key in shown], lines)
+    write([COLUMNS[key] for key in shown], lines)
     for row in rows:
         if row["draft_error"] is not None:
             warn(f"{row['method']} lost its drafter and went on as plain decoding: {row['draft_error']}")
     mode = "invariant" if about["invariant"] else "not invariant"
+    repeated = about["prompt_repetition_rate"]
     print(
         f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s), "
-        f"{about['processor']}\n{about['prompts']} {about['prompt_set']} prompts of {about['prompt_tokens']} tokens, "
-        f"{about['max_tokens']} new tokens each, medians of {about['repeats']} interleaved runs"
+        f"{about['processor']}\n{about['prompts']} {about['prompt_set']} prompts of {about['prompt_tokens']} tokens "
+        f"(repeats {'-' if repeated is None else f'{repeated:.2f}'}), {about['max_tokens']} new tokens each, "
+        f"medians of {about['repeats']} interleaved runs"
     )
+    if result["left_out"]:
+        write(["left out", "because"], list(result["left_out"].items()))
 
 
 def cell(key: str, value: Any) -> str:

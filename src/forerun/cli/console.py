@@ -63,6 +63,14 @@ def print_table(heads: Seq[str], rows: Seq[Seq[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
+def print_markdown(heads: Seq[str], rows: Seq[Seq[str]]) -> None:
+    """The same as a markdown table, between empty lines."""
+    print()
+    for row in (heads, ["---"] * len(heads), *rows):
+        print("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    print()
+
+
 def write_file(path: Path, text: str) -> None:
     """Raises ConfigError where the file cannot be written."""
     try:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.contenders import method_configs
 from forerun.bench.environment import environment
+from forerun.bench.methods import method_configs
 from forerun.bench.prompts import HELD_OUT, SETS, make_prompts
 from forerun.cli.bench import MODEL_ONLY, split
 from forerun.cli.console import print_json, print_table, progress, set_threads

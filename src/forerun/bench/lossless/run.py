@@ -7,13 +7,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forerun.bench.contenders import method_configs
 from forerun.bench.environment import environment
 from forerun.bench.lossless.bits import check_bits
 from forerun.bench.lossless.identity import answers, check_identity, requests
 from forerun.bench.lossless.law import check_law
 from forerun.bench.lossless.result import Result
 from forerun.bench.lossless.trees import METHOD
+from forerun.bench.methods import method_configs
 from forerun.bench.prompts import HELD_OUT, REPETITIVE, make_prompts
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM

@@ -1,0 +1,135 @@
+"""Which configurations a measurement compares: the combinations asked for, or every method that can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+from forerun.core.errors import ConfigError, ForerunError
+from forerun.engine.config import NONE, SpeculativeConfig
+from forerun.engine.engine import Engine
+from forerun.engine.llm import LLM
+from forerun.speculate.accept import rules
+from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
+from forerun.speculate.draft import drafters
+
+ALL = "all"
+NEEDS_GRAMMAR = "drafts only for requests with structured output, and there is none here"
+
+
+def method_configs(
+    methods: Seq[str], accepts: Seq[str], lengths: Seq[str], counts: Seq[int | None], shared: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Every combination as a ``speculative_config``, ``none`` first. ``["all"]`` stands for every registered method.
+
+    A key of ``shared`` goes to the methods that know it; a key that is a method's name holds options of that method
+    alone. Raises ConfigError where no method has an option, for unknown names, and for a combination that cannot be,
+    unless every method is asked for: ``runnable`` tells those apart.
+    """
+    every = ALL in methods
+    if every:
+        methods = list(drafters)
+    configs: list[dict[str, Any]] = [{"method": NONE}]
+    used: set[str] = set()
+    for method, accept, length, count in product(dict.fromkeys(methods), accepts, lengths, counts or [None]):
+        if method == NONE:
+            continue
+        own = {item.name for item in fields(drafters[method].config_class)} | {*rules[accept].options(), *SYNTHETIC}
+        config = {key: value for key, value in shared.items() if key in own}
+        used |= set(config)
+        if method in shared:
+            config |= _options_of(method, shared[method])
+            used.add(method)
+        config |= {"method": method, "accept": accept, "length": length}
+        if count is not None:
+            config["num_speculative_tokens"] = count
+        if not every:
+            SpeculativeConfig.parse(config)
+        configs.append(config)
+    for key in shared:
+        if key not in used:
+            raise ConfigError(f"none of the methods {', '.join(methods)} has an option {key!r}")
+    return configs
+
+
+def _options_of(method: str, options: Any) -> dict[str, Any]:
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"the options of {method!r} must be a mapping, not {options!r}")
+    return dict(options)
+
+
+def with_trees(configs: Iterable[Mapping[str, Any]], nodes: int) -> list[dict[str, Any]]:
+    """Each configuration, followed by the same with trees of about ``nodes`` nodes and of the same depth, where its
+    method and rule can have them: the likeliest nodes where the method can tell them, else a fixed shape."""
+    found: list[dict[str, Any]] = []
+    for config in configs:
+        found.append(dict(config))
+        tree = tree_of(config, nodes) if nodes else None
+        if tree is not None:
+            found.append(tree)
+    return found
+
+
+def tree_of(config: Mapping[str, Any], nodes: int) -> dict[str, Any] | None:
+    """None for a method that drafts chains only, or trees anyhow."""
+    try:
+        drafter = SpeculativeConfig.parse(config).drafter
+    except ConfigError:
+        return None
+    if drafter is None or drafter.branches:
+        return None
+    for more in ({"tree_nodes": nodes}, {"tree": shape(drafter.num_speculative_tokens, nodes)}):
+        tree = {**config, **more}
+        try:
+            SpeculativeConfig.parse(tree)
+        except ConfigError:
+            continue
+        return tree
+    return None
+
+
+def shape(depth: int, nodes: int) -> list[int]:
+    """Children per node at each depth, none wider than the one above: as wide as ``nodes`` nodes in all permit, a chain
+    at least."""
+    widths = [1] * depth
+
+    def size() -> int:
+        total, level = 0, 1
+        for width in widths:
+            level *= width
+            total += level
+        return total
+
+    level, refused = 0, 0
+    while refused < depth:
+        widths[level] += 1
+        refused += 1
+        if size() > nodes or (level and widths[level] > widths[level - 1]):
+            widths[level] -= 1
+        else:
+            refused = 0
+        level = (level + 1) % depth
+    return widths
+
+
+def runnable(llm: LLM, configs: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Those configurations whose drafters can be built for ``llm``'s target and draft for plain requests; and why each
+    other method is left out."""
+    kept: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for config in configs:
+        try:
+            engine = Engine(
+                llm.model, llm.tokenizer, replace(llm.config, max_num_seqs=1), SpeculativeConfig.parse(config)
+            )
+        except ForerunError as error:
+            left_out[config["method"]] = " ".join(str(error).split())
+            continue
+        if any(drafter.needs.grammar for drafter in engine.router.drafters.values()):
+            left_out[config["method"]] = NEEDS_GRAMMAR
+        else:
+            kept.append(dict(config))
+    return kept, left_out

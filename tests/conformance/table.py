@@ -1,0 +1,120 @@
+"""What a run of these tests found, as a markdown table: drafters against rules and layouts."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from harness import REQUESTS, TOKENS
+from matrix import PATHS, POLICIES, Combination
+
+from forerun.speculate.accept import rules
+
+PROPERTY = "combination"
+
+
+class Outcome(NamedTuple):
+    """One test's end: ``passed``, ``failed`` or ``error``, and its place in the matrix if it has one."""
+
+    nodeid: str
+    outcome: str
+    combination: Combination | None
+
+    @classmethod
+    def of(cls, report: Any, outcome: str) -> Outcome:
+        known = dict(report.user_properties)
+        place = Combination(*known[PROPERTY]) if PROPERTY in known else None
+        return cls(report.nodeid, outcome, place)
+
+
+def promise(rule: str) -> str:
+    kind = rules[rule]
+    if kind.identity:
+        return "the same tokens at T = 0 and 0.8"
+    return "the same tokens at T = 0" if kind.lossless else "counts, caches and limits only: not lossless by design"
+
+
+def cell(outcomes: Iterable[str]) -> str:
+    """``passed/all``, in bold where some did not pass."""
+    counts = Counter(outcomes)
+    text = f"{counts['passed']}/{counts.total()}"
+    return text if counts["passed"] == counts.total() else f"**{text}**"
+
+
+def lines_of(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
+
+
+def matrix_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """A row per drafter, shape and layout; a column per rule."""
+    cells: dict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for outcome in outcomes:
+        place = outcome.combination
+        if place is not None:
+            layout = "slotted" if place.page_size is None else f"paged {place.page_size}"
+            shape = "tree" if place.tree else "chain"
+            cells[f"`{place.method}`", shape, layout][place.rule].append(outcome.outcome)
+    columns = [rule for rule in rules if any(rule in row for row in cells.values())]
+    rows = [
+        [*names, *(cell(found[rule]) if rule in found else "–" for rule in columns)]
+        for names, found in sorted(cells.items())
+    ]
+    return lines_of(["drafter", "draft", "layout", *(f"`{rule}`" for rule in columns)], rows)
+
+
+def other_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """A row per test that is not of the matrix."""
+    tests: dict[str, list[str]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.combination is None:
+            name = outcome.nodeid.split("[")[0].rsplit("::", 1)[-1]
+            tests[name.removeprefix("test_").replace("_", " ")].append(outcome.outcome)
+    return lines_of(["test", "cases"], [[name, cell(found)] for name, found in tests.items()])
+
+
+def markdown(stats: Mapping[str, Sequence[Any]], command: str) -> str:
+    """The whole document, from pytest's reports by outcome."""
+    reports = [(report, kind) for kind in ("passed", "failed", "error") for report in stats.get(kind, ())]
+    outcomes = [Outcome.of(report, kind) for report, kind in reports]
+    minutes = sum(report.duration for report, _ in reports) / 60
+    answers = sum(params.n for _, params in REQUESTS)
+    counts = Counter(outcome.outcome for outcome in outcomes)
+    tested = dict.fromkeys(o.combination.rule for o in outcomes if o.combination is not None)
+    failed = [f"- `{outcome.nodeid}`" for outcome in outcomes if outcome.outcome != "passed"]
+    return "\n".join(
+        [
+            "# Conformance",
+            "",
+            "Generated; do not edit. From the repository's root:",
+            "",
+            "```",
+            command,
+            "```",
+            "",
+            f"{counts['passed']} of {len(outcomes)} tests passed in {minutes:.0f} minutes: torch "
+            f"{torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
+            f"{platform.machine()}, {os.cpu_count()} cores. A random two-layer target in float32, bit-equal logits.",
+            "",
+            f"A cell counts the combinations of model path ({', '.join(PATHS)}) and length policy "
+            f"({', '.join(POLICIES)}) that passed, of all. Each answers {len(REQUESTS)} requests ({answers} answers "
+            f"of up to {TOKENS} tokens) at T = 0 and 0.8 with other sampling options each, all at once, and compares "
+            "tokens, text and stop with decoding one token and one request at a time; after every round the drafter's "
+            "caches hold a prefix of the committed tokens, and at the end no page is left. A rule that does not take "
+            "trees has no such cases (–). `echo` and `restless` belong to the tests. What is compared, by rule:",
+            "",
+            *(f"- `{rule}`: {promise(rule)}" for rule in sorted(tested)),
+            "",
+            *matrix_lines(outcomes),
+            "",
+            "The other tests of the same folder:",
+            "",
+            *other_lines(outcomes),
+            *(["", "Not passed:", "", *failed] if failed else []),
+            "",
+        ]
+    )
