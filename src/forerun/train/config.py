@@ -97,4 +97,11 @@ class RunConfig:
     def recipe(self) -> dict[str, Any]:
         """The options that the result depends on, for the record beside the weights."""
         local = ("out", "corpus", "target", "resume", "pause_file", "progress")
-        return {key: value for key, value in asdict(self).items() if key not in local}
+        return {key: _plain(value) for key, value in asdict(self).items() if key not in local}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON has it: paths become text."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

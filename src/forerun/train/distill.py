@@ -1,7 +1,8 @@
 """`forerun train draft_model`: a draft model distilled from its target.
 
 The draft learns the target's distributions over the corpus and, on-policy, over text that the target wrote itself,
-because that is what it will draft for (DistillSpec, arXiv 2310.08461).
+because that is what it will draft for (DistillSpec, arXiv 2310.08461). With ``after`` it learns what
+earlier drafts miss.
 """
 
 import json
@@ -18,6 +19,7 @@ from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError
 from forerun.train import corpus as corpora
 from forerun.train import loop
+from forerun.train.boost import coverage, mean_over, missed
 from forerun.train.checkpoint import RECORD, round_weights, save_model
 from forerun.train.config import RunConfig, Shape
 from forerun.train.losses import LOSSES, overlap
@@ -41,9 +43,11 @@ class DistillConfig(OnPolicyConfig):
     tokens: int = 2_400_000
     matrix_lr: float = 0.01
     lr: float = 4e-3
+    after: tuple[Path, ...] = ()  # folder of a draft that this one complements, learning where it misses (repeatable)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "after", tuple(Path(folder) for folder in self.after))
         if self.loss not in LOSSES:
             raise ConfigError(f"loss must be one of {', '.join(sorted(LOSSES))}, not {self.loss!r}")
 
@@ -61,12 +65,17 @@ def train_draft_model(config: DistillConfig) -> Path:
     batches = mixed_batches(config, target, stream)
     draft = config.shape.build(target.config.vocab_size, tokenizer.eos_token_id, config.seed)
     inherit_embeddings(draft, target)
+    earlier = [_earlier(path, tokenizer) for path in config.after]
     distance = LOSSES[config.loss]
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         with torch.no_grad():
             p_logits = forward(target, batch[:, :-1])
-        return distance(p_logits, forward(model, batch[:, :-1])).mean()
+            theirs = [forward(other, batch[:, :-1]) for other in earlier]
+        q_logits = forward(model, batch[:, :-1])
+        if not theirs:
+            return distance(p_logits, q_logits).mean()
+        return mean_over(distance, p_logits, q_logits, missed(p_logits, theirs))
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         return acceptance(target, model, corpora.whole_rows(test[:16_385], settings.length))
@@ -86,6 +95,7 @@ def train_draft_model(config: DistillConfig) -> Path:
         "held_out_tokens": len(test),
         "held_out_loss": held_out_losses(draft, test, settings),
         "alpha": measure_alpha(target, draft, test, config.seed),
+        "coverage": coverage(target, [*earlier, draft], corpora.whole_rows(test, 512)),
         "recipe": config.recipe(),
     }
     return save_model(draft, tokenizer, config.out, record)
@@ -104,6 +114,14 @@ def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {folder} has no EOS token to separate documents with")
     return target.eval().requires_grad_(False), tokenizer
+
+
+def _earlier(folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A draft that the new one complements. Raises ConfigError if it does not speak the target's tokens."""
+    draft, theirs = load_target(folder)
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"after: the draft in {folder} has another tokenizer than the target")
+    return draft
 
 
 @torch.no_grad()
