@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from statistics import median
 
 import pytest
@@ -247,7 +248,29 @@ def test_prompt_sets_have_their_length_and_are_repeatable(tiny_target):
         assert prompts == make_prompts(kind, tokenizer, count=6, length=150, seed=3)
         assert prompts != make_prompts(kind, tokenizer, count=6, length=150, seed=4)
         rates.append(repetition_rate(prompts))
-    assert rates[0] < 0.01 < rates[1] < 0.6 < rates[2]
+    assert rates[0] < 0.01 < rates[1] < 0.5 * rates[2]
+
+
+def test_repetitive_prompts_are_edits_tables_and_json(tiny_target):
+    tokenizer = load_tokenizer(tiny_target)
+    prompts = make_prompts("repetitive", tokenizer, count=7, length=240, seed=1)
+    texts = [tokenizer.decode(prompt) for prompt in prompts]
+    for edit in texts[::3]:
+        listing, again = edit[:179], edit[180:]
+        assert edit[179] == "\n"
+        assert listing.startswith(again)
+    for table in texts[1::3]:
+        head, *rows = table.splitlines()[:-1]
+        assert head == "MAPPING = {"
+        assert len(rows) >= 4
+        assert all(re.fullmatch(r"    '\w+': '\w+',", row) for row in rows)
+    for records in texts[2::3]:
+        found = json.loads(records[: records.rindex("},")] + "}]")
+        assert len(found) >= 2
+        assert {tuple(record) for record in found} == {("name", "type", "default")}
+        assert len({record["name"] for record in found}) == len(found)
+    for length in (1, 5, 14, 33):
+        assert {len(prompt) for prompt in make_prompts("repetitive", tokenizer, count=6, length=length)} == {length}
 
 
 def test_prompts_come_from_a_file(tiny_target, tmp_path):

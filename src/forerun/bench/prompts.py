@@ -1,9 +1,18 @@
-"""Prompts to measure on, as token ids: unseen code, text that repeats itself, and random tokens."""
+"""Prompts to measure on, as token ids.
+
+- ``held_out``: pieces of files that the bundled target was not trained on.
+- ``repetitive``: the same files' code and words where the answer should repeat the prompt: in turn an edit (a listing,
+  then its beginning again), a table (rows of one shape) and JSON (records of one shape), all cut to one length.
+- ``random``: tokens drawn uniformly. Nothing can be guessed of them.
+"""
 
 from __future__ import annotations
 
+import keyword
 import random
+import re
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +40,7 @@ def make_prompts(
         permitted = [token for token in range(len(tokenizer)) if token not in special]
         return [source.choices(permitted, k=length) for _ in range(count)]
     if kind == REPETITIVE:
-        return [_encode(tokenizer, _listing(source), length)[-length:] for _ in range(count)]
+        return _repetitive(tokenizer, count, length, source)
     return _windows(tokenizer, count, length, source)
 
 
@@ -66,12 +75,39 @@ def _windows(tokenizer: Any, count: int, length: int, source: random.Random) -> 
     raise ConfigError(f"the held-out files give only {len(found)} prompts of {length} tokens: ask for shorter ones")
 
 
-def _listing(source: random.Random) -> str:
-    """A table of entries of one shape: the next entry is easy to guess for who looks back."""
-    names = ["status", "header", "reason", "method", "length", "offset", "target", "prefix"]
-    word = source.choice(names)
-    lines = [f"    {word}_{number}: int = {word}_table[{number}]\n" for number in range(source.randrange(40), 120)]
-    return "class Table:\n" + "".join(lines[:60])
+def _repetitive(tokenizer: Any, count: int, length: int, source: random.Random) -> list[list[int]]:
+    """Edits, tables and JSON in turn."""
+    edits = _windows(tokenizer, -(-count // 3), max(1, length - length // 4 - 1), source)
+    words = _words(source)
+    between = _encode(tokenizer, "\n", 1)
+    found: list[list[int]] = []
+    for number in range(count):
+        kind = number % 3
+        if kind == 0:
+            listing = edits[number // 3]
+            tokens = [*listing, *between, *listing]
+        else:
+            chosen = source.sample(words, min(len(words), length))
+            rows = [_table_row(w, v) if kind == 1 else _json_row(w) for w, v in pairwise(chosen)]
+            head = "MAPPING = {\n" if kind == 1 else "[\n"
+            tokens = _encode(tokenizer, head + "".join(rows), length)
+        found.append(tokens[:length])
+    return found
+
+
+def _words(source: random.Random) -> list[str]:
+    """Names that occur in the held-out files."""
+    files = held_out_files() or list_files(standard_library())
+    text = "\n".join(read_text(file) for file in source.sample(files, min(6, len(files))))
+    return sorted({word for word in re.findall(r"\b[a-z][a-z_]{2,11}\b", text) if not keyword.iskeyword(word)})
+
+
+def _table_row(name: str, value: str) -> str:
+    return f"    '{name}': '{value}',\n"
+
+
+def _json_row(name: str) -> str:
+    return f'    {{"name": "{name}", "type": "string", "default": null}},\n'
 
 
 def repetition_rate(texts: Seq[Seq[int]], starts: Seq[int] | None = None) -> float | None:
