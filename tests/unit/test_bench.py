@@ -248,7 +248,7 @@ def test_prompt_sets_have_their_length_and_are_repeatable(tiny_target):
         assert prompts == make_prompts(kind, tokenizer, count=6, length=150, seed=3)
         assert prompts != make_prompts(kind, tokenizer, count=6, length=150, seed=4)
         rates.append(repetition_rate(prompts))
-    assert rates[0] < 0.01 < rates[1] < 0.5 * rates[2]
+    assert rates[0] < 0.01 < rates[1] < rates[2] - 0.1
 
 
 def test_repetitive_prompts_are_edits_tables_and_json(tiny_target):
