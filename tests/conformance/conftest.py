@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import LONGEST, SETS, Answer, answers, run
-from matrix import Case, additions
+from matrix import SHAPES, Case, additions
 from table import PROPERTY, markdown
 
 from forerun.engine.config import EngineConfig, SpeculativeConfig
@@ -50,8 +50,7 @@ def keys(tiny_target: str, tiny_draft: str, tmp_path_factory: pytest.TempPathFac
             examples[case.method] = drafters[case.method].example(Path(tiny_target), folder)
             if case.method == "draft_model":
                 examples[case.method] = {"model": tiny_draft}  # unlike the target itself, it is sometimes wrong
-        shape = {"tree": [3, 2, 1]} if case.tree else {}
-        return {"method": case.method, **examples[case.method], **shape, **more}
+        return {"method": case.method, **examples[case.method], **SHAPES[case.shape], **more}
 
     return build
 

@@ -17,23 +17,25 @@ from forerun.speculate.draft import drafters
 from forerun.speculate.length import policies
 
 TREE = (3, 2, 1)
+SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"tree": TREE}, "best-first": {"tree_nodes": 7}}
+"""Shapes of drafts and the keys of ``speculative_config`` that ask for them."""
 PAGE_SIZES = (None, 16)
 PATHS = ("native", "hf")
 
 
 class Case(NamedTuple):
-    """A drafter, as a chain or a tree."""
+    """A drafter and the shape of its drafts."""
 
     method: str
-    tree: bool
+    shape: str
 
     def __str__(self) -> str:
-        return f"{self.method}-{'tree' if self.tree else 'chain'}"
+        return f"{self.method}-{self.shape}"
 
 
 class Combination(NamedTuple):
     method: str
-    tree: bool
+    shape: str
     rule: str
     page_size: int | None
     path: str
@@ -41,7 +43,7 @@ class Combination(NamedTuple):
 
     @property
     def case(self) -> Case:
-        return Case(self.method, self.tree)
+        return Case(self.method, self.shape)
 
     def __str__(self) -> str:
         layout = "slotted" if self.page_size is None else f"paged{self.page_size}"
@@ -62,9 +64,9 @@ def additions() -> Iterator[None]:
             policies.remove(policy.name)
 
 
-def has_trees(method: str) -> bool:
+def takes(method: str, shape: str) -> bool:
     try:
-        drafters[method].config_class(tree=TREE)
+        drafters[method].config_class.from_dict(method, SHAPES[shape])
     except ConfigError:
         return False
     return True
@@ -73,7 +75,7 @@ def has_trees(method: str) -> bool:
 def fits(combination: Combination) -> bool:
     if combination.case not in CASES:
         return False
-    config = drafters[combination.method].config_class(**({"tree": TREE} if combination.tree else {}))
+    config = drafters[combination.method].config_class(**SHAPES[combination.shape])
     return rules[combination.rule].trees or not config.branches
 
 
@@ -99,10 +101,10 @@ def marked(everything: list[Any], chosen: Callable[[list[Any]], list[Any]] = pai
 
 
 with additions():
-    CASES = [Case(method, tree) for method in drafters for tree in (False, True) if not tree or has_trees(method)]
+    CASES = [Case(method, shape) for method in drafters for shape in SHAPES if takes(method, shape)]
     RULES = list(rules)
     POLICIES = [name for name in policies if name != Off.name]
-    _EVERY = product(drafters, (False, True), RULES, PAGE_SIZES, PATHS, POLICIES)
+    _EVERY = product(drafters, SHAPES, RULES, PAGE_SIZES, PATHS, POLICIES)
     COMBINATIONS = [combination for combination in map(Combination._make, _EVERY) if fits(combination)]
 
-CHAINS = [case for case in CASES if not case.tree]
+CHAINS = [case for case in CASES if case.shape == "chain"]

@@ -57,8 +57,7 @@ def matrix_lines(outcomes: Sequence[Outcome]) -> list[str]:
         place = outcome.combination
         if place is not None:
             layout = "slotted" if place.page_size is None else f"paged {place.page_size}"
-            shape = "tree" if place.tree else "chain"
-            cells[f"`{place.method}`", shape, layout][place.rule].append(outcome.outcome)
+            cells[f"`{place.method}`", place.shape, layout][place.rule].append(outcome.outcome)
     columns = [rule for rule in rules if any(rule in row for row in cells.values())]
     rows = [
         [*names, *(cell(found[rule]) if rule in found else "–" for rule in columns)]

@@ -246,8 +246,8 @@ def test_a_draft_model_caches_what_it_would_compute_afresh(engine, keys, case, p
 
 
 def test_a_new_drafter_is_covered_unasked():
-    assert {Case("echo", False), Case("echo", True)} <= set(CASES)
-    assert {Case(method, False) for method in drafters} <= set(CASES)
+    assert {Case("echo", "chain"), Case("echo", "tree")} <= set(CASES)
+    assert {Case(method, "chain") for method in drafters} <= set(CASES)
     assert "restless" in POLICIES
     assert len([line for line in inspect.getsource(echo).splitlines() if line.strip()]) < 40
 

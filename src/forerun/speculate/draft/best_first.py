@@ -46,6 +46,13 @@ class TreeConfig(DrafterConfig):
             return super().nodes_by_depth()
         return [0] + [self.tree_nodes] * self.num_speculative_tokens
 
+    def rows_by_depth(self) -> list[int]:
+        """Entry d: how many nodes of a draft of depth d are read at most by a drafter that reads its own nodes. A tree
+        of the likeliest nodes reads some that better ones push out later."""
+        if self.tree_nodes is None:
+            return self.nodes_by_depth()
+        return [depth * self.tree_nodes for depth in range(self.num_speculative_tokens + 1)]
+
     def grow(self, source: Continuations[S], root: S, depth: int, floor: float = -inf) -> tuple[Draft, float]:
         """The draft this configuration asks for, at most ``depth`` deep, without paths whose log q is below
         ``floor``; and the sum of its nodes' path probabilities, the expected number of accepted tokens."""

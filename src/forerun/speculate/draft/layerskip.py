@@ -16,13 +16,14 @@ from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.models.load import resolve
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, drafters
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, drafters
+from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.speculate.draft.levels import Frontier, grow_levels
+from forerun.speculate.draft.levels import Frontier, grow
 
 
 @dataclass(frozen=True)
-class LayerskipConfig(DrafterConfig):
+class LayerskipConfig(TreeConfig):
     exit_layer: int | None = None
     """Draft with the first ``exit_layer`` layers; None: half of them."""
     layers: tuple[int, ...] | None = None
@@ -71,7 +72,12 @@ class Layerskip(Drafter[LayerskipConfig]):
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """Entries that drafting writes to the target's cache are overwritten when the target reads the draft."""
-        ready = [index for index, s in enumerate(sequences) if s.cached == len(s.tokens) - 1]
+        pool, nodes = self.context.cache().pool, self.config.rows_by_depth()
+        ready = [
+            index
+            for index, (s, depth) in enumerate(zip(sequences, budgets))
+            if s.cached == len(s.tokens) - 1 and pool.try_reserve(s.id, len(s.tokens) + nodes[depth])
+        ]
 
         def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
             spans: list[Span] = []
@@ -87,8 +93,7 @@ class Layerskip(Drafter[LayerskipConfig]):
                 spans.append(Span(sequence.id, start, tokens, parents, stored, logits=rows))
             return self._logits(spans)
 
-        drafts = grow_levels(sequences, ready, budgets, self.config, self.chooser, score)
-        pool = self.context.cache().pool
+        drafts, _ = grow(sequences, ready, budgets, self.config, self.chooser, score)
         for index in ready:
             pool.truncate(sequences[index].id, sequences[index].cached)
         return drafts

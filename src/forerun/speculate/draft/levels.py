@@ -10,10 +10,27 @@ import torch
 from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.speculate.draft.base import Chooser, DrafterConfig
-from forerun.speculate.draft.best_first import Growing
+from forerun.speculate.draft.best_first import Growing, TreeConfig
 
 Frontier = list[tuple[int, int]]
 """Nodes that may get children, as (which sequence, node); -1 is a root."""
+Score = Callable[[int, Frontier, Seq[Draft]], torch.Tensor]
+"""``score(depth, frontier, drafts)``: logits [len(frontier), vocabulary] of what follows each frontier node."""
+
+
+def grow(
+    sequences: Seq[Sequence],
+    ready: Seq[int],
+    depths: Seq[int],
+    config: TreeConfig,
+    chooser: Chooser,
+    score: Score,
+) -> tuple[list[Draft], list[list[int]] | None]:
+    """The drafts that ``config`` asks for; and, for trees of the likeliest nodes, where each node of each draft is
+    among those that ``score`` was asked about (see ``grow_best``)."""
+    if config.tree_nodes is None:
+        return grow_levels(sequences, ready, depths, config, chooser, score), None
+    return grow_best(sequences, ready, depths, config.tree_nodes, chooser, score)
 
 
 def grow_levels(
@@ -22,12 +39,9 @@ def grow_levels(
     depths: Seq[int],
     config: DrafterConfig,
     chooser: Chooser,
-    score: Callable[[int, Frontier, Seq[Draft]], torch.Tensor],
+    score: Score,
 ) -> list[Draft]:
-    """One draft per sequence; those in ``ready`` grow to their entry of ``depths``, the others stay empty.
-
-    ``score(depth, frontier, drafts)`` gives logits [len(frontier), vocabulary] of what follows each frontier node.
-    """
+    """One draft per sequence; those in ``ready`` grow to their entry of ``depths``, the others stay empty."""
     drafts = [Draft() for _ in sequences]
     frontier: Frontier = [(index, -1) for index in ready]
     qs: list[torch.Tensor] = []
@@ -67,7 +81,7 @@ def grow_best(
     depths: Seq[int],
     size: int,
     chooser: Chooser,
-    score: Callable[[int, Frontier, Seq[Draft]], torch.Tensor],
+    score: Score,
 ) -> tuple[list[Draft], list[list[int]]]:
     """Trees of the ``size`` likeliest nodes, point masses; as ``grow_levels`` otherwise.
 

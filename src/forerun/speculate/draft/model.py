@@ -20,7 +20,7 @@ from forerun.models.load import load_model, read_config, resolve
 from forerun.models.tokenizer import check_compatible, load_tokenizer
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
 from forerun.speculate.draft.best_first import TreeConfig
-from forerun.speculate.draft.levels import Frontier, grow_best, grow_levels
+from forerun.speculate.draft.levels import Frontier, grow
 from forerun.speculate.verify.score import Verification
 
 NARROW = 256
@@ -51,13 +51,6 @@ class DraftModelConfig(TreeConfig):
             raise ConfigError(f"heterogeneous_vocab_method {method!r} needs use_heterogeneous_vocab")
         if method == "slem" and self.branches:
             raise ConfigError("heterogeneous_vocab_method 'slem' drafts chains; remove 'tree' or 'tree_nodes'")
-
-    def rows_by_depth(self) -> list[int]:
-        """Entry d: how many nodes of a draft of depth d the model reads at most. A tree of the likeliest nodes reads
-        some that better ones push out later."""
-        if self.tree_nodes is None:
-            return self.nodes_by_depth()
-        return [depth * self.tree_nodes for depth in range(self.num_speculative_tokens + 1)]
 
 
 @drafters.register("draft_model")
@@ -132,10 +125,8 @@ class DraftModel(Drafter[DraftModelConfig]):
             return self._translate(logits)
 
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
-        if self.config.tree_nodes is None:
-            return grow_levels(sequences, active.ready, depths, self.config, self.chooser, score)
-        drafts, places = grow_best(sequences, active.ready, depths, self.config.tree_nodes, self.chooser, score)
-        self.places = {sequence.id: place for sequence, place in zip(sequences, places)}
+        drafts, places = grow(sequences, active.ready, depths, self.config, self.chooser, score)
+        self.places = {sequence.id: place for sequence, place in zip(sequences, places or ())}
         return drafts
 
     def _depth(self, sequence: Sequence, budget: int) -> int:

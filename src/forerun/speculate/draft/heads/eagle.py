@@ -8,6 +8,7 @@ with true features. The vocabulary may be reduced: row i of its output layer the
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,10 +22,11 @@ from forerun.core.errors import ModelError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.speculate.draft.base import DraftContext, drafters
+from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.draft.heads.base import Head, HeadConfig, HeadDrafter, Lesson, Sizes, soft_cross_entropy
 from forerun.speculate.draft.heads.eagle_files import is_public, read_public
 from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
-from forerun.speculate.draft.levels import Frontier, grow_levels
+from forerun.speculate.draft.levels import Frontier, grow
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}
 STEP_DECAY = 0.8
@@ -139,18 +141,24 @@ class EagleHead(Head):
         return head
 
 
+@dataclass(frozen=True)
+class EagleConfig(TreeConfig, HeadConfig):
+    """A head's options and a tree's."""
+
+
 @drafters.register("eagle")
-class Eagle(HeadDrafter[HeadConfig]):
+class Eagle(HeadDrafter[EagleConfig]):
     name = "eagle"
+    config_class = EagleConfig
     head_class = EagleHead
 
-    def __init__(self, config: HeadConfig, context: DraftContext) -> None:
+    def __init__(self, config: EagleConfig, context: DraftContext) -> None:
         super().__init__(config, context)
         head, info = self.head, context.target.info
         assert isinstance(head, EagleHead)
         self.eagle = head
         shape = KVShape(head.kv_heads, head.width, head.width)
-        longest = context.max_model_len + config.max_nodes()
+        longest = context.max_model_len + config.rows_by_depth()[-1]
         page_size = (context.options or {}).get("page_size") or longest
         pages = context.max_num_seqs * -(-longest // page_size)
         self.cache = SdpaAttention(Pool([shape], pages, page_size, info.dtype, info.device))
@@ -162,11 +170,11 @@ class Eagle(HeadDrafter[HeadConfig]):
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        pool, nodes = self.cache.pool, self.config.max_nodes()
+        pool, nodes = self.cache.pool, self.config.rows_by_depth()
         ready = [
             index
-            for index, sequence in enumerate(sequences)
-            if self.ready(sequence) and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes)
+            for index, (sequence, depth) in enumerate(zip(sequences, budgets))
+            if self.ready(sequence) and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth])
         ]
         if not ready:
             return [Draft() for _ in sequences]
@@ -180,7 +188,7 @@ class Eagle(HeadDrafter[HeadConfig]):
             states.update({place: out[i] for i, place in enumerate(frontier)})
             return self._predict(out)
 
-        drafts = grow_levels(sequences, ready, budgets, self.config, self.chooser, score)
+        drafts, _ = grow(sequences, ready, budgets, self.config, self.chooser, score)
         for index in ready:
             pool.truncate(sequences[index].id, len(sequences[index].tokens) - 1)
         return drafts
