@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from forerun.core.batch import Batch, Output, Span
+from forerun.models import native
 from forerun.models.base import new_cache
 from forerun.models.hf import HFModel
 from forerun.models.invariance import self_test
@@ -107,3 +108,19 @@ def test_a_context_shorter_than_the_probe():
     torch.manual_seed(0)
     config = LlamaConfig(**{**SIZES, "max_position_embeddings": 32})
     assert self_test(NativeModel(LlamaForCausalLM(config), name="t", eos_ids=frozenset(), invariant=True)) == []
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)])
+def test_padding_to_more_rows_than_needed_changes_no_bit(monkeypatch, dtype):
+    fewest = build("llama", dtype, weights="packed")
+    monkeypatch.setattr(native, "quickest_rows", lambda layers, fewest: 4)
+    more = build("llama", dtype, weights="packed")
+    assert self_test(more) == []
+    logits = []
+    for model in (fewest, more):
+        cache = new_cache(model, max_seqs=1, max_len=64)
+        steps = [[3, 4, 5, 6, 7], [8], [9, 10], [11]]
+        starts = [0, 5, 6, 8]
+        spans = [Span(0, start, tokens, logits=[len(tokens) - 1]) for start, tokens in zip(starts, steps)]
+        logits.append(torch.cat([model.forward(Batch([span], model.info.device), cache).logits for span in spans]))
+    assert torch.equal(*logits)

@@ -86,3 +86,29 @@ def test_the_description_names_what_holds_most_of_the_weights():
         assert linear.describe(layers, torch.float32) == "packed float32"
         layers.append(linear.make_linear(torch.randn(200, 200), None, packed=True))
         assert linear.describe(layers, torch.float32) == "packed float32 and plain float32"
+
+
+class Timed(linear.Packed):
+    """A layer whose call takes a said time per number of rows, on a clock of its own."""
+
+    def __init__(self, clock: list[float], seconds: dict[int, float], nbytes: int) -> None:
+        self.weight, self.kind, self.nbytes = torch.zeros(4, 8), "packed", nbytes
+        self.clock, self.seconds = clock, seconds
+
+    def __call__(self, x):
+        self.clock[0] += self.seconds[len(x)]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nbytes", "wanted"),
+    [
+        ({2: 3.0, 4: 2.0}, linear.CACHED_BYTES, 4),
+        ({2: 2.0, 4: 3.0}, linear.CACHED_BYTES, 2),
+        ({2: 3.0, 4: 2.0}, linear.CACHED_BYTES - 1, 2),
+    ],
+)
+def test_a_lone_row_is_padded_to_what_is_read_fastest(monkeypatch, seconds, nbytes, wanted):
+    clock = [0.0]
+    monkeypatch.setattr(linear, "perf_counter", lambda: clock[0])
+    assert linear.quickest_rows([Timed(clock, seconds, nbytes)], 2) == wanted

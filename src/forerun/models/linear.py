@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from statistics import median
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -18,6 +20,10 @@ from forerun.core.errors import ConfigError
 from forerun.models.base import INVARIANT_ROWS, PACKED_ROWS
 
 WEIGHTS = ("auto", "plain", "packed")
+CACHED_BYTES = 128 << 20
+"""Weights above this size surely do not fit a processor's caches."""
+WORTH = 0.95
+"""More rows than needed must cost at most so much of what the fewest cost."""
 PACK_FROM = 256
 """Fewest inputs and outputs for which packing pays: a packed call has some 10 us of fixed cost."""
 
@@ -108,6 +114,35 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, packed: bool
     if packed and min(weight.shape) >= PACK_FROM:
         return Packed(weight, bias)
     return Plain(weight.contiguous(), bias)
+
+
+def quickest_rows(layers: Sequence[Linear], fewest: int) -> int:
+    """How many rows to give layers that need not serve more than one, at least ``fewest``: measured.
+
+    Weights that do not fit the caches can be read faster for four rows than for one or two (oneDNN's kernels differ,
+    and a busy neighbour changes which wins), and the bits of a row are the same for any two or more.
+    """
+    packed = [layer for layer in layers if isinstance(layer, Packed)]
+    if sum(layer.nbytes for layer in packed) < CACHED_BYTES:
+        return fewest
+    probed, size = [], 0
+    for layer in packed:
+        if size < CACHED_BYTES:
+            probed.append(layer)
+            size += layer.nbytes
+    seconds: dict[int, list[float]] = {fewest: [], INVARIANT_ROWS: []}
+    with torch.inference_mode():
+        inputs = {
+            rows: [torch.ones(rows, layer.weight.shape[1], dtype=layer.weight.dtype) for layer in probed]
+            for rows in seconds
+        }
+        for _ in range(7):
+            for rows, times in seconds.items():
+                began = perf_counter()
+                for layer, x in zip(probed, inputs[rows]):
+                    layer(x)
+                times.append(perf_counter() - began)
+    return INVARIANT_ROWS if median(seconds[INVARIANT_ROWS]) < WORTH * median(seconds[fewest]) else fewest
 
 
 def describe(layers: Sequence[Linear], dtype: torch.dtype) -> str:

@@ -20,7 +20,7 @@ from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.models import activations, quantize
 from forerun.models.base import INVARIANT_KEYS, PACKED_ROWS, ModelInfo, pad_rows
-from forerun.models.linear import Linear, describe, make_linear, packs
+from forerun.models.linear import Linear, describe, make_linear, packs, quickest_rows
 from forerun.models.rotary import ROPE_TYPES, Rotary
 
 FAMILIES = {
@@ -127,6 +127,7 @@ class NativeModel:
         self._whole = self._rotary.aligned and all(layer.norm_qk is None for layer in self._layers)
         self._sizes = (self.heads, self.kv_heads, self.kv_heads)
         self.row_multiple = max(PACKED_ROWS, *(layer.rows for layer in self.linears())) if invariant else 1
+        self._fewest_rows = quickest_rows(list(self.linears()), self.row_multiple)
         shape = KVShape(self.kv_heads, self.width, self.width)
         self.info = ModelInfo(
             name=name,
@@ -215,10 +216,12 @@ class NativeModel:
         return self._pad(x)
 
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
-        """Repeat the last row until every layer gets a number of rows that it serves with the same bits."""
+        """Repeat the last row until every layer gets a number of rows that it serves with the same bits, and fast."""
         rows = x.shape[0]
         if rows == 1:
-            return x.expand(self.row_multiple, -1)
+            return x.expand(self._fewest_rows, -1)
+        if rows < self._fewest_rows:
+            return pad_rows(x, self._fewest_rows)
         return pad_rows(x, self.row_multiple) if self.row_multiple > PACKED_ROWS else x
 
     def _logit_rows(self, batch: Batch) -> torch.Tensor | None:
