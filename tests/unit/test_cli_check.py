@@ -19,7 +19,7 @@ from forerun.speculate import round as rounds
 from forerun.speculate.accept.coupled import Coupled
 from forerun.speculate.draft import drafters
 
-SMALL = ["--prompts", "3", "--prompt-tokens", "20", "--max-tokens", "12", "--prompt-set", "random"]
+SMALL = ["--prompts", "6", "--prompt-tokens", "20", "--max-tokens", "12", "--prompt-set", "random"]
 
 
 @pytest.fixture
@@ -97,7 +97,8 @@ def test_bits_that_depend_on_the_batch_are_found(check, monkeypatch):
     assert code == 1
     assert not result["environment"]["invariant"]  # the self-test at loading has switched it off
     wrong = {item["what"].split(":")[0].split(",")[0] for item in result["results"] if not item["passed"]}
-    assert wrong == {"native"}
+    assert "native" in wrong
+    assert "hf" not in wrong
 
 
 def test_hand_made_trees_have_their_shape_and_hide_the_text(llm):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from typing import Annotated, Any
 
 import typer
 
+from forerun.bench.lossless.law import SAMPLES
 from forerun.bench.lossless.run import CheckConfig, run_checks, steps
 from forerun.bench.prompts import HELD_OUT, SETS
-from forerun.cli.bench import MODEL_ONLY, split
-from forerun.cli.console import print_json, print_table, progress, set_threads
-from forerun.cli.options import ENGINE, parse_json, takes
+from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
+from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads
+from forerun.cli.options import ENGINE, takes
 from forerun.core.errors import ConfigError
+from forerun.engine.config import NONE
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
 
@@ -21,25 +24,25 @@ LAYOUTS = {"slotted": None, "paged": 16}
 
 
 Methods = Annotated[str, typer.Option(help=f"who drafts, comma-separated, or all: {', '.join(drafters)}")]
-MoreOptions = Annotated[str | None, typer.Option(metavar="JSON", help="more options, for the methods that know them")]
 
 
 @takes(ENGINE, MODEL_ONLY)
 def check(
     methods: Methods = "ngram,draft_model",
     trees: Annotated[bool, typer.Option(help="check hand-made trees too")] = True,
-    prompts: Annotated[int, typer.Option(help="how many prompts")] = 8,
+    prompts: Annotated[int, typer.Option(help="prompts: sampling options and layouts take turns over them")] = 22,
     prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 32,
     max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 24,
     temperature: Annotated[str, typer.Option(help="temperatures")] = "0,0.8",
     layout: Annotated[str, typer.Option(help="cache layouts")] = ",".join(LAYOUTS),
     accept: Annotated[str, typer.Option(help=f"rules whose law is tested: {', '.join(LOSSLESS)}")] = "coupled,token",
-    samples: Annotated[int, typer.Option(help="answers per test of the output's law; 0: no such test")] = 200,
-    concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 8,
+    samples: Annotated[int, typer.Option(help="answers per test of the output's law; 0: no such test")] = SAMPLES,
+    concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 16,
     prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
     speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as markdown")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     *,
     engine: Mapping[str, Any],
@@ -56,13 +59,10 @@ def check(
     for name in layouts:
         if name not in LAYOUTS:
             raise ConfigError(f"unknown layout {name!r}: choose among {', '.join(LAYOUTS)}")
-    shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
-    if "spec_model" in speculative:
-        shared["model"] = speculative["spec_model"]
     config = CheckConfig(
         engine=dict(engine),
-        speculative=shared,
-        methods=list(drafters) if methods == "all" else [m for m in split("methods", methods, str) if m != "none"],
+        speculative=more_options(speculative_config, speculative),
+        methods=[method for method in split("methods", methods, str) if method != NONE],
         accepts=LOSSLESS if accept == "all" else split("accept", accept, str),
         trees=trees,
         prompts=prompts,
@@ -81,11 +81,11 @@ def check(
     if as_json:
         print_json(result)
     else:
-        show(result)
+        show(result, print_markdown if as_markdown else print_table)
     return 0 if result["passed"] else 1
 
 
-def show(result: Mapping[str, Any]) -> None:
+def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], None] = print_table) -> None:
     about = result["environment"]
     rows = []
     for item in result["results"]:
@@ -93,7 +93,10 @@ def show(result: Mapping[str, Any]) -> None:
         count = f"{item['good']}/{item['total']} {item['unit']}"
         verdict = "ok" if item["passed"] else "FAILED"
         rows.append([verdict, item["check"], item["what"], item["layout"], heat, count, item["detail"]])
-    print_table(["", "check", "of", "layout", "T", "good", ""], rows)
+    write(["", "check", "of", "layout", "T", "good", "detail"], rows)
+    if result["left_out"]:
+        print()
+        write(["left out", "because"], list(result["left_out"].items()))
     mode = "invariant" if about["invariant"] else "not invariant"
     failed = sum(not item["passed"] for item in result["results"])
     outcome = "lossless: everything holds" if result["passed"] else f"{failed} of {len(rows)} checks FAILED"

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.bench.lossless.result import Result, layout_name
-from forerun.bench.lossless.trees import hand_made
+from forerun.bench.lossless.trees import METHOD, hand_made
+from forerun.bench.methods import tree_of
+from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.engine import Engine
+from forerun.engine.engine import Engine, Job
 from forerun.engine.llm import LLM
+from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
-from forerun.plan.estimate import measure
 from forerun.sampling.params import SamplingParams
 
 MIXES: tuple[dict[str, Any], ...] = (
@@ -22,8 +24,36 @@ MIXES: tuple[dict[str, Any], ...] = (
     {"top_k": 20, "top_p": 0.9},
     {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
     {"min_p": 0.05, "logit_bias": {7: 1.0, 11: -5.0}},
+    {"bad_words": ["self", "e", "return"]},
+    {"logprobs": 3, "top_p": 0.95},
+    {"n": 2, "top_k": 50},
+    {"stop": ["):", "\n\n"], "min_tokens": 4},
+    {"frequency_penalty": -0.3, "prompt_logprobs": 2, "logprobs": 0},
+    {"top_p": 0.7, "stop": ["="], "include_stop_str_in_output": True, "logit_bias": {3: -100.0}},
+    {"top_k": 40, "min_p": 0.02, "repetition_penalty": 1.2, "bad_words": ["def"], "logprobs": 1, "n": 2},
 )
-"""Sampling options; every prompt takes the next ones."""
+"""Sampling options; every prompt takes the next ones. Their number has no factor in common with 2 and 3, so that every
+mix meets every layout and variant."""
+TREE_NODES = 8
+DRAFT_TEMPERATURE = 0.6
+
+
+class Answer(NamedTuple):
+    """All that a client sees of one answer."""
+
+    tokens: list[int]
+    text: str
+    reason: str | None
+    stopped_by: str | int | None
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs | None] | None
+
+    @classmethod
+    def of(cls, job: Job) -> Answer:
+        assert job.finish is not None
+        return cls(
+            job.output_ids, job.text, job.finish.reason, job.finish.stopped_by, job.logprobs, job.prompt_logprobs
+        )
 
 
 def requests(count: int, temperature: float, max_tokens: int, seed: int) -> list[SamplingParams]:
@@ -43,23 +73,42 @@ def answers(
     *,
     concurrency: int,
     page_size: int | None = None,
-) -> tuple[list[list[int]], RequestMetrics]:
-    """Tokens of every answer, and what speculation did for all of them."""
+) -> tuple[list[list[Answer]], RequestMetrics]:
+    """Every prompt's answers, and what speculation did for all of them."""
     config = replace(llm.config, max_num_seqs=concurrency, page_size=page_size)
     engine = Engine(llm.model, llm.tokenizer, config, SpeculativeConfig.parse(speculative))
-    found = measure(engine, prompts, params)
-    return found.answers, found.total
+    jobs = [engine.add(prompt, options) for prompt, options in zip(prompts, params, strict=True)]
+    while engine.busy:
+        engine.step()
+    metrics = RequestMetrics.merged([job.metrics for group in jobs for job in group])
+    return [[Answer.of(job) for job in group] for group in jobs], metrics
 
 
 def accepted(total: RequestMetrics) -> str:
     return f"{total.num_accepted_draft_tokens} of {total.num_draft_tokens} drafted tokens accepted"
 
 
+def variants(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The configuration, the same with trees, and the same with a temperature of the drafter's own, as far as its
+    method can have them."""
+    found = [dict(config)]
+    tree = tree_of(config, TREE_NODES)
+    if tree is not None:
+        found.append(tree)
+    sharper = {**config, "draft_temperature": DRAFT_TEMPERATURE}
+    try:
+        SpeculativeConfig.parse(sharper)
+    except ConfigError:
+        return found
+    return [*found, sharper]
+
+
 def check_identity(
     llm: LLM,
-    methods: Mapping[str, Mapping[str, Any] | None],
+    methods: Seq[Mapping[str, Any]],
     prompts: Seq[list[int]],
     *,
+    trees: bool,
     temperatures: Seq[float],
     max_tokens: int,
     page_sizes: Seq[int | None],
@@ -67,41 +116,68 @@ def check_identity(
     seed: int,
     step: Callable[[str], None],
 ) -> Iterator[Result]:
-    """One result per method, layout and temperature. ``methods`` maps names to ``speculative_config``; None stands
-    for hand-made trees."""
+    """One result per method (a ``speculative_config``), layout and temperature. Layouts, sampling options and a
+    method's variants take turns over the prompts. ``trees`` adds hand-made ones."""
     for temperature in temperatures:
         params = requests(len(prompts), temperature, max_tokens, seed)
         step(f"plain decoding, temperature {temperature:g}")
         plain, _ = answers(llm, None, prompts, params, concurrency=1)
-        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain)]
-        for name, options in methods.items():
-            for page_size in page_sizes:
+        texts = [[*prompt, *answer.tokens] for prompt, group in zip(prompts, plain) for answer in group]
+        cases: list[tuple[str, Seq[Mapping[str, Any] | None]]] = [(o["method"], variants(o)) for o in methods]
+        for name, options in [*cases, *([(METHOD, [None])] if trees else [])]:
+            for number, page_size in enumerate(page_sizes):
                 step(f"{name}, {layout_name(page_size)}, temperature {temperature:g}")
-                with hand_made(texts) if options is None else nullcontext(options) as speculative:
-                    found, total = answers(
-                        llm, speculative, prompts, params, concurrency=concurrency, page_size=page_size
-                    )
-                wrong = [i for i in range(len(prompts)) if found[i] != plain[i]]
-                detail = accepted(total)
-                if wrong:
-                    detail = _difference(wrong[0], plain[wrong[0]], found[wrong[0]])
-                elif total.draft_error is not None:
-                    detail = f"the drafter failed: {total.draft_error}"
-                yield Result(
-                    "same-seed identity",
-                    "hand-made trees" if options is None else name,
-                    layout_name(page_size),
-                    temperature,
-                    len(prompts) - len(wrong),
-                    len(prompts),
-                    "prompts",
-                    not wrong and total.draft_error is None,
-                    detail,
-                )
+                chosen = list(range(number, len(prompts), len(page_sizes)))
+                totals, wrong = [], []
+                for turn, config in enumerate(options):
+                    mine = chosen[turn :: len(options)]
+                    if not mine:
+                        continue
+                    with hand_made(texts) if config is None else nullcontext(config) as speculative:
+                        found, total = answers(
+                            llm,
+                            speculative,
+                            [prompts[i] for i in mine],
+                            [params[i] for i in mine],
+                            concurrency=concurrency,
+                            page_size=page_size,
+                        )
+                    totals.append(total)
+                    wrong += [(i, group) for i, group in zip(mine, found) if group != plain[i]]
+                total = RequestMetrics.merged(totals)
+                yield _result(name, layout_name(page_size), temperature, len(chosen), wrong, plain, total)
 
 
-def _difference(prompt: int, plain: list[int], found: list[int]) -> str:
-    place = next((i for i, (a, b) in enumerate(zip(plain, found)) if a != b), min(len(plain), len(found)))
-    return (
-        f"prompt {prompt} differs from token {place} on: {plain[place : place + 3]} became {found[place : place + 3]}"
+def _result(
+    name: str,
+    layout: str,
+    temperature: float,
+    count: int,
+    wrong: Seq[tuple[int, list[Answer]]],
+    plain: Seq[list[Answer]],
+    total: RequestMetrics,
+) -> Result:
+    detail = accepted(total)
+    if wrong:
+        prompt, group = min(wrong, key=lambda item: item[0])
+        detail = _difference(prompt, plain[prompt], group)
+    elif total.draft_error is not None:
+        detail = f"the drafter failed: {total.draft_error}"
+    what = "hand-made trees" if name == METHOD else name
+    passed = not wrong and total.draft_error is None
+    good = count - len(wrong)
+    return Result("same-seed identity", what, layout, temperature, good, count, "prompts", passed, detail)
+
+
+def _difference(prompt: int, plain: Seq[Answer], found: Seq[Answer]) -> str:
+    index = next(i for i, (a, b) in enumerate(zip(plain, found)) if a != b)
+    wanted, got = plain[index], found[index]
+    if wanted.tokens == got.tokens:
+        fields = [name for name in Answer._fields if getattr(wanted, name) != getattr(got, name)]
+        return f"prompt {prompt} has the same tokens and another {', '.join(fields)}"
+    place = next(
+        (i for i, (a, b) in enumerate(zip(wanted.tokens, got.tokens)) if a != b),
+        min(len(wanted.tokens), len(got.tokens)),
     )
+    change = f"{wanted.tokens[place : place + 3]} became {got.tokens[place : place + 3]}"
+    return f"prompt {prompt} differs from token {place} on: {change}"

@@ -9,17 +9,18 @@ from typing import Any
 
 from forerun.bench.environment import environment
 from forerun.bench.lossless.bits import check_bits
-from forerun.bench.lossless.identity import answers, check_identity, requests
-from forerun.bench.lossless.law import check_law
+from forerun.bench.lossless.identity import answers, check_identity
+from forerun.bench.lossless.law import SAMPLES, check_law
 from forerun.bench.lossless.result import Result
-from forerun.bench.lossless.trees import METHOD
-from forerun.bench.methods import method_configs
+from forerun.bench.methods import ALL, method_configs, runnable
 from forerun.bench.prompts import HELD_OUT, REPETITIVE, make_prompts
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.models.load import load_model, read_config, resolve
 from forerun.models.native import applies
+from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
+from forerun.speculate.draft import drafters
 
 LAW_PROMPT = 14
 """Tokens of the prompt whose continuations are counted; it repeats itself, for drafters that look back."""
@@ -34,13 +35,13 @@ class CheckConfig:
     methods: Seq[str] = ("ngram", "draft_model")
     accepts: Seq[str] = ("coupled", "token")
     trees: bool = True
-    prompts: int = 8
+    prompts: int = 22
     prompt_tokens: int = 32
     max_tokens: int = 24
     temperatures: Seq[float] = (0.0, 0.8)
     page_sizes: Seq[int | None] = (None, 16)
-    samples: int = 200
-    concurrency: int = 8
+    samples: int = SAMPLES
+    concurrency: int = 16
     prompt_set: str = HELD_OUT
     seed: int = 0
 
@@ -50,6 +51,8 @@ class CheckConfig:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.samples < 0:
             raise ConfigError(f"samples must not be negative, not {self.samples}")
+        if self.prompts < len(self.page_sizes):
+            raise ConfigError(f"layouts take turns over the prompts: {len(self.page_sizes)} prompts at least")
         for rule in self.accepts:
             if not rules[rule].lossless:
                 raise ConfigError(f"rule {rule!r} is not lossless by design: there is nothing to check")
@@ -58,20 +61,23 @@ class CheckConfig:
 
 
 def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: None) -> dict[str, Any]:
-    """``{"passed": bool, "environment": ..., "results": [...]}``. Raises ForerunError subclasses."""
+    """``{"passed": bool, "environment": ..., "results": [...], "left_out": {method: why}}``. Raises ForerunError
+    subclasses."""
     options = method_configs(config.methods, ("coupled",), ("fixed",), (), config.speculative)[1:]
     llm = LLM(**config.engine)
+    left_out: dict[str, str] = {}
+    if ALL in config.methods:
+        step("building every method")
+        options, left_out = runnable(llm, options)
     prompts = make_prompts(
         config.prompt_set, llm.tokenizer, count=config.prompts, length=config.prompt_tokens, seed=config.seed
     )
-    methods: dict[str, Any] = {item["method"]: item for item in options}
-    if config.trees:
-        methods[METHOD] = None
     results = list(
         check_identity(
             llm,
-            methods,
+            options,
             prompts,
+            trees=config.trees,
             temperatures=config.temperatures,
             max_tokens=config.max_tokens,
             page_sizes=config.page_sizes,
@@ -83,20 +89,31 @@ def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: N
     results += _bits(config, llm, prompts, step)
     if config.samples:
         prompt = make_prompts(REPETITIVE, llm.tokenizer, count=1, length=LAW_PROMPT, seed=config.seed)[0]
-        results += _laws(config, llm, options, prompt, step)
+        cases = [{**item, "accept": rule} for item in options for rule in config.accepts]
+        if ALL in config.methods:
+            cases, not_with = runnable(llm, cases)
+            left_out |= not_with
+        for case in cases:
+            step(f"law, {case['method']}, {case['accept']}")
+            results.append(check_law(llm, case, prompt, samples=config.samples, seed=config.seed))
     return {
         "passed": all(result.passed for result in results),
         "environment": environment(llm, config.engine),
         "results": [result.as_dict() for result in results],
+        "left_out": left_out,
     }
 
 
 def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable[[str], None]) -> list[Result]:
-    """On every path that runs this model."""
-    params = requests(len(prompts), 1.0, config.max_tokens, config.seed)
+    """On every path that runs this model; the layouts take turns over the prompts."""
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=config.max_tokens, seed=config.seed + i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
     found, _ = answers(llm, None, prompts, params, concurrency=config.concurrency)
-    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, found)]
+    texts = [[*prompt, *group[0].tokens] for prompt, group in zip(prompts, found)]
     starts = [len(prompt) for prompt in prompts]
+    layouts = len(config.page_sizes)
     results = []
     for path in ("native", "hf"):
         if path == "native" and applies(read_config(resolve(llm.config.model))) is not None:
@@ -110,31 +127,15 @@ def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable
             model = load_model(
                 wanted.model, dtype=wanted.dtype, device=wanted.device, invariant=wanted.invariant, model_path=path
             )
-        for page_size in config.page_sizes:
+        for turn, page_size in enumerate(config.page_sizes):
             step(f"bits, {model.info.path}")
-            results += check_bits(model, texts, starts, page_size)
-    return results
-
-
-def _laws(
-    config: CheckConfig, llm: LLM, options: Seq[dict[str, Any]], prompt: list[int], step: Callable[[str], None]
-) -> list[Result]:
-    """Every rule with every method."""
-    results = []
-    for item in options:
-        for rule in config.accepts:
-            step(f"law, {item['method']}, {rule}")
-            case = {**item, "accept": rule}
-            results.append(
-                check_law(
-                    llm, case, prompt, samples=config.samples, concurrency=2 * config.concurrency, seed=config.seed
-                )
-            )
+            results += check_bits(model, texts[turn::layouts], starts[turn::layouts], page_size)
     return results
 
 
 def steps(config: CheckConfig) -> int:
     """About how many steps ``run_checks`` reports."""
-    cases = len(config.methods) + config.trees
-    laws = len(config.methods) * len(config.accepts) if config.samples else 0
+    methods = len(list(drafters)) if ALL in config.methods else len(config.methods)
+    cases = methods + config.trees
+    laws = methods * len(config.accepts) if config.samples else 0
     return len(config.temperatures) * (1 + cases * len(config.page_sizes)) + 2 * len(config.page_sizes) + laws

@@ -74,10 +74,10 @@ class HandMade(Drafter[HandMadeConfig]):
         return draft
 
     def _continuation(self, sequence: Sequence) -> tuple[int, ...]:
-        prompt = tuple(sequence.tokens[: sequence.num_prompt])
+        known = tuple(sequence.tokens)
         for text in self.config.texts:
-            if text[: len(prompt)] == prompt:
-                return text[len(sequence.tokens) :]
+            if text[: len(known)] == known:
+                return text[len(known) :]
         return ()
 
     def _other(self, draft: Draft, parent: int, truth: Seq[int], source: random.Random) -> int:
