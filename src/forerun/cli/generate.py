@@ -54,6 +54,7 @@ def generate(
     set_threads(threads)
     llm = LLM(**{**engine, "speculative_config": speculative_config(speculative, engine), "trace": True})
     answer = llm.generate([text], params)[0]
+    llm.close()
     output = answer.outputs[0]
     if output.finish_reason == "error":
         raise RequestError(f"the generation failed: {output.stop_reason}")

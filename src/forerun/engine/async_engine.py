@@ -207,7 +207,7 @@ class AsyncEngine:
             stream._fail(ClosedError(f"the server shut down before this request ended (it had {seconds:g} s)"))
 
     def close(self) -> None:
-        """Abort everything and end the thread."""
+        """Abort everything, end the thread, and let drafters write down what they have learnt."""
         self.draining = True
         for stream in list(self.streams):
             self.forget(stream)
@@ -217,6 +217,7 @@ class AsyncEngine:
 
         self.post(end)
         self._thread.join()
+        self.engine.close()
 
     def post(self, command: Callable[[], None]) -> None:
         """Run ``command`` in the engine thread, before its next round."""

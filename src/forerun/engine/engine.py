@@ -378,6 +378,10 @@ class Engine:
         """How many tokens the target's KV cache holds."""
         return self.target.cache.pool.num_tokens
 
+    def close(self) -> None:
+        """Let drafters write down what they have learnt. The engine can go on afterwards."""
+        self.router.close()
+
     def check(self) -> None:
         """Raise AssertionError if a page is unaccounted for, or an idle engine still holds some."""
         for pool in self.pools:

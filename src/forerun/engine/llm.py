@@ -128,6 +128,10 @@ class LLM:
             raise
         return [self._output(text, ids, jobs) for (text, ids), jobs in zip(encoded, requests)]
 
+    def close(self) -> None:
+        """Let drafters write down what they have learnt (``adapt``); generation may go on afterwards."""
+        self.engine.close()
+
     @staticmethod
     def _params(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):

@@ -166,6 +166,9 @@ class Drafter(ABC, Generic[C]):
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence: it ended, or was preempted."""
 
+    def close(self) -> None:
+        """The engine ends, or is asked to: write down what is to be kept."""
+
     def rewind(self, sequence: Sequence) -> None:
         """Tokens that were ``tentative`` have been taken back: keep no state beyond ``sequence.tokens``."""
         self.release(sequence)

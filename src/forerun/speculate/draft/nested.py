@@ -110,6 +110,10 @@ class PartsDrafter(Drafter[C]):
         for part in self.parts:
             part.rewind(sequence)
 
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
     def pools(self) -> list[Pool]:
         return [pool for part in self.parts for pool in part.pools()]
 

@@ -83,6 +83,10 @@ class Router:
             return len(sequence.tokens)
         return self.drafters[sequence.drafter].reusable(sequence)
 
+    def close(self) -> None:
+        for drafter in self.drafters.values():
+            drafter.close()
+
     def release(self, sequence: Sequence) -> None:
         for drafter in self.drafters.values():
             drafter.release(sequence)

@@ -267,6 +267,10 @@ class Staged(Drafter[StagedConfig]):
         if copy is not None:
             self.inner.release(copy)
 
+    def close(self) -> None:
+        self.base.close()
+        self.inner.close()
+
     def pools(self) -> list[Pool]:
         return [*self.base.pools(), *self.inner.pools()]
 

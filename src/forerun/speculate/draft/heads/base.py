@@ -22,6 +22,7 @@ from forerun.models.fingerprint import fingerprint
 from forerun.models.load import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
+from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.levels import Frontier, grow_levels
 from forerun.speculate.verify.score import Verification
 
@@ -82,7 +83,10 @@ class Head(nn.Module, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         config = {FORMAT: self.method, **vars(self.sizes), **(record or {})}
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf8")
-        weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in self.state_dict().items()}
+        weights = {
+            name: (tensor.detach().to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()
+            for name, tensor in self.state_dict().items()
+        }
         save_file(weights, folder / "model.safetensors")
 
     @classmethod
@@ -98,7 +102,7 @@ class Head(nn.Module, ABC):
             raise ModelError(f"{folder} holds {config.get(FORMAT)!r}, not a {cls.method!r} head")
         head = cls(Sizes(**{name: config[name] for name in Sizes.__dataclass_fields__}))
         try:
-            head.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+            head.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in weights.items()})
         except RuntimeError as error:
             raise ModelError(f"{folder}: the weights do not fit their config: {str(error).splitlines()[0]}") from error
         head.record = {name: value for name, value in config.items() if name not in (FORMAT, *vars(head.sizes))}
@@ -115,6 +119,13 @@ class HeadConfig(DrafterConfig):
     num_speculative_tokens: int = 4
     model: str | None = None
     """Folder or hub id of the trained head; None: the one bundled for the bundled target."""
+    adapt: Any = None
+    """Keep teaching the head while it serves: true, or a mapping of options (every, share, window, batch,
+    buffer_tokens, lr, save). The tokens stay the same."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "adapt", Adaptation.parse(self.adapt))
 
 
 @dataclass(frozen=True)
@@ -155,7 +166,12 @@ class HeadDrafter(Drafter[C]):
                 f"this {self.name} head was trained together with the weights saved in {self.head.record['target']}, "
                 f"which {info.name} does not hold: load that folder as the model"
             )
-        self.needs = Needs(hidden=self.head.layers, model=True)
+        self.learner: Learner | None = None
+        hidden = self.head.layers
+        if config.adapt is not None:
+            self.learner = Learner(self.head, context.target, config.adapt)
+            hidden = self.learner.layers
+        self.needs = Needs(hidden=hidden, model=True)
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         self.seen: dict[int, int] = {}
 
@@ -171,7 +187,7 @@ class HeadDrafter(Drafter[C]):
         """[tokens, layers * hidden size] of the tokens a round added to the target's cache."""
         if verdict.hidden is None or verdict.error is not None:
             return None
-        return torch.cat([verdict.hidden[layer] for layer in self.needs.hidden], dim=-1)
+        return torch.cat([verdict.hidden[layer] for layer in self.head.layers], dim=-1)
 
     def observe(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
@@ -184,6 +200,17 @@ class HeadDrafter(Drafter[C]):
             if seen + rows.shape[0] == sequence.cached:
                 self.seen[sequence.id] = sequence.cached
                 self.keep(sequence, rows)
+                if self.learner is not None and verdict.hidden is not None:
+                    self.learner.watch(sequence, verdict.hidden)
+
+    def learn(self) -> None:
+        """Called before drafting, when the round before is published: a step of online adaptation, if one is due."""
+        if self.learner is not None:
+            self.learner.learn()
+
+    def close(self) -> None:
+        if self.learner is not None and self.config.adapt.save is not None:
+            self.learner.save(Path(self.config.adapt.save).expanduser())
 
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
         """Take in the features of newly cached tokens."""
@@ -193,6 +220,8 @@ class HeadDrafter(Drafter[C]):
 
     def release(self, sequence: Sequence) -> None:
         self.seen.pop(sequence.id, None)
+        if self.learner is not None:
+            self.learner.forget(sequence)
 
     def cached_tokens(self, sequence: Sequence) -> list[int]:
         return sequence.tokens[: self.seen.get(sequence.id, 0)]
@@ -217,6 +246,7 @@ class BlockDrafter(HeadDrafter[BlockConfig]):
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        self.learn()
         ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]
         if not ready:
             return [Draft() for _ in sequences]

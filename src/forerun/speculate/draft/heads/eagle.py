@@ -170,6 +170,7 @@ class Eagle(HeadDrafter[EagleConfig]):
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        self.learn()
         pool, nodes = self.cache.pool, self.config.rows_by_depth()
         ready = [
             index

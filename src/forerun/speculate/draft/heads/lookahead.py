@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
-from forerun.speculate.draft.base import drafters
-from forerun.speculate.draft.heads.base import BlockDrafter, Head, Lesson, Sizes, soft_cross_entropy
+from forerun.speculate.draft.base import DraftContext, drafters
+from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter, Head, Lesson, Sizes, soft_cross_entropy
 
 ANCHORS = 16
 DEPTH_DECAY = 0.8
@@ -68,6 +69,11 @@ class Lookahead(BlockDrafter):
 
     name = "lookahead"
     head_class = LookaheadHead
+
+    def __init__(self, config: BlockConfig, context: DraftContext) -> None:
+        if config.adapt is not None:
+            raise ConfigError("method 'lookahead' learns through its whole target and cannot adapt: remove 'adapt'")
+        super().__init__(config, context)
 
     def ready(self, sequence: Sequence) -> bool:
         return sequence.cached == len(sequence.tokens) - 1

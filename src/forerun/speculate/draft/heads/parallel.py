@@ -60,7 +60,8 @@ class ParallelHead(Head):
         self.fuse = nn.Linear(len(self.layers) * size, size, bias=False)
         self.norm_context = Norm(size)
         self.mask = nn.Embedding(sizes.depth - 1, size)
-        nn.init.normal_(self.mask.weight, std=0.02)
+        nn.init.normal_(self.mask.weight, std=0.5)
+        self.norm_token = Norm(size)
         self.blocks = nn.ModuleList(_Block(size, self.options) for _ in range(self.options["blocks"]))
         self.norm = Norm(size)
 
@@ -78,9 +79,9 @@ class ParallelHead(Head):
 
     def rows(self, embedded: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
         """Inputs of the block [n, depth, hidden]: the last token's embedding and the masks, each with the newest
-        context feature added."""
-        mask = self.mask.weight.to(embedded.dtype).expand(embedded.shape[0], -1, -1)
-        return torch.cat([embedded[:, None], mask], dim=1) + newest[:, None]
+        context feature added. Embeddings are brought to the features' size, which would drown them otherwise."""
+        mask = self.mask.weight.to(newest.dtype).expand(embedded.shape[0], -1, -1)
+        return torch.cat([self.norm_token(embedded)[:, None], mask], dim=1) + newest[:, None]
 
     def loss(self, lesson: Lesson) -> torch.Tensor:
         """Cross entropy against the target's distributions, from anchors spread over the sequence."""
@@ -170,13 +171,14 @@ class Parallel(BlockDrafter):
         memory.add(pairs, features[-1].clone(), head.options["window"])
 
     def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        """Always of a whole block, as in training: its rows see each other."""
         head = self.head
         assert isinstance(head, ParallelHead)
-        depth = self.config.num_speculative_tokens
+        depth = head.sizes.depth
         device = self.context.target.info.device
         last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
         newest = torch.stack([self.memory[s.id].newest for s in sequences])  # type: ignore[misc]
-        x = head.rows(self.context.target.embed(last).to(newest.dtype), newest)[:, :depth]
+        x = head.rows(self.context.target.embed(last).to(newest.dtype), newest)
         starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=device)
         where = starts[:, None] + torch.arange(depth, device=device)
         for index, block in enumerate(head.each_block()):
@@ -194,6 +196,7 @@ class Parallel(BlockDrafter):
                 parts.append(out.unflatten(1, (groups, depth)).permute(2, 0, 1, 3).flatten(1))
             x = x + block.o_proj(torch.stack(parts))
             x = x + block.mlp(block.norm_mlp(x))
+        x = x[:, : self.config.num_speculative_tokens]
         return self.context.target.lm_head(head.norm(x).flatten(0, 1)).unflatten(0, x.shape[:2])
 
     def release(self, sequence: Sequence) -> None:

@@ -1,0 +1,191 @@
+"""Heads that keep learning while they serve, from the target's own distributions (online speculative decoding, Liu et
+al., arXiv 2310.07177).
+
+The target's hidden states pass by anyway, prompts included, and its output layer turns them into its distributions
+again. Windows of them wait in a bounded buffer. Before a round's drafts, when the round before it has been published, a
+step of the head's own training loss is taken on some of them. Nothing of this touches the target, so the tokens stay
+what they were; only how many drafts are accepted changes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from forerun.core.config import check_types
+from forerun.core.errors import ConfigError
+from forerun.core.sequence import Sequence
+from forerun.models.base import Model
+
+if TYPE_CHECKING:
+    from forerun.speculate.draft.heads.base import Head
+
+BACKLOG = 4
+"""Steps that may be owed; what is due beyond them is let go."""
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """Options of ``adapt``. The memory is that of ``buffer_tokens`` hidden states per layer that the head reads, three
+    float32 copies of the head (master weights and AdamW's moments) and one of the target's embedding and output
+    layers each."""
+
+    every: int = 64
+    """Verified tokens per step of learning."""
+    share: float | None = 0.1
+    """Most of the time since the first round that steps may take, the first step apart; None: not bounded by time, so
+    that the same requests always teach the same."""
+    window: int = 32
+    """Tokens that a piece of text is learnt in; shorter requests teach nothing."""
+    batch: int = 8
+    """Windows per step."""
+    buffer_tokens: int = 4096
+    """Tokens that are remembered, the newest; steps draw from all of them."""
+    lr: float = 1e-3
+    save: str | None = None
+    """Folder for the adapted head, written when the engine closes; name it as ``model`` next time."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "window", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"adapt: {name} must be at least 1, not {getattr(self, name)}")
+        if self.buffer_tokens < self.window:
+            raise ConfigError(f"adapt: buffer_tokens ({self.buffer_tokens}) must hold a window ({self.window})")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ConfigError(f"adapt: share must be above 0 and at most 1, not {self.share}")
+        if not self.lr > 0:
+            raise ConfigError(f"adapt: lr must be above 0, not {self.lr}")
+
+    @classmethod
+    def parse(cls, given: Any) -> Adaptation | None:
+        """From true (the defaults), a mapping of options, or nothing. Raises ConfigError."""
+        if given is None or given is False or isinstance(given, Adaptation):
+            return given or None
+        options = {} if given is True else given
+        known = [field.name for field in fields(cls)]
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"adapt must be true or a mapping of {', '.join(known)}, not {given!r}")
+        for key in options:
+            if key not in known:
+                raise ConfigError(f"adapt has no option {key!r}; it has {', '.join(known)}")
+        check_types(cls, options)
+        return cls(**options)
+
+
+class Learner:
+    """Teaches a head while it serves."""
+
+    def __init__(
+        self, head: Head, target: Model, options: Adaptation, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        depth = head.sizes.depth + 1
+        if options.window <= depth:
+            raise ConfigError(f"adapt: window must be above {depth} for a head that guesses {depth - 1} tokens ahead")
+        self.head, self.target, self.options, self.clock = head, target, options, clock
+        self.master = deepcopy(head).float().train()
+        """Float32: small steps would vanish in the head's own dtype."""
+        self.optimizer = torch.optim.AdamW(self.master.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0)
+        self.layers = tuple(sorted({*head.layers, head.sizes.num_layers}))
+        """Hidden states that are kept; the last one gives the target's distributions."""
+        size, info = head.sizes.hidden_size, target.info
+        windows = options.buffer_tokens // options.window
+        self.tokens = torch.zeros(windows, options.window, dtype=torch.long, device=info.device)
+        shape = (windows, options.window, len(self.layers), size)
+        self.states = torch.zeros(shape, dtype=info.dtype, device=info.device)
+        self.filled = self.next = 0
+        self.open: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+        """Per sequence: its tokens and states [n, layers, size] that do not fill a window yet."""
+        self.owed = self.steps = self.seen = 0
+        self.spent = self.longest = 0.0
+        self.began: float | None = None
+        with torch.no_grad():
+            every = torch.arange(info.vocab_size, device=info.device)
+            self.embedding = target.embed(every).clone()
+            unit = torch.eye(size, dtype=info.dtype, device=info.device)
+            self.output = (target.lm_head(unit) - self._bias(unit)).T.to(info.dtype).contiguous()
+
+    def _bias(self, unit: torch.Tensor) -> torch.Tensor:
+        """[1, vocabulary]: what the output layer adds to any state."""
+        return self.target.lm_head(torch.zeros_like(unit[:1]))
+
+    def watch(self, sequence: Sequence, hidden: dict[int, torch.Tensor]) -> None:
+        """Take in the states, ``hidden[layer]`` [n, size], of the last n tokens that the target has read."""
+        if self.began is None:
+            self.began = self.clock()
+        rows = torch.stack([hidden[layer] for layer in self.layers], dim=1)
+        count, window = rows.shape[0], self.options.window
+        tokens, states = self.open.pop(sequence.id, ([], []))
+        tokens = tokens + sequence.tokens[sequence.cached - count : sequence.cached]
+        rows = torch.cat([*states, rows]) if states else rows.clone()
+        while len(tokens) >= window:
+            self.tokens[self.next] = torch.tensor(tokens[:window])
+            self.states[self.next] = rows[:window]
+            tokens, rows = tokens[window:], rows[window:]
+            self.next = (self.next + 1) % len(self.tokens)
+            self.filled = min(self.filled + 1, len(self.tokens))
+        self.open[sequence.id] = (tokens, [rows.clone()])
+        self.seen += count
+        self.owed = min(self.owed + count, BACKLOG * self.options.every)
+
+    def forget(self, sequence: Sequence) -> None:
+        self.open.pop(sequence.id, None)
+
+    def learn(self) -> None:
+        """One step, if one is due and its time is granted."""
+        if not self.filled or self.owed < self.options.every or not self._granted():
+            return
+        self.owed -= self.options.every
+        began = self.clock()
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.steps)
+            self._step()
+        self.steps += 1
+        seconds = self.clock() - began
+        self.spent += seconds
+        self.longest = max(self.longest, seconds)
+
+    def _granted(self) -> bool:
+        """Whether another step, as long as the longest so far, keeps to the share of time."""
+        if self.options.share is None:
+            return True
+        assert self.began is not None
+        return self.spent + self.longest <= self.options.share * (self.clock() - self.began) or not self.steps
+
+    def _step(self) -> None:
+        from forerun.speculate.draft.heads.base import Lesson
+
+        chosen = torch.randint(self.filled, (min(self.options.batch, self.filled),))
+        states = self.states[chosen].float()
+        hidden = {layer: states[:, :, index] for index, layer in enumerate(self.layers)}
+        last = self.states[chosen][:, :, -1]
+        logits = self.target.lm_head(last.flatten(0, 1)).clone().unflatten(0, last.shape[:2])
+        lesson = Lesson(self.tokens[chosen], hidden, logits, self.embedding, self.output, nn.Identity())
+        self.master.loss(lesson).backward()
+        norm = nn.utils.clip_grad_norm_(self.master.parameters(), 1.0)
+        if bool(torch.isfinite(norm)):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for live, learnt in zip(self.head.parameters(), self.master.parameters(), strict=True):
+                live.copy_(learnt)
+
+    def save(self, folder: Path) -> None:
+        """Write the head as it is now, each file replaced whole. Raises ConfigError where that is impossible."""
+        record = {**self.head.record, "adapted_tokens": self.seen, "adapted_steps": self.steps}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=folder) as temporary:
+                self.master.save(Path(temporary), record)
+                for file in sorted(Path(temporary).iterdir()):
+                    os.replace(file, folder / file.name)
+        except OSError as error:
+            raise ConfigError(f"adapt: the head cannot be saved in {folder}: {error.strerror}") from error
