@@ -14,6 +14,7 @@ from forerun import LLM, ConfigError, ForerunError, SamplingParams, drafters
 from forerun.speculate.draft.heads.base import Sizes
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.train.heads import HEADS, HeadTrainConfig, train_head
 from forerun.train.lessons import lesson
 
@@ -89,6 +90,33 @@ def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp
         tokens.append(wanted[-1])
         feature = torch.cat([feature, state[None]])
     assert drafted == wanted
+
+
+@pytest.mark.parametrize("drafted_tokens", [2, 4])
+@torch.no_grad()
+def test_parallel_drafts_what_a_whole_block_says_however_few_tokens_are_asked_for(
+    tiny_target, tmp_path, reference, drafted_tokens
+):
+    options = {"heads": 4, "kv_heads": 2, "width": 8, "inner_size": 24, "blocks": 2}
+    head = ParallelHead(Sizes(**{**vars(sizes_of(Path(tiny_target))), "options": options}))
+    scramble(head)
+    head.save(tmp_path)
+    drafted, committed = first_draft(tiny_target, tmp_path, "parallel", PROMPT, num_speculative_tokens=drafted_tokens)
+    saved = ParallelHead.load(tmp_path)
+    out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
+    features = saved.context(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
+    count = features.shape[0]
+    x = saved.rows(reference.get_input_embeddings()(torch.tensor(committed[-1:])), features[-1:])[0]
+    for block in saved.blocks:
+        normed = block.norm(x)
+        places = count + torch.arange(4)
+        k, v = (torch.cat(pair) for pair in zip(block.keys(features, torch.arange(count)), block.keys(normed, places)))
+        scores = torch.einsum("qhw,khw->hqk", block.queries(normed, places), k.repeat_interleave(2, 1)) / 8**0.5
+        mixed = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
+        x = x + block.o_proj(mixed)
+        x = x + block.mlp(block.norm_mlp(x))
+    wanted = reference.lm_head(saved.norm(x)).argmax(-1).tolist()
+    assert drafted == wanted[:drafted_tokens]
 
 
 @pytest.mark.parametrize("method", ["medusa", "blockwise", "eagle", "parallel", "lookahead"])
