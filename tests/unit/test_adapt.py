@@ -83,7 +83,9 @@ def plainly(target, texts, temperature):
     return [answer.outputs[0].token_ids for answer in answers]
 
 
-@pytest.mark.parametrize(("method", "temperature"), [("medusa", 0.8), ("blockwise", 0.0), ("parallel", 0.8), ("eagle", 0.0)])
+@pytest.mark.parametrize(
+    ("method", "temperature"), [("medusa", 0.8), ("blockwise", 0.0), ("parallel", 0.8), ("eagle", 0.0)]
+)
 def test_a_head_follows_its_text_and_is_kept(rings, tmp_path, method, temperature):
     """It learns one ring, is saved, meets the other one, learns that, is saved, and knows it: no token differs."""
     fresh, low, high = (tmp_path / name for name in ("fresh", "low", "high"))
