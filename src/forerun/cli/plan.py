@@ -29,6 +29,7 @@ def plan(
     temperature: Annotated[float, typer.Option(help="of your requests")] = 0.0,
     concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 1,
     longest: Annotated[int, typer.Option(help="most drafted tokens to consider")] = 8,
+    layer_trials: Annotated[int, typer.Option(help="try so many subsets of the target's layers for layerskip")] = 0,
     prompts: Annotated[int, typer.Option(help="how many prompts")] = 4,
     prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 64,
     max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 48,
@@ -49,12 +50,14 @@ def plan(
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
     if min(longest, concurrency, max_tokens) < 1:
         raise ConfigError("--longest, --concurrency and --max-tokens must be at least 1")
+    if layer_trials < 0:
+        raise ConfigError("--layer-trials must not be negative")
     shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
     if "spec_model" in speculative:
         shared["model"] = speculative["spec_model"]
     options = method_configs(split("methods", methods, str), [accept], ["fixed"], (), shared)[1:]
     set_threads(threads)
-    with progress("loading", len(LENGTHS) * (1 + len(options))) as step:
+    with progress("loading", len(LENGTHS) * (1 + len(options)) + layer_trials) as step:
         llm = LLM(**engine)
         found = run_plan(
             llm,
@@ -72,6 +75,7 @@ def plan(
             concurrency=concurrency,
             longest=longest,
             seed=seed,
+            layer_trials=layer_trials,
             step=step,
         )
     found["environment"] = environment(llm, engine)
@@ -90,6 +94,13 @@ def show(found: Mapping[str, Any]) -> None:
         rows.append([item["method"], *figures, *speeds])
     if rows:
         print_table(["method", "alpha", "match", "drafts in", "c", *[f"k={k}" for k in lengths]], rows)
+    if found["layers"]:
+        keys = ("alpha", "match_rate", "c", "speedup")
+        table = [
+            [", ".join(map(str, item["layers"])), *(f"{item[key]:.2f}" for key in keys), str(item["k"])]
+            for item in found["layers"][:10]
+        ]
+        print_table(["layerskip with layers", "alpha", "match", "c", "speed-up", "at k"], table)
     for method in found["silent"]:
         print(f"{method}: drafted nothing on these prompts")
     prices = ", ".join(f"{rows} rows {price:.2f}" for rows, price in found["verify_cost"].items())

@@ -10,6 +10,7 @@ from typing import Any
 
 from forerun.engine.config import NONE
 from forerun.plan.estimate import Costs, Sample, full
+from forerun.plan.layers import Subset
 from forerun.theory import best_gamma, expected_tokens
 
 
@@ -85,11 +86,14 @@ def predict(found: Estimate, curve: CostCurve, longest: int, sequences: int = 1)
     return predictions
 
 
-def recommend(predictions: Seq[Prediction], margin: float = 1.02) -> dict[str, Any]:
+def recommend(predictions: Seq[Prediction], subsets: Seq[Subset] = (), margin: float = 1.02) -> dict[str, Any]:
     """The fastest prediction as a ``speculative_config``; plain decoding where nothing promises ``margin``."""
-    best = max(predictions, key=lambda p: p.speedup, default=None)
+    candidates: list[Prediction | Subset] = [*predictions, *subsets]
+    best = max(candidates, key=lambda p: p.speedup, default=None)
     if best is None or best.speedup < margin:
         return {"method": NONE}
+    if isinstance(best, Subset):
+        return {"method": "layerskip", "layers": list(best.layers), "num_speculative_tokens": best.k}
     return {"method": best.method, "num_speculative_tokens": best.k}
 
 

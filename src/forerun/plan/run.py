@@ -13,9 +13,11 @@ from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.plan.estimate import Costs, Measured, measure
+from forerun.plan.layers import Subset, choose_layers
 from forerun.plan.planner import CostCurve, estimate, predict, recommend, theory_row
 from forerun.sampling.params import SamplingParams
 
+LAYERSKIP = "layerskip"
 LENGTHS = (1, 3, 5, 7)
 """Drafted tokens at which acceptance and cost are measured; other lengths are predicted from these."""
 
@@ -30,9 +32,11 @@ def run_plan(
     concurrency: int,
     longest: int,
     seed: int,
+    layer_trials: int = 0,
     step: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
-    """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price}}``.
+    """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price}}``,
+    and as ``layers`` the ``layer_trials`` subsets of layers that were measured for ``layerskip``, the best first.
 
     Every method answers the prompts, so alpha is measured on text that the target generated (Leviathan et al. 2023,
     section 4.2). ``options`` are ``speculative_config`` mappings without a draft length.
@@ -68,8 +72,22 @@ def run_plan(
         estimates.append(estimate(method, total.alpha, total.match_rate, measured.rounds, costs))
     curve = CostCurve({rows: median(values) for rows, values in prices.items()}, concurrency, llm.model.row_multiple)
     predictions = [p for item in estimates for p in predict(item, curve, longest, concurrency)]
+
+    def measure_layers(layers: tuple[int, ...]) -> Subset | None:
+        step(f"layers {', '.join(map(str, layers))}")
+        measured = run({"method": LAYERSKIP, "layers": list(layers), "num_speculative_tokens": LENGTHS[1]})
+        costs, total = Costs.of(measured.rounds, plain.rounds, concurrency), measured.total
+        if costs is None or costs.c is None or total.alpha is None or total.match_rate is None:
+            return None
+        item = estimate(LAYERSKIP, total.alpha, total.match_rate, measured.rounds, costs)
+        own = CostCurve({**curve.points, **costs.verify}, concurrency, llm.model.row_multiple)
+        best = max(predict(item, own, longest, concurrency), key=lambda p: p.speedup)
+        return Subset(layers, item.alpha, item.match_rate, item.c, best.k, best.speedup)
+
+    subsets = choose_layers(measure_layers, llm.model.info.num_layers, layer_trials)
     return {
-        "recommended": recommend(predictions),
+        "recommended": recommend(predictions, subsets),
+        "layers": [asdict(subset) for subset in subsets],
         "temperature": temperature,
         "concurrency": concurrency,
         "plain_tokens_per_second": plain.tokens_per_second,

@@ -1,0 +1,79 @@
+"""The search for layerskip's layers, against all subsets."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from forerun.engine.llm import LLM
+from forerun.plan.layers import Subset, choose_layers, neighbours
+from forerun.plan.planner import Prediction, recommend
+from forerun.plan.run import run_plan
+
+LAYERS = 6
+SUBSETS = [chosen for size in range(1, LAYERS) for chosen in combinations(range(LAYERS), size)]
+WORTH = (0.5, 0.1, 0.05, 0.2, 0.02, 0.4)
+
+
+def measured(layers: tuple[int, ...]) -> Subset:
+    """Every layer brings its worth and costs a sixth of a plain forward."""
+    alpha = sum(WORTH[layer] for layer in layers)
+    return Subset(layers, alpha, alpha, len(layers) / LAYERS, 1, 1 + alpha - 0.15 * len(layers))
+
+
+def test_the_search_ends_at_the_best_of_all_subsets():
+    wanted = max(map(measured, SUBSETS), key=lambda subset: subset.speedup)
+    found = choose_layers(measured, LAYERS, 1000)
+    assert found[0] == wanted
+    assert wanted.layers == (0, 3, 5)
+    assert [subset.speedup for subset in found] == sorted((subset.speedup for subset in found), reverse=True)
+
+
+@pytest.mark.parametrize("trials", [0, 1, 4, 9])
+def test_no_subset_is_measured_twice_nor_too_many(trials):
+    asked = []
+
+    def measure(layers):
+        asked.append(layers)
+        return measured(layers)
+
+    assert len(choose_layers(measure, LAYERS, trials)) == trials
+    assert len(asked) == len(set(asked)) == trials
+    assert asked == [tuple(range(last)) for last in range(1, LAYERS)][:trials] + asked[LAYERS - 1 :]
+
+
+def test_layers_that_draft_nothing_are_left_out():
+    assert choose_layers(lambda layers: None, LAYERS, 50) == []
+    found = choose_layers(lambda layers: None if layers == (0,) else measured(layers), LAYERS, 50)
+    assert (0,) not in [subset.layers for subset in found]
+
+
+@pytest.mark.parametrize("layers", SUBSETS)
+def test_neighbours_differ_in_one_layer(layers):
+    here = set(layers)
+    wanted = set()
+    for other in map(set, SUBSETS):
+        gone, come = here - other, other - here
+        if max(len(gone), len(come)) == 1:
+            wanted.add(tuple(sorted(other)))
+    got = list(neighbours(layers, LAYERS))
+    assert len(got) == len(set(got))
+    assert set(got) == wanted
+
+
+def test_the_best_subset_is_recommended_where_it_beats_the_methods():
+    rival = Prediction("ngram", 4, 0.5, 0.0, 1.1, 1.2)
+    assert recommend([rival], [measured((0, 3, 5))])["layers"] == [0, 3, 5]
+    assert recommend([rival], [measured((1, 2))]) == {"method": "ngram", "num_speculative_tokens": 4}
+
+
+def test_a_plan_measures_subsets_of_a_real_target(tiny_target):
+    llm = LLM(str(tiny_target))
+    found = run_plan(
+        llm, [{"method": "ngram"}], [[5, 9, 12, 7, 7, 3]], temperature=0.0, max_tokens=12, concurrency=1, longest=3,
+        seed=0, layer_trials=1,
+    )  # fmt: skip
+    assert [item["layers"] for item in found["layers"]] == [(0,)]
+    assert 0 <= found["layers"][0]["match_rate"] <= 1
+    assert found["layers"][0]["c"] > 0
