@@ -14,7 +14,7 @@ from forerun import LLM, ConfigError, ForerunError, SamplingParams, drafters
 from forerun.speculate.draft.heads.base import Sizes
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.speculate.draft.heads.parallel import ParallelHead
+from forerun.speculate.draft.heads.parallel import ParallelHead, _Memory
 from forerun.train.heads import HEADS, HeadTrainConfig, train_head
 from forerun.train.lessons import lesson
 
@@ -117,6 +117,23 @@ def test_parallel_drafts_what_a_whole_block_says_however_few_tokens_are_asked_fo
         x = x + block.mlp(block.norm_mlp(x))
     wanted = reference.lm_head(saved.norm(x)).argmax(-1).tolist()
     assert drafted == wanted[:drafted_tokens]
+
+
+def test_parallel_remembers_the_newest_window():
+    torch.manual_seed(0)
+    window, blocks, whole = 5, 2, [torch.empty(0, 2, 3)] * 4
+    memory = None
+    for count in [1, 3, 2, 9, 1, 1, 4, 5, 1, 1, 1, 2, 3, 1, 7, 1]:
+        rows = [torch.randn(count, 2, 3) for _ in range(2 * blocks)]
+        if memory is None:
+            memory = _Memory(blocks, window, 2, rows[0])
+        memory.add(list(zip(rows[::2], rows[1::2])), torch.zeros(4))
+        whole = [torch.cat([before, new]) for before, new in zip(whole, rows)]
+        own = torch.randn(2, 2, 2, 3)
+        for block in range(blocks):
+            memory.write(block, own[0], own[1])
+            for got, before, new in zip(memory.read(block, 2), whole[2 * block :], own):
+                assert torch.equal(got[0].transpose(0, 1), torch.cat([before[-window:], new]))
 
 
 @pytest.mark.parametrize("method", ["medusa", "blockwise", "eagle", "parallel", "lookahead"])

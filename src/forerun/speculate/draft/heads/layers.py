@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,11 +37,15 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+@cache
+def _frequencies(width: int, theta: float, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+
+
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """Rotary embedding of x [..., positions, heads, width] in the halves convention; positions int64 [..., n]."""
-    width = x.shape[-1]
-    frequency = theta ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
-    angle = positions[..., None].float() * frequency
+    angle = positions[..., None].float() * _frequencies(x.shape[-1], theta, x.device)
     cos, sin = torch.cos(angle)[..., None, :].to(x.dtype), torch.sin(angle)[..., None, :].to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -129,26 +129,40 @@ class ParallelHead(Head):
 
 
 class _Memory:
-    """One sequence's context: keys and values of every block [kv heads, capacity, width], and the newest feature."""
+    """One sequence's context: keys and values of every block, its newest ``window`` entries in one piece before
+    ``end``, and the newest feature. Behind ``end`` there is room for a block's own rows."""
 
-    def __init__(self, blocks: int) -> None:
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self.blocks = blocks
-        self.length = 0
-        self.newest: torch.Tensor | None = None
+    def __init__(self, blocks: int, window: int, depth: int, like: torch.Tensor) -> None:
+        kv_heads, width = like.shape[1:]
+        self.window, self.room = window, 2 * window
+        shape = (blocks, kv_heads, self.room + depth, width)
+        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        self.end = 0
+        self.newest = like
 
-    def add(self, pairs: Seq[tuple[torch.Tensor, torch.Tensor]], newest: torch.Tensor, window: int) -> None:
-        """Append [n, kv heads, width] per block; only the last ``window`` entries are kept."""
+    def add(self, pairs: Seq[tuple[torch.Tensor, torch.Tensor]], newest: torch.Tensor) -> None:
+        """Append keys and values [n, kv heads, width] per block."""
+        count = min(pairs[0][0].shape[0], self.window)
+        if self.end + count > self.room:
+            kept = self.window - count
+            for side in (self.keys, self.values):
+                side[:, :, :kept] = side[:, :, self.end - kept : self.end].clone()
+            self.end = kept
         for index, (k, v) in enumerate(pairs):
-            k, v = k.transpose(0, 1), v.transpose(0, 1)
-            if len(self.keys) <= index:
-                self.keys.append(k[:, -window:])
-                self.values.append(v[:, -window:])
-            else:
-                self.keys[index] = torch.cat([self.keys[index], k], dim=1)[:, -window:]
-                self.values[index] = torch.cat([self.values[index], v], dim=1)[:, -window:]
+            self.write(index, k[-count:], v[-count:])
+        self.end += count
         self.newest = newest
+
+    def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put [n, kv heads, width] behind the context of a block, for now."""
+        after = self.end + k.shape[0]
+        self.keys[index, :, self.end : after] = k.transpose(0, 1)
+        self.values[index, :, self.end : after] = v.transpose(0, 1)
+
+    def read(self, index: int, extra: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A block's context and the ``extra`` rows behind it, [1, kv heads, n, width]."""
+        rows = slice(max(0, self.end - self.window), self.end + extra)
+        return self.keys[index, None, :, rows], self.values[index, None, :, rows]
 
 
 @drafters.register("parallel")
@@ -164,11 +178,13 @@ class Parallel(BlockDrafter):
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
         head = self.head
         assert isinstance(head, ParallelHead)
-        memory = self.memory.setdefault(sequence.id, _Memory(len(head.blocks)))
-        features = head.context(rows)
-        positions = torch.arange(sequence.cached - rows.shape[0], sequence.cached, device=rows.device)
+        window = head.options["window"]
+        features = head.context(rows[-window:])
+        positions = torch.arange(sequence.cached - features.shape[0], sequence.cached, device=rows.device)
         pairs = [block.keys(features, positions) for block in head.each_block()]
-        memory.add(pairs, features[-1].clone(), head.options["window"])
+        if sequence.id not in self.memory:
+            self.memory[sequence.id] = _Memory(len(pairs), window, head.sizes.depth, pairs[0][0])
+        self.memory[sequence.id].add(pairs, features[-1].clone())
 
     def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
         """Always of a whole block, as in training: its rows see each other."""
@@ -177,7 +193,7 @@ class Parallel(BlockDrafter):
         depth = head.sizes.depth
         device = self.context.target.info.device
         last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
-        newest = torch.stack([self.memory[s.id].newest for s in sequences])  # type: ignore[misc]
+        newest = torch.stack([self.memory[s.id].newest for s in sequences])
         x = head.rows(self.context.target.embed(last).to(newest.dtype), newest)
         starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=device)
         where = starts[:, None] + torch.arange(depth, device=device)
@@ -188,11 +204,11 @@ class Parallel(BlockDrafter):
             parts = []
             for i, sequence in enumerate(sequences):
                 memory = self.memory[sequence.id]
-                k = torch.cat([memory.keys[index], own_k[i].transpose(0, 1)], dim=1)
-                v = torch.cat([memory.values[index], own_v[i].transpose(0, 1)], dim=1)
-                groups = q.shape[2] // k.shape[0]
+                memory.write(index, own_k[i], own_v[i])
+                k, v = memory.read(index, depth)
+                groups = q.shape[2] // k.shape[1]
                 folded = q[i].unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)
-                out = F.scaled_dot_product_attention(folded[None], k[None], v[None])[0]
+                out = F.scaled_dot_product_attention(folded[None], k, v)[0]
                 parts.append(out.unflatten(1, (groups, depth)).permute(2, 0, 1, 3).flatten(1))
             x = x + block.o_proj(torch.stack(parts))
             x = x + block.mlp(block.norm_mlp(x))
