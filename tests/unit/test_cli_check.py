@@ -5,18 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import scipy.stats
 import torch
 from transformers import AutoModelForCausalLM
 
-from forerun.bench.lossless.law import LENGTH, SUPPORT, chi_square, exact_law
+from forerun.bench.lossless.identity import MIXES, check_identity, variants
+from forerun.bench.lossless.law import LENGTH, SUPPORT, check_law, chi_square, exact_law
 from forerun.bench.lossless.trees import METHOD, SHAPES, hand_made
 from forerun.cli.main import run
+from forerun.engine import engine
 from forerun.models.native import NativeModel
 from forerun.speculate import round as rounds
+from forerun.speculate.accept.base import Decision
 from forerun.speculate.accept.coupled import Coupled
+from forerun.speculate.accept.token import Token
 from forerun.speculate.draft import drafters
 
 SMALL = ["--prompts", "6", "--prompt-tokens", "20", "--max-tokens", "12", "--prompt-set", "random"]
@@ -85,6 +90,58 @@ def test_a_rule_that_likes_its_drafts_too_much_is_found(check, monkeypatch):
     assert failures(result) == {"same-seed identity", "law"}
 
 
+def test_the_law_finds_a_residual_that_forgets_q(llm, tiny_draft, monkeypatch):
+    """The classic mistake: after a rejection, a token of p instead of max(0, p - q)."""
+
+    def forgetful(self, p, scores, trials):
+        decision = correct(self, p, scores, trials)
+        return Decision(decision.accept, p.clone())
+
+    correct = Token.decide
+    options = {"method": "draft_model", "model": tiny_draft, "accept": "token"}
+    prompt = [10, 20, 30, 10, 20, 30, 10]
+    assert check_law(llm(), options, prompt, seed=1).passed
+    monkeypatch.setattr(Token, "decide", forgetful)
+    found = check_law(llm(), options, prompt, seed=1)
+    assert not found.passed
+    assert found.p_value < 1e-8
+    assert found.good == found.total  # every answer is possible: only their frequencies are wrong
+
+
+def test_every_method_is_checked_or_left_out(check):
+    code, result = check("--methods", "all", "--samples", "0", "--temperature", "0.8", "--layout", "slotted")
+    assert code == 0
+    checked = {item["what"] for item in result["results"] if item["check"] == "same-seed identity"}
+    assert checked | set(result["left_out"]) >= set(drafters)
+    assert {"ngram", "suffix", "layerskip", "token_recycling", "hand-made trees"} <= checked
+    assert {"pattern", "medusa"} <= set(result["left_out"])
+
+
+def test_variants_are_a_chain_a_tree_and_a_sharper_draft(tiny_draft):
+    found = variants({"method": "draft_model", "model": tiny_draft})
+    assert [set(config) - {"method", "model"} for config in found] == [set(), {"tree_nodes"}, {"draft_temperature"}]
+    assert variants({"method": "prompt_lookup"})[0] == {"method": "prompt_lookup"}
+    assert all(len(MIXES) % count for count in (2, 3))
+
+
+def test_more_than_tokens_is_compared(llm, monkeypatch):
+    """Logprobs that speculation changes are a failure, though every token is right."""
+
+    def shifted(result, index, verdict, mode):
+        found = correct(result, index, verdict, mode)
+        return [replace(one, logprob=one.logprob - 0.01) for one in found] if len(verdict.tokens) > 1 else found
+
+    correct = engine.emitted_logprobs
+    monkeypatch.setattr(engine, "emitted_logprobs", shifted)
+    prompts = [[5, 6, 7] * 4] * len(MIXES)
+    settings = {"temperatures": [0.0], "max_tokens": 12, "page_sizes": [None], "concurrency": 8, "seed": 0}
+    results = list(
+        check_identity(llm(), [{"method": "ngram"}], prompts, trees=False, step=lambda note: None, **settings)
+    )
+    assert [result.passed for result in results] == [False]
+    assert "same tokens and another logprobs" in results[0].detail
+
+
 def test_bits_that_depend_on_the_batch_are_found(check, monkeypatch):
     def forward(self, batch, cache):
         output = correct(self, batch, cache)
@@ -102,14 +159,14 @@ def test_bits_that_depend_on_the_batch_are_found(check, monkeypatch):
 
 
 def test_hand_made_trees_have_their_shape_and_hide_the_text(llm):
-    engine = llm(max_num_seqs=2).engine
+    idle = llm(max_num_seqs=2).engine
     text = list(range(5, 45))
     with hand_made([text]) as config:
-        drafter = drafters[METHOD](config.drafter, type("Context", (), {"sampler": engine.sampler}))
+        drafter = drafters[METHOD](config.drafter, type("Context", (), {"sampler": idle.sampler}))
         branching, deepest = 0, 0
         for seed in range(60):
             length = random.Random(seed).randrange(10, 36)
-            sequence = engine.add(text[:length], _params())[0].sequence
+            sequence = idle.add(text[:length], _params())[0].sequence
             sequence.seed, sequence.num_prompt = seed, 10
             draft = drafter.propose([sequence], [4])[0]
             assert any(len(shape) == len(draft) for shape in SHAPES)
@@ -122,8 +179,8 @@ def test_hand_made_trees_have_their_shape_and_hide_the_text(llm):
                 depth += 1
             branching += not draft.is_chain
             deepest = max(deepest, depth)
-    for job in list(engine.jobs.values()):
-        engine.abort(job)
+    for job in list(idle.jobs.values()):
+        idle.abort(job)
     assert branching > 20
     assert deepest == 4
 

@@ -39,7 +39,13 @@ class Registry(Generic[T]):
         self._searched = True
         for point in metadata.entry_points(group=self.group):
             if point.name not in self._items:
-                self._items[point.name] = point.load()
+                try:
+                    self._items[point.name] = point.load()
+                except (ImportError, AttributeError) as error:
+                    package = point.dist.name if point.dist is not None else point.value
+                    raise ConfigError(
+                        f"{self.kind} {point.name!r} of the installed package {package} cannot be loaded: {error}"
+                    ) from error
 
     def __getitem__(self, name: str) -> type[T]:
         self._search()

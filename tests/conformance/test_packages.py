@@ -1,0 +1,80 @@
+"""A drafter from a package of its own: the one that docs/add_a_drafter.md shows, as it stands there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "add_a_drafter.md"
+PROMPT = "abcabcabcabcabcabcabc"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """``run(*arguments)``: Python in a process of its own that has the document's package installed; its output."""
+    folder = tmp_path_factory.mktemp("installed")
+    module, _ = blocks("python")
+    assert module.count("\n") < 60
+    (folder / "my_drafter.py").write_text(module, encoding="utf-8")
+    project = tomllib.loads(blocks("toml")[0])["project"]
+    record = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    record.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (record / "METADATA").write_text(metadata, encoding="utf-8")
+    points = "".join(
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in members.items())
+        for group, members in project["entry-points"].items()
+    )
+    (record / "entry_points.txt").write_text(points, encoding="utf-8")
+    path = os.pathsep.join([str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+    def call(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return call
+
+
+def test_it_is_found_by_name_and_changes_no_token(run, tiny_target):
+    found = {}
+    for method in ("periodic", "none"):
+        output = run(
+            "-m", "forerun", "generate", PROMPT, "--model", tiny_target, "--spec-method", method, "--max-tokens", "40",
+            "--temperature", "0.8", "--seed", "3", "--json",
+        )  # fmt: skip
+        found[method] = json.loads(output)
+    assert found["periodic"]["token_ids"] == found["none"]["token_ids"]
+    assert found["periodic"]["metrics"]["num_draft_tokens"] > 0
+    assert found["none"]["metrics"]["num_draft_tokens"] == 0
+
+
+def test_the_conformance_matrix_covers_it_unasked(run):
+    output = run(
+        "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-vv", "tests/conformance/test_identity.py",
+        "-k", "periodic",
+    )  # fmt: skip
+    passed = re.findall(r"\[periodic-(chain|tree)-(\w+)-\w+-\w+-\w+\] PASSED", output)
+    assert {shape for shape, _ in passed} == {"chain", "tree"}
+    assert "FAILED" not in output
+
+
+def test_the_documents_example_runs(run, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(blocks("python")[1], encoding="utf-8")
+    assert float(run(str(script))) >= 1
