@@ -272,3 +272,22 @@ def test_layerskip_drafts_what_the_first_layers_say(tiny_target, reference, path
         wanted.append(int(reference(torch.tensor([tokens + wanted]), use_cache=False).logits[0, -1].argmax()))
     reference.model.layers = every
     assert drafted == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_head_computes_with_the_weights_it_has_now(dtype):
+    torch.manual_seed(0)
+    head = MedusaHead(Sizes(256, 300, 2, 1)).to(dtype)
+    x = torch.randn(3, 256).to(dtype)
+    results = []
+    for _ in range(2):
+        scramble(head)
+        with torch.no_grad():
+            head.blocks[0].weight.add_(len(results))
+        head.pack()
+        with torch.inference_mode():
+            results.append(head.transform(x)[:, 0].float())
+        block = head.blocks[0]
+        wanted = x.double() + torch.nn.functional.silu(x.double() @ block.weight.double().T + block.bias.double())
+        assert (results[-1] - wanted).abs().max() < (1e-3 if dtype == torch.float32 else 0.3) * wanted.abs().max()
+    assert not torch.allclose(*results)

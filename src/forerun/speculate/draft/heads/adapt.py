@@ -177,6 +177,7 @@ class Learner:
         with torch.no_grad():
             for live, learnt in zip(self.head.parameters(), self.master.parameters(), strict=True):
                 live.copy_(learnt)
+            self.head.pack()
 
     def save(self, folder: Path) -> None:
         """Write the head as it is now, each file replaced whole. Raises ConfigError where that is impossible."""

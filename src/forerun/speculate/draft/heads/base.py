@@ -19,6 +19,7 @@ from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
 from forerun.models.fingerprint import fingerprint
+from forerun.models.linear import make_linear, packs
 from forerun.models.load import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
@@ -78,6 +79,16 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def loss(self, lesson: Lesson) -> torch.Tensor:
         """Mean training loss of a batch, a scalar."""
+
+    def pack(self) -> None:
+        """Run linear layers from packed copies of their weights, where this machine has a use for them; to be called
+        again after the weights change."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                weight, bias = module.weight.detach(), module.bias
+                packed = packs(weight.dtype, weight.device, "auto")
+                layer = make_linear(weight, None if bias is None else bias.detach(), packed=packed)
+                module.forward = layer.__call__  # type: ignore[assignment, method-assign]
 
     def save(self, folder: Path, record: dict[str, Any] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,6 +182,7 @@ class HeadDrafter(Drafter[C]):
         if config.adapt is not None:
             self.learner = Learner(self.head, context.target, config.adapt)
             hidden = self.learner.layers
+        self.head.pack()
         self.needs = Needs(hidden=hidden, model=True)
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         self.seen: dict[int, int] = {}
