@@ -85,7 +85,7 @@ def test_any_mix_of_options(rows: list[Row], seed: int) -> None:
         assert numpy.allclose(got[finite], values[finite], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [VOCAB, 600, 5000])
+@pytest.mark.parametrize("size", [VOCAB, 600, 5000, 20000])
 @pytest.mark.parametrize("flat", [True, False])
 def test_top_p_of_wide_rows(size: int, flat: bool) -> None:
     """Nuclei of a few tokens and of thousands."""
@@ -97,6 +97,18 @@ def test_top_p_of_wide_rows(size: int, flat: bool) -> None:
         exact = numpy.float64(line)
         finite = numpy.isfinite(got)
         assert any(numpy.array_equal(finite, kept(exact, each, slack)) for slack in (0.0, 1e-5, -1e-5))
+
+
+def test_rows_without_a_law_spoil_no_other() -> None:
+    """NaN, and nothing permitted: both are reported later, by the rules."""
+    logits = torch.randn(3, 10000, generator=torch.Generator().manual_seed(0))
+    logits[0, 7], logits[1] = float("nan"), float("-inf")
+    rows = [Row(Sequence(i, [1], 1, SamplingParams(top_p=0.9), seed=0)) for i in range(3)]
+    alone = warp(logits[2:].clone(), rows[2:])
+    warped = warp(logits, rows)
+    assert torch.isnan(warped[0]).any()
+    assert torch.isneginf(warped[1]).all()
+    assert torch.equal(warped[2:], alone)
 
 
 def test_a_bad_word_that_begins_in_the_prompt_may_go_on() -> None:

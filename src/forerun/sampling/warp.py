@@ -192,11 +192,14 @@ def _top_p_floor(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _binned_floor(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """The same, [1], for one row [vocabulary]: sorting a wide one takes milliseconds, so its mass is collected in bins
     of a hundredth of a nat, and only the bin in which it reaches top_p is sorted."""
-    below = logits.amax() - logits
+    top = logits.amax()
+    below = top - logits
     bins = (below * _PER_NAT).clamp_(max=_BINS - 1).nan_to_num_(nan=0.0).long()
     weights = below.neg_().exp_()
     mass = weights.new_zeros(_BINS).scatter_add_(0, bins, weights).cumsum_(dim=0)
     goal = mass[-1] * top_p
+    if not goal > 0.0:  # NaN, or nothing is permitted
+        return top[None]
     reaching = min(int(torch.searchsorted(mass, goal)), _BINS - 1)
     inside = (bins == reaching).nonzero()[:, 0]
     values, order = logits[inside].sort(descending=True)
