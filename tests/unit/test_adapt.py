@@ -16,6 +16,7 @@ from forerun.models.load import load_model
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.heads.base import Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun.speculate.draft.table import Tables
 from tiny import ALPHABET, save_tokenizer, tiny_llama
 
 RING = (len(ALPHABET) - 2) // 2
@@ -262,3 +263,65 @@ def test_clear_errors(rings, tmp_path):
     llm = serve({"save": str(blocked)})
     with pytest.raises(ConfigError, match="adapt: the head cannot be saved in"):
         llm.close()
+
+
+def test_a_table_follows_its_text_and_is_kept(rings, tmp_path):
+    """It was counted on one ring's text and is asked for the other's: at T = 0 and 0.8, no token differs."""
+    counted, learnt = tmp_path / "counted.txt", tmp_path / "learnt.json"
+    counted.write_text("".join(ALPHABET[FIRST["low"] + place % RING] for place in range(3 * RING)))
+    texts, asked = prompts("high", 12, 2), prompts("high", 4, 3)
+
+    def serve(texts, file, temperature, **adapt):
+        config = {"method": "table", "table_file": str(file), **adapt}
+        llm = LLM(str(rings), speculative_config=config)
+        answers = llm.generate(texts, params(len(texts), temperature))
+        llm.close()
+        assert [answer.outputs[0].token_ids for answer in answers] == plainly(rings, texts, temperature)
+        assert not any(answer.metrics.draft_error for answer in answers)
+        return sum(a.metrics.matched for a in answers) / sum(a.metrics.tested for a in answers)
+
+    before = {heat: serve(asked, counted, heat) for heat in (0.0, 0.8)}
+    serve(texts, counted, 0.8, adapt=True, adapt_save=str(learnt))
+    after = {heat: serve(asked, learnt, heat) for heat in (0.0, 0.8)}
+    assert max(before.values()) < 0.1
+    assert after[0.0] > 0.9
+    assert after[0.8] > 0.5
+
+
+@torch.no_grad()
+def test_a_table_counts_what_the_target_said(tiny_target, tmp_path):
+    """Behind every token that it read while decoding: the probabilities of its likeliest followers."""
+    counted = tmp_path / "counted.txt"
+    counted.write_text(ALPHABET[5] * 2)
+    config = {"method": "table", "table_file": str(counted), "adapt": True, "adapt_weight": 2.0}
+    llm = LLM(str(tiny_target), speculative_config=config)
+    text = prompts("high", 1, 4)[0]
+    tokens = llm.generate([text], params(1, 0.8))[0].outputs[0].token_ids
+    p = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)(torch.tensor([text + tokens])).logits[0]
+    wanted: dict[int, dict[int, float]] = {5: {5: 1.0}}
+    for before, row in zip([text[-1], *tokens[:-1]], p[len(text) - 1 :].softmax(-1)):
+        for token in row.topk(8).indices.tolist():
+            followers = wanted.setdefault(before, {})
+            followers[token] = followers.get(token, 0.0) + 2.0 * float(row[token])
+    found = llm.engine.router.drafters["table"].tables.after
+    assert found.keys() == wanted.keys()
+    for before, followers in wanted.items():
+        assert found[before] == pytest.approx(followers, rel=1e-3)
+
+
+def test_a_table_forgets_rare_followers_and_refuses_damaged_files(rings, tmp_path):
+    tables = Tables({0: 1.0}, {}, torch.device("cpu"))
+    for token in range(300):
+        tables.add(7, [token], [1.0 + token])
+    assert 64 <= len(tables.after[7]) <= 128
+    assert {298, 299} <= set(tables.after[7])
+    assert tables.counts(7).ids[0] == 299
+    damaged = tmp_path / "damaged.json"
+    for content in ('{"forerun_table": 1', '{"forerun_table": 1}', '{"forerun_table": 1, "anywhere": [], "after": {}}'):
+        damaged.write_text(content)
+        with pytest.raises(ConfigError, match=r"damaged\.json cannot be used"):
+            LLM(str(rings), speculative_config={"method": "table", "table_file": str(damaged)})
+    with pytest.raises(ConfigError, match="set 'adapt' too"):
+        LLM(str(rings), speculative_config={"method": "table", "adapt_save": "x"})
+    with pytest.raises(ConfigError, match="adapt_weight must be above 0"):
+        LLM(str(rings), speculative_config={"method": "table", "adapt": True, "adapt_weight": 0.0})

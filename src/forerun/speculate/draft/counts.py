@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ class Counts:
     laws: dict[float, Law] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, counts: dict[int, int], device: torch.device) -> Counts:
+    def of(cls, counts: Mapping[int, float], device: torch.device) -> Counts:
         ranked = sorted(counts.items(), key=lambda item: -item[1])
         ids = torch.tensor([token for token, _ in ranked], device=device)
         return cls(ids, torch.tensor([float(count) for _, count in ranked], device=device).log())

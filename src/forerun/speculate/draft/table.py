@@ -1,24 +1,35 @@
-"""``table``: a unigram or bigram model counted from a text (the bigram drafts of Leviathan et al. 2023, table 3)."""
+"""``table``: a unigram or bigram model counted from a text (the bigram drafts of Leviathan et al. 2023, table 3).
+
+With ``adapt`` it goes on counting while it serves: the probabilities that the target gave are added to the counts.
+"""
 
 from __future__ import annotations
 
 import json
 import sysconfig
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forerun import pretrained
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
-from forerun.core.tree import Draft
+from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, drafters
 from forerun.speculate.draft.counts import CountChooser, Counts
+from forerun.speculate.verify.score import Verification
 
 DEFAULT_SIZE = 400_000
+FORMAT = "forerun_table"
+MOST_FOLLOWERS = 64
+"""Followers that an adapted token keeps at least; twice as many are the most."""
+MOST_OBSERVED = 8
+"""Likeliest tokens that are counted of one distribution."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +39,18 @@ class TableConfig(DrafterConfig):
     table_order: int = 2
     """2: q is what followed the previous token in the text (all tokens' counts where nothing did); 1: all tokens'
     counts."""
+    adapt: bool = False
+    """Add what the target says of every token that it reads, ``adapt_weight`` times its probabilities."""
+    adapt_weight: float = 4.0
+    adapt_save: str | None = None
+    """File for the counts, written when the engine closes; name it as ``table_file`` next time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.adapt_weight > 0:
+            raise ConfigError(f"adapt_weight must be above 0, not {self.adapt_weight!r}")
+        if self.adapt_save is not None and not self.adapt:
+            raise ConfigError("adapt_save keeps what 'adapt' learns: set 'adapt' too")
         if self.tree is not None:
             raise ConfigError("method 'table' drafts chains; remove 'tree'")
         if self.table_order not in (1, 2):
@@ -53,13 +73,66 @@ def default_text() -> str:
     return "\n".join(parts)
 
 
-def count_text(text: str, tokenizer: Any) -> tuple[Counter[int], dict[int, Counter[int]]]:
-    """How often each token occurs in ``text``, and how often each follows each."""
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    followers: dict[int, Counter[int]] = defaultdict(Counter)
-    for before, token in pairwise(ids):
-        followers[before][token] += 1
-    return Counter(ids), followers
+class Tables:
+    """How often each token occurs, and how often each follows each; both may grow."""
+
+    def __init__(self, anywhere: dict[int, float], after: dict[int, dict[int, float]], device: torch.device) -> None:
+        self.anywhere, self.after, self.device = anywhere, after, device
+        self._ready: dict[int | None, Counts] = {}
+        self._total, self._added = sum(anywhere.values()), 0.0
+
+    @classmethod
+    def of_text(cls, text: str, tokenizer: Any, device: torch.device) -> Tables:
+        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        followers: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        anywhere: dict[int, float] = defaultdict(float)
+        for token in ids:
+            anywhere[token] += 1
+        for before, token in pairwise(ids):
+            followers[before][token] += 1
+        return cls(dict(anywhere), {token: dict(counts) for token, counts in followers.items()}, device)
+
+    @classmethod
+    def of_json(cls, content: dict[str, Any], device: torch.device) -> Tables:
+        """Raises ConfigError for anything that ``save`` has not written."""
+        try:
+            anywhere, after = ({int(k): v for k, v in content[part].items()} for part in ("anywhere", "after"))
+            followers = {token: {int(k): float(n) for k, n in counts.items()} for token, counts in after.items()}
+            return cls({token: float(count) for token, count in anywhere.items()}, followers, device)
+        except (KeyError, AttributeError, ValueError, TypeError) as error:
+            raise ConfigError(f"the counts are damaged: {error}") from error
+
+    def counts(self, before: int | None) -> Counts:
+        """What followed ``before``; all tokens for None, and where nothing did."""
+        key = before if before in self.after else None
+        found = self._ready.get(key)
+        if found is None:
+            found = self._ready[key] = Counts.of(self.anywhere if key is None else self.after[key], self.device)
+        return found
+
+    def add(self, before: int, ids: Seq[int], amounts: Seq[float]) -> None:
+        """Count ``amounts`` of ``ids`` behind ``before``; its rarest followers make room for newer ones. The counts of
+        all tokens are sorted anew when a twentieth has been added."""
+        followers = self.after.setdefault(before, {})
+        for token, amount in zip(ids, amounts):
+            followers[token] = followers.get(token, 0.0) + amount
+            self.anywhere[token] = self.anywhere.get(token, 0.0) + amount
+        if len(followers) > 2 * MOST_FOLLOWERS:
+            self.after[before] = dict(sorted(followers.items(), key=lambda item: -item[1])[:MOST_FOLLOWERS])
+        self._ready.pop(before, None)
+        self._added += sum(amounts)
+        if self._added > self._total / 20:
+            self._ready.pop(None, None)
+            self._total, self._added = self._total + self._added, 0.0
+
+    def save(self, path: Path) -> None:
+        """Raises ConfigError where the file cannot be written."""
+        content = json.dumps({FORMAT: 1, "anywhere": self.anywhere, "after": self.after})
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"adapt_save: {path} cannot be written: {error.strerror}") from error
 
 
 @drafters.register("table")
@@ -71,24 +144,25 @@ class Table(Drafter[TableConfig]):
         super().__init__(config, context)
         if context.tokenizer is None:
             raise ConfigError("method 'table' counts tokens of a text and needs a tokenizer")
-        device = context.sampler.device
-        unigrams, bigrams = count_text(self._text(), context.tokenizer)
-        if not unigrams:
+        self.tables = self._read(context.sampler.device)
+        if not self.tables.anywhere:
             raise ConfigError(f"table_file {config.table_file} holds no text to count")
-        self.anywhere = Counts.of(unigrams, device)
-        self.after = {token: Counts.of(counts, device) for token, counts in bigrams.items()}
-        self.likeliest = {token: counts.most_common(1)[0][0] for token, counts in bigrams.items()}
-        self.likeliest_anywhere = unigrams.most_common(1)[0][0]
         self.counted = CountChooser(Chooser(context.sampler, context.rule, config.draft_temperature, context.stream))
 
-    def _text(self) -> str:
+    def _read(self, device: torch.device) -> Tables:
         if self.config.table_file is None:
-            return default_text()
+            return Tables.of_text(default_text(), self.context.tokenizer, device)
         path = Path(self.config.table_file).expanduser()
         try:
-            return path.read_text(encoding="utf-8", errors="replace")
+            text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"table_file {path} cannot be read: {error.strerror}") from error
+        if not text.startswith(f'{{"{FORMAT}"'):
+            return Tables.of_text(text, self.context.tokenizer, device)
+        try:
+            return Tables.of_json(json.loads(text), device)
+        except ValueError as error:
+            raise ConfigError(f"table_file {path} cannot be used: {error}") from error
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return self.counted.finish([self._draft(s, budget) for s, budget in zip(sequences, budgets)])
@@ -96,19 +170,45 @@ class Table(Drafter[TableConfig]):
     def _draft(self, sequence: Sequence, budget: int) -> Draft:
         bigrams = self.config.table_order == 2
         previous = sequence.tokens[-1]
-        if sequence.params.greedy:
-            tokens: list[int] = []
-            for _ in range(budget):
-                previous = self.likeliest.get(previous, self.likeliest_anywhere) if bigrams else self.likeliest_anywhere
-                tokens.append(previous)
-            return Draft.chain(tokens)
         draft = Draft()
         for depth in range(budget):
-            counts = self.after.get(previous, self.anywhere) if bigrams else self.anywhere
+            counts = self.tables.counts(previous if bigrams else None)
             row = self.counted.chooser.row(sequence, draft.tokens)
             previous, q_row = self.counted.draw(counts, row, depth - 1, budget - depth - 1)
             draft.add(previous, depth - 1, q_row)
         return draft
+
+    def observe(
+        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+    ) -> None:
+        """With ``adapt``: what the target said behind every token that stays."""
+        if not self.config.adapt:
+            return
+        scores = result.scores
+        places = {id(sequence): place for place, sequence in enumerate(scores.sequences)}
+        rows: list[int] = []
+        tokens: list[int] = []
+        for sequence, verdict in zip(sequences, verdicts):
+            place = places.get(id(sequence))
+            if place is None or verdict.error is not None:
+                continue
+            index = result.deciding[place]
+            root = result.logit_first[index] + len(result.batch.spans[index].logits) - 1 - len(scores.drafts[place])
+            kept = [-1, *verdict.path[: verdict.accepted]]
+            rows += [root + 1 + node for node in kept]
+            end = len(sequence.tokens) - len(verdict.tokens)
+            tokens += sequence.tokens[end - 1 : end - 1 + len(kept)]
+        if not rows:
+            return
+        logits = result.output.logits[rows]
+        top = torch.softmax(logits, dim=1).topk(min(MOST_OBSERVED, logits.shape[1]), dim=1)
+        amounts = (top.values * self.config.adapt_weight).tolist()
+        for token, ids, weights in zip(tokens, top.indices.tolist(), amounts):
+            self.tables.add(token, ids, weights)
+
+    def close(self) -> None:
+        if self.config.adapt_save is not None:
+            self.tables.save(Path(self.config.adapt_save).expanduser())
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:
