@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun import LLM, ConfigError, SamplingParams, drafters
 from forerun.core.sequence import Sequence
+from forerun.engine.async_engine import AsyncEngine
 from forerun.models.load import load_model
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.heads.base import Sizes
@@ -325,3 +326,17 @@ def test_a_table_forgets_rare_followers_and_refuses_damaged_files(rings, tmp_pat
         LLM(str(rings), speculative_config={"method": "table", "adapt_save": "x"})
     with pytest.raises(ConfigError, match="adapt_weight must be above 0"):
         LLM(str(rings), speculative_config={"method": "table", "adapt": True, "adapt_weight": 0.0})
+
+
+def test_a_head_inside_another_drafter_learns_and_a_server_keeps_it(rings, tmp_path):
+    drafters["medusa"].example(rings, tmp_path / "fresh")
+    head = {"method": "medusa", "model": str(tmp_path / "fresh"), "adapt": {**EAGER, "save": str(tmp_path / "kept")}}
+    merged = LLM(str(rings), speculative_config={"method": "merged", "drafters": [head, {"method": "ngram"}]})
+    texts = prompts("high", 2, 2)
+    answers = merged.generate(texts, params(2, 0.8))
+    assert [answer.outputs[0].token_ids for answer in answers] == plainly(rings, texts, 0.8)
+    AsyncEngine(merged.engine).close()
+    kept = MedusaHead.load(tmp_path / "kept")
+    assert kept.record["adapted_steps"] > 3
+    assert isinstance(kept, MedusaHead)
+    assert any(float(block.weight.detach().abs().sum()) > 0 for block in kept.blocks)
