@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from forerun.attention.base import Query
 from forerun.attention.sdpa import SdpaAttention
 from forerun.attention.triton import TritonAttention
 from forerun.cache.pool import KVShape, Pool
@@ -61,7 +62,7 @@ def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, w
         attention = kind(pool)
         batch = Batch(spans(), DEVICE)
         attention.begin(batch)
-        results.append(attention.run(0, q, k, v, batch, width**-0.5, window, softcap))
+        results.append(attention.run(Query(0, q, k, v, width**-0.5, window, softcap), batch))
         attention.finish(batch)
         assert [pool.length(span.key) for span in spans()] == [span.end for span in spans()]
     torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)
@@ -83,7 +84,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company():
         index = [starts[i] + row for i in chosen for row in range(every[i].count)]
         batch = Batch(part, DEVICE)
         attention.begin(batch)
-        out = attention.run(0, q[index], k[index], v[index], batch, 0.25)
+        out = attention.run(Query(0, q[index], k[index], v[index], 0.25), batch)
         mine = out[[index.index(starts[2] + row) for row in range(4)]]
         together = mine if together is None else together
         assert torch.equal(mine, together)

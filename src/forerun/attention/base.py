@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
@@ -10,30 +11,38 @@ from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 
 
-class Attention(Protocol):
+@dataclass(slots=True)
+class Query:
+    """One layer's question: q is [rows, heads, width], k and v are [rows, kv heads, width]. Rows past the batch's are
+    padding. ``window`` counts positions; ``softcap`` bounds the scores."""
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Attention(ABC):
     """Attention over a pool: ``begin`` once per forward, ``run`` per layer, ``finish`` at the end."""
 
-    pool: Pool
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
 
+    @abstractmethod
     def begin(self, batch: Batch) -> None:
         """Reserve entries and lay out the forward. Raises OutOfPages before anything is written."""
 
-    def run(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    @abstractmethod
+    def run(self, query: Query, batch: Batch) -> torch.Tensor:
         """Store k and v, attend, return [rows, heads * value width].
 
-        q is [rows, heads, width], k and v [rows, kv heads, width]; rows past ``batch.num_rows`` are padding.
         Each row sees its sequence's committed entries and, among the nodes, its ancestors.
         """
 
     def finish(self, batch: Batch) -> None:
         """Record the new lengths."""
+        for span in batch.spans:
+            self.pool.advance(span.key, span.end)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from forerun.attention.base import Attention, Query
 from forerun.attention.layout import Call, Layout, Planner, Tree, Where
 from forerun.attention.mask import FOLDED, ChainMasks, repeat, tree_mask
 from forerun.cache.pool import Pool, adjacent
 from forerun.core.batch import Batch
 
 
-class SdpaAttention:
+class SdpaAttention(Attention):
     """Folded grouped-query attention; short rows of several sequences share a call.
 
     With ``row_multiple`` above 1 a row's bits do not depend on its batch, see ``Planner``; otherwise keys are not
@@ -19,7 +20,7 @@ class SdpaAttention:
     """
 
     def __init__(self, pool: Pool, *, row_multiple: int = 1, key_multiple: int = 1) -> None:
-        self.pool = pool
+        super().__init__(pool)
         self.planner = Planner(pool, key_multiple, exact=row_multiple > 1)
         self.masks = ChainMasks(pool.device, pool.dtype)
 
@@ -28,30 +29,15 @@ class SdpaAttention:
             self.pool.reserve(span.key, span.end)
         batch.plan["sdpa"] = self.planner.plan(batch)
 
-    def finish(self, batch: Batch) -> None:
-        for span in batch.spans:
-            self.pool.advance(span.key, span.end)
-
-    def run(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def run(self, query: Query, batch: Batch) -> torch.Tensor:
         layout: Layout = batch.plan["sdpa"]
-        how = (batch, scale, window, softcap)
-        parts = [self._attend_tree(layer, q, k, v, tree, *how) for tree in layout.trees]
-        count = batch.num_rows
-        spare = q.shape[0] - count
-        self._write(layer, k[:count] if spare else k, v[:count] if spare else v, layout.where)
-        parts += [self._attend(layer, q, call, *how) for call in layout.calls]
+        parts = [self._attend_tree(query, tree, batch) for tree in layout.trees]
+        k, v, count = query.k, query.v, batch.num_rows
+        spare = query.q.shape[0] - count
+        self._write(query.layer, k[:count] if spare else k, v[:count] if spare else v, layout.where)
+        parts += [self._attend(query, call, batch) for call in layout.calls]
         if count == 1:
-            return parts[0].expand(q.shape[0], -1) if spare else parts[0]
+            return parts[0].expand(query.q.shape[0], -1) if spare else parts[0]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if layout.order is not None:
             out = out.index_select(0, layout.order)
@@ -63,45 +49,26 @@ class SdpaAttention:
         else:
             self.pool.write_run(layer, where.page, where.first, k, v)
 
-    def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        call: Call,
-        batch: Batch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        k, v = self._keys_and_values(layer, call)
-        sequences, rows = len(call.spans), call.count
+    def _attend(self, query: Query, call: Call, batch: Batch) -> torch.Tensor:
+        k, v = self._keys_and_values(query.layer, call)
+        q, sequences, rows = query.q, len(call.spans), call.count
         if call.rows is not None:
             q = q[call.rows]
         elif q.shape[0] != sequences * rows:
             q = q[call.offset : call.offset + sequences * rows]
         groups = q.shape[1] // k.shape[1]
-        mask = self._mask(batch, call, groups, window)
-        out = attend(fold(q, sequences, k.shape[1]), k, v, mask, scale, softcap)
+        mask = self._mask(batch, call, groups, query.window)
+        out = attend(fold(q, sequences, k.shape[1]), k, v, mask, query.scale, query.softcap)
         return unfold(out, rows, groups)
 
-    def _attend_tree(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tree: Tree,
-        batch: Batch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def _attend_tree(self, query: Query, tree: Tree, batch: Batch) -> torch.Tensor:
         """[rows, heads * value width] in the tree's order. Path after path lays its rows where plain decoding has
         them, in the pool itself or, behind a page table, in a copy."""
-        keys, values = self._keys_and_values(layer, tree.span)
-        groups = q.shape[1] // keys.shape[1]
-        folded = fold(q.index_select(0, tree.rows), 1, keys.shape[1])
-        places = [(home, rows.index_select(0, tree.stored)) for home, rows in _sides(keys[0], values[0], k, v)]
+        keys, values = self._keys_and_values(query.layer, tree.span)
+        groups = query.q.shape[1] // keys.shape[1]
+        folded = fold(query.q.index_select(0, tree.rows), 1, keys.shape[1])
+        sides = _sides(keys[0], values[0], query.k, query.v)
+        places = [(home, rows.index_select(0, tree.stored)) for home, rows in sides]
         parts = []
         for path in tree.paths:
             for home, rows in places:
@@ -112,8 +79,8 @@ class SdpaAttention:
                 seen = keys, values
                 if call.columns < tree.span.columns:
                     seen = keys.narrow(2, 0, call.columns), values.narrow(2, 0, call.columns)
-                mask = self._mask(batch, call, groups, window)
-                parts.append(attend(part, *seen, mask, scale, softcap).narrow(2, 0, size))
+                mask = self._mask(batch, call, groups, query.window)
+                parts.append(attend(part, *seen, mask, query.scale, query.softcap).narrow(2, 0, size))
         out = torch.cat(parts, dim=2)
         return unfold(out, out.shape[2] // groups, groups)
 

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from forerun.attention.base import Attention, Query
 from forerun.attention.mask import ancestors
-from forerun.cache.pool import Pool
 from forerun.core.batch import Batch, Span
 
 SPLIT = 256
@@ -178,11 +178,8 @@ def _pack_bits(spans: list[Span], nodes: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-class TritonAttention:
+class TritonAttention(Attention):
     """The protocol of ``attention/base.py`` on the kernels above."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
 
     def begin(self, batch: Batch) -> None:
         pool, spans, device = self.pool, batch.spans, self.pool.device
@@ -220,10 +217,6 @@ class TritonAttention:
             tiles={},
         )
 
-    def finish(self, batch: Batch) -> None:
-        for span in batch.spans:
-            self.pool.advance(span.key, span.end)
-
     @staticmethod
     def _tiles(batch: Batch, plan: _Plan, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         if block not in plan.tiles:
@@ -232,21 +225,11 @@ class TritonAttention:
             plan.tiles[block] = (pair[:, 0].contiguous(), pair[:, 1].contiguous())
         return plan.tiles[block]
 
-    def run(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def run(self, query: Query, batch: Batch) -> torch.Tensor:
         plan: _Plan = batch.plan["triton"]
-        rows = batch.num_rows
-        self.pool.write(layer, plan.places, k[:rows], v[:rows])
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        q, rows = query.q, batch.num_rows
+        self.pool.write(query.layer, plan.places, query.k[:rows], query.v[:rows])
+        keys, values = self.pool.keys[query.layer], self.pool.values[query.layer]
         heads, kv_heads, width, value_width = q.shape[1], keys.shape[1], keys.shape[3], values.shape[3]
         groups = heads // kv_heads
         padded = _power_of_two(groups)
@@ -257,8 +240,9 @@ class TritonAttention:
         total = torch.zeros_like(top)
         _attend_split[(tile_span.shape[0], kv_heads, plan.splits)](
             q[:rows].contiguous(), keys, values, partial, top, total, plan.tables, tile_span, tile_row, plan.start,
-            plan.offset, plan.count, plan.tree, plan.positions, plan.bits, plan.depths, scale, softcap or 0.0,
-            window or 0, self.pool.page_size, plan.tables.shape[1], plan.bits.shape[1], plan.nodes, heads, rows,
+            plan.offset, plan.count, plan.tree, plan.positions, plan.bits, plan.depths, query.scale,
+            query.softcap or 0.0, query.window or 0,
+            self.pool.page_size, plan.tables.shape[1], plan.bits.shape[1], plan.nodes, heads, rows,
             keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
             GROUPS=groups, GROUPS_PADDED=padded, BLOCK_ROWS=block, KEYS=BLOCK_KEYS, SPAN_KEYS=SPLIT, WIDTH=width,
             WIDTH_PADDED=max(16, _power_of_two(width)), VALUE_WIDTH=value_width,

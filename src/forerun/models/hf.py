@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from forerun.attention.base import Attention
+from forerun.attention.base import Attention, Query
 from forerun.cache.pool import KVShape
 from forerun.core.batch import Batch, Output, Span
 from forerun.core.errors import ModelError
@@ -83,16 +83,8 @@ def _attend(
         forerun.shapes[layer] = KVShape(key.shape[1], key.shape[3], value.shape[3])
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         return out, None
-    out = forerun.attention.run(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        forerun.batch,
-        scale,
-        sliding_window,
-        softcap,
-    )
+    q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
+    out = forerun.attention.run(Query(layer, q, k, v, scale, sliding_window, softcap), forerun.batch)
     return out.view(1, query.shape[2], query.shape[1], -1), None
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from forerun.attention.base import Attention
+from forerun.attention.base import Attention, Query
 from forerun.cache.pool import KVShape
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
@@ -245,7 +245,7 @@ class NativeModel:
         qkv = layer.qkv(layer.norm_attention(x))
         if x.shape[0] != batch.num_rows:
             qkv = qkv[: batch.num_rows]
-        out = cache.run(index, *self._heads(layer, qkv, angles), batch, self.scale, layer.window)
+        out = cache.run(Query(index, *self._heads(layer, qkv, angles), self.scale, layer.window), batch)
         if only is not None:
             x, out = x.index_select(0, only), out.index_select(0, only)
         elif x.shape[0] != batch.num_rows:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.attention.base import Query
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
@@ -212,7 +213,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
         q, k, v = self.eagle.qkv(embedded, feature, batch.positions)
         self.cache.begin(batch)
-        attended = self.cache.run(0, q, k, v, batch, self.eagle.width**-0.5)
+        attended = self.cache.run(Query(0, q, k, v, self.eagle.width**-0.5), batch)
         self.cache.finish(batch)
         return self.eagle.finish(feature, attended)
 
