@@ -25,11 +25,11 @@ class Planned(Adaptive):
         self.plans: dict[str, int] = {}
         self.counts: dict[str, list[float]] = {}
 
-    def budgets(self, sequences: Seq[Sequence]) -> list[int]:
+    def _choose(self, sequences: Seq[Sequence]) -> list[int]:
         longest = [self.longest(sequence) for sequence in sequences]
         if any(cap and sequence.drafter not in self.plans for cap, sequence in zip(longest, sequences)):
             rows = sum(sequence.scheduled for sequence in sequences)
-            return [0] * len(sequences) if self._unknown(sequences, rows) else longest
+            return [0] * len(sequences) if self._calibrates(sequences, rows) else longest
         return [
             min(cap, self.plans[sequence.drafter]) if cap and sequence.drafter else 0
             for cap, sequence in zip(longest, sequences)
@@ -44,14 +44,15 @@ class Planned(Adaptive):
             for slot, value in enumerate((verdict.matched, verdict.tested, 1)):
                 counts[slot] += value
             if counts[2] >= self.ROUNDS:
-                self.plans[sequence.drafter] = self._plan(sequence.drafter, counts[0] / counts[1], len(sequences))
+                self.plans[sequence.drafter] = self._length(sequence.drafter, counts[0] / counts[1], len(sequences))
 
-    def _plan(self, method: str, rate: float, count: int) -> int:
+    def _length(self, method: str, rate: float, count: int) -> int:
         """The depth with the most expected tokens per second when ``count`` sequences draft alike."""
         nodes = self.setting.nodes[method]
 
         def speed(depth: int) -> float:
+            drafting = self._draft_seconds(method, count, depth) if depth else 0.0
             tokens = sum(rate**level for level in range(depth + 1))
-            return count * tokens / self._seconds(count, count * (1 + nodes[depth]), [], [depth] * count)
+            return tokens / (self._seconds(count, count * (1 + nodes[depth])) + drafting)
 
         return max(range(len(nodes)), key=speed)

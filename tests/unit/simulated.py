@@ -1,0 +1,140 @@
+"""A machine and a drafter that exist only as figures: what a length policy decides, played without a model."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from forerun import SamplingParams
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+from forerun.speculate.length import LengthPolicy, Seconds, Setting, policies
+
+
+@dataclass
+class Machine:
+    """Prices in milliseconds. ``slow(seconds)`` multiplies everything at that time."""
+
+    base: float = 3.6
+    per_sequence: float = 0.11
+    per_row: float = 0.19
+    draft: float = 0.45
+    per_level: float = 0.5
+    per_draft_token: float = 0.1
+    per_token_behind: float = 0.025
+    jitter: float = 0.03
+    spikes: float = 0.01
+    """Share of rounds that take three times as long."""
+    slow: Callable[[int], float] = lambda seconds: 1.0
+    multiple: int = 2
+
+    def verify(self, sequences: int, rows: int) -> float:
+        padded = -(-rows // self.multiple) * self.multiple
+        return 1e-3 * (self.base + self.per_sequence * sequences + self.per_row * padded)
+
+    def drafting(self, sequences: int, levels: int, behind: int) -> float:
+        if not sequences:
+            return 0.0
+        each = self.per_level + self.per_draft_token * sequences
+        return 1e-3 * (self.draft + each * levels + self.per_token_behind * behind)
+
+    def disturb(self, draw: random.Random, seconds: float) -> float:
+        spike = 3.0 if draw.random() < self.spikes else 1.0
+        return self.slow(seconds) * spike * math.exp(self.jitter * draw.gauss(0.0, 1.0))
+
+
+@dataclass
+class Play:
+    """Tokens and seconds of a run, and what it drafted."""
+
+    seconds: float = 0.0
+    rounds: int = 0
+    drafted: list[int] = field(default_factory=list)
+    """Per round, drafted tokens."""
+    emitted: list[int] = field(default_factory=list)
+    """Per round, tokens."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.emitted)
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+def play(
+    machine: Machine,
+    policy: str | None,
+    count: int,
+    accepts: Callable[[int, int], float],
+    *,
+    depth: int = 3,
+    length: int = 64,
+    requests: int = 0,
+    prompt: int = 64,
+    exists: float = 1.0,
+    seed: int = 0,
+) -> Play:
+    """Decode ``requests`` (0: ``count``) answers of ``length`` tokens, ``count`` at a time.
+
+    ``accepts(request, position)`` is the chance that the draft of a position is accepted; a draft is made at all with
+    chance ``exists``. ``policy`` None: plain decoding.
+    """
+    draw = random.Random(seed)
+    decides: LengthPolicy = policies[policy or "fixed"](Setting({"m": list(range(depth + 1))}, machine.multiple))
+    found, drawn_until = Play(), {}
+    todo = [_request(i, prompt, length, policy) for i in range(max(requests, count))][::-1]
+    running: list[Sequence] = []
+    while todo or running:
+        while todo and len(running) < count:
+            running.append(todo.pop())
+        for sequence in running:
+            sequence.scheduled, sequence.cached = 1, len(sequence.tokens) - 1
+        budgets = decides.budgets(running)
+        drafting = [i for i, budget in enumerate(budgets) if budget]
+        behind = 0
+        for i in drafting:
+            behind += len(running[i].tokens) - drawn_until.get(running[i].id, 0)
+            drawn_until[running[i].id] = len(running[i].tokens)
+        drafts = [Draft.chain([0] * budget if draw.random() < exists else []) for budget in budgets]
+        verdicts = [_verdict(sequence, draft, accepts, draw) for sequence, draft in zip(running, drafts)]
+        rows = len(running) + sum(len(draft) for draft in drafts)
+        slow = machine.disturb(draw, found.seconds)
+        parts = (
+            slow * machine.drafting(len(drafting), max(budgets), behind),
+            slow * machine.verify(len(running), rows),
+        )
+        for sequence, verdict in zip(running, verdicts):
+            sequence.tokens.extend(verdict.tokens)
+            if sequence.id in drawn_until:
+                drawn_until[sequence.id] += len(verdict.tokens)
+        decides.observe(running, drafts, verdicts, Seconds(*parts, 0.0))
+        found.seconds += sum(parts)
+        found.emitted.append(sum(len(verdict.tokens) for verdict in verdicts))
+        found.rounds += 1
+        found.drafted.append(rows - len(running))
+        for sequence in running:
+            if not sequence.remaining:
+                decides.release(sequence)
+        running = [sequence for sequence in running if sequence.remaining]
+    return found
+
+
+def _request(number: int, prompt: int, length: int, policy: str | None) -> Sequence:
+    params = SamplingParams(max_tokens=length)
+    sequence = Sequence(number, [0] * (prompt + 1), prompt, params, seed=0, max_tokens=prompt + length)
+    sequence.drafter = "m" if policy is not None else None
+    return sequence
+
+
+def _verdict(sequence: Sequence, draft: Draft, accepts: Callable[[int, int], float], draw: random.Random) -> Verdict:
+    matched = 0
+    while matched < len(draft) and draw.random() < accepts(sequence.id, sequence.num_output + matched):
+        matched += 1
+    verdict = Verdict(path=list(range(matched)), token=0, accepted=matched, matched=matched, fed=1)
+    verdict.tested = min(matched + 1, len(draft))
+    verdict.tokens = [0] * min(matched + 1, sequence.remaining)
+    return verdict

@@ -1,0 +1,181 @@
+"""Length policies on a simulated machine: what they cost where drafting is useless, what they gain where it is not."""
+
+from __future__ import annotations
+
+import pytest
+from simulated import Machine, play
+
+from forerun import SamplingParams
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+from forerun.speculate.length import Seconds, Setting, policies
+from forerun.speculate.length.beliefs import Belief, MethodBelief
+from forerun.speculate.length.costs import CostCurve, DraftCost, drafting, verification
+
+COUNTS = (1, 4, 8, 16)
+LOOKUP = {"draft": 0.03, "per_level": 0.0, "per_draft_token": 0.005, "per_token_behind": 0.0}
+
+
+def speeds(machine: Machine, count: int, rate: float, policy: str = "adaptive") -> float:
+    """Speed over plain decoding, the mean of three runs of eight batches."""
+    ratios = []
+    for seed in range(3):
+        runs = [play(machine, name, count, lambda *_: rate, requests=8 * count, seed=seed) for name in (policy, None)]
+        ratios.append(runs[0].speed / runs[1].speed)
+    return sum(ratios) / len(ratios)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("costs", [{}, LOOKUP], ids=["model", "lookup"])
+def test_useless_drafts_cost_next_to_nothing(count: int, costs: dict[str, float]) -> None:
+    assert speeds(Machine(**costs), count, rate=0.0) > 0.97
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_good_cheap_drafts_are_used(count: int) -> None:
+    """At least two thirds of what drafting always and as far as possible would gain."""
+    machine = Machine(**LOOKUP)
+    gain = speeds(machine, count, 0.7, "fixed") - 1.0
+    assert speeds(machine, count, rate=0.7) - 1.0 > 2 / 3 * gain
+
+
+def test_a_slow_first_moment_is_not_believed_for_long() -> None:
+    machine = Machine(**LOOKUP, slow=lambda seconds: 1.7 if seconds < 0.03 else 1.0)
+    assert speeds(machine, 8, rate=0.0) > 0.95
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_it_gives_up_and_recovers(count: int) -> None:
+    """Nothing is accepted in the middle third of every answer."""
+    long = 600
+
+    def accepts(request: int, position: int) -> float:
+        return 0.0 if long // 3 <= position < 2 * long // 3 else 0.9
+
+    found = play(Machine(**LOOKUP), "adaptive", count, accepts, length=long)
+    drafted: dict[str, list[int]] = {"first": [], "useless": [], "last": []}
+    emitted = 0
+    for nodes, tokens in zip(found.drafted, found.emitted):
+        done = emitted / count / long
+        emitted += tokens
+        part = "first" if done < 0.3 else "useless" if 0.5 < done < 0.65 else "last" if 0.85 < done < 0.98 else None
+        if part is not None:
+            drafted[part].append(nodes)
+    means = {part: sum(nodes) / len(nodes) / count for part, nodes in drafted.items()}
+    assert means["first"] > 1.5
+    assert means["useless"] < 0.5
+    assert means["last"] > 1.5
+
+
+def test_each_sequence_has_its_own_budget() -> None:
+    """Drafts of the first four requests are always accepted, of the other four never."""
+    policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 1))
+    machine = Machine(**LOOKUP)
+    given = [[0] * 8]
+    sequences = [
+        Sequence(i, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=1) for i in range(8)
+    ]
+    for _ in range(150):
+        for sequence in sequences:
+            sequence.scheduled, sequence.cached = 1, len(sequence.tokens) - 1
+        budgets = policy.budgets(sequences)
+        given.append(budgets)
+        kept = [budget if sequence.id < 4 else 0 for sequence, budget in zip(sequences, budgets)]
+        verdicts = [
+            Verdict(tokens=[0] * (n + 1), token=0, fed=1, matched=n, tested=min(budget, n + 1))
+            for n, budget in zip(kept, budgets)
+        ]
+        for sequence, verdict in zip(sequences, verdicts):
+            sequence.tokens += verdict.tokens
+        seconds = Seconds(machine.drafting(8, max(budgets), 0), machine.verify(8, 8 + sum(budgets)), 0.0)
+        policy.observe(sequences, [Draft.chain([0] * budget) for budget in budgets], verdicts, seconds)
+    last = given[-40:]
+    assert sum(sum(budgets[:4]) for budgets in last) > 2.5 * 4 * len(last)
+    assert sum(sum(budgets[4:]) for budgets in last) < 0.5 * 4 * len(last)
+
+
+def test_planned_settles_on_the_depth_that_is_best() -> None:
+    machine = Machine(jitter=0.0, spikes=0.0)
+    found = play(machine, "planned", 1, lambda *_: 0.5, length=300)
+    best = max(range(4), key=lambda depth: _expected(machine, depth, 0.5))
+    assert set(found.drafted[-30:-5]) == {best}
+
+
+def _expected(machine: Machine, depth: int, rate: float) -> float:
+    tokens = sum(rate**level for level in range(depth + 1))
+    return tokens / (machine.verify(1, 1 + depth) + (machine.drafting(1, depth, 0) if depth else 0.0))
+
+
+def test_rows_that_are_not_planned_are_not_reserved() -> None:
+    policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 2))
+    sequence = Sequence(0, [0] * 9, 8, SamplingParams(), 0, max_tokens=500, drafter="m", scheduled=1, cached=8)
+    assert policy.longest_nodes(sequence) == 3
+    for _ in range(400):
+        sequence.scheduled, sequence.cached = 1, len(sequence.tokens) - 1
+        budget = policy.budgets([sequence])[0]
+        sequence.tokens.append(0)
+        verdict = Verdict(token=0, tokens=[0], fed=1, tested=min(budget, 1))
+        policy.observe([sequence], [Draft.chain([0] * budget)], [verdict], Seconds(0.01 * budget, 0.01, 0.0))
+    sequence.scheduled, sequence.cached = 1, len(sequence.tokens) - 1
+    wanted = {policy.longest_nodes(sequence)}
+    assert wanted <= {0, 3}
+    policy.release(sequence)
+    assert not policy.beliefs
+    assert not policy.seen
+
+
+def test_a_curve_gives_back_what_it_measured_and_extends_it() -> None:
+    curve = CostCurve(verification, (1.0, 0.05, 0.03))
+    assert curve.estimate(1, 1) is None
+    for n, u in [(1, 1), (1, 4), (4, 4), (4, 16), (8, 8)]:
+        for _ in range(9):
+            curve.add(n, u, 3.0 + 0.2 * n + 0.1 * u)
+    for n, u in [(1, 1), (4, 16), (6, 12), (8, 32)]:
+        assert curve.estimate(n, u) == pytest.approx(3.0 + 0.2 * n + 0.1 * u, rel=0.02)
+
+
+def test_a_curve_bends_where_a_price_jumps() -> None:
+    curve = CostCurve(verification, (1.0, 0.05, 0.03), grain=4)
+    for u, price in [(4, 1.0), (8, 1.05), (12, 2.0), (16, 2.05)]:
+        for _ in range(9):
+            curve.add(1, u, price)
+    for u, price in [(4, 1.0), (8, 1.05), (12, 2.0), (16, 2.05)]:
+        assert curve.estimate(1, u) == pytest.approx(price, rel=0.1)
+
+
+def test_a_curve_is_not_moved_by_one_slow_measurement_nor_made_to_fall() -> None:
+    curve = CostCurve(drafting, (0.3, 0.6, 0.1))
+    for units, price in [(1, 1.0), (1, 1.0), (1, 50.0), (1, 1.0), (1, 1.0), (2, 0.5), (2, 0.5), (2, 0.5)]:
+        curve.add(1, units, price)
+    assert curve.estimate(1, 1) == pytest.approx(1.0, rel=0.3)
+    assert curve.estimate(1, 9) > curve.estimate(1, 5)
+
+
+def test_catching_up_has_a_price_of_its_own() -> None:
+    cost = DraftCost()
+    for _ in range(3):
+        cost.add(2, 3, 0, 0.0, 1.0)
+    cost.add(2, 3, 100, 1.0, 3.0)
+    assert cost.per_token == pytest.approx(0.02)
+    assert cost.curve.estimate(2, 3) == pytest.approx(1.0)
+
+
+def test_beliefs_follow_what_was_tested() -> None:
+    own = Belief(3)
+    for _ in range(200):
+        own.learn(tested=2, matched=1)
+    assert own.tested == [200.0, 200.0, 0.0]
+    assert own.rates([0.5, 0.5, 0.5], weight=100.0) == pytest.approx([250 / 300, 50 / 300, 0.5])
+    method = MethodBelief(3, rate=0.6, weight=3.0)
+    assert method.acceptance() == pytest.approx([0.6, 0.6, 0.6])
+    for _ in range(10):
+        method.learn(tested=3, matched=2)
+        method.learn_made(asked=3, made=2)
+    first = (10 + 3 * 0.6) / 13
+    second = (10 + 3 * first) / 13
+    assert method.acceptance() == pytest.approx([first, second, 3 * second / 13])
+    assert method.existence() == pytest.approx([1.0, 1.0, 1 / 11])
+    method.loosen(6.5)
+    assert method.acceptance()[0] == pytest.approx(first)
+    method.learn(tested=1, matched=0)
+    assert method.acceptance()[0] == pytest.approx(6.5 * first / 7.5)
