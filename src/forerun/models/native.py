@@ -124,7 +124,6 @@ class NativeModel:
             self._embedding = backbone.embed_tokens.weight.detach().clone()
             self._head = self._linear(head.weight.detach(), _bias([head]))
             _empty([*module.parameters()])
-        self._whole = self._rotary.aligned and all(layer.norm_qk is None for layer in self._layers)
         self._sizes = (self.heads, self.kv_heads, self.kv_heads)
         self.row_multiple = max(PACKED_ROWS, *(layer.rows for layer in self.linears())) if invariant else 1
         self._fewest_rows = quickest_rows(list(self.linears()), self.row_multiple)
@@ -188,7 +187,7 @@ class NativeModel:
     def forward(self, batch: Batch, cache: Attention) -> Output:
         cache.begin(batch)
         x = self._inputs(batch)
-        angles = self._rotary.angles(batch, self.heads + self.kv_heads, self.kv_heads if self._whole else 0)
+        angles = self._rotary.angles(batch)
         rows, normed = self._logit_rows(batch), len(self._layers) in batch.hidden
         hidden: dict[int, torch.Tensor] = {}
         layers = range(len(self._layers)) if batch.layers is None else batch.layers
@@ -260,13 +259,13 @@ class NativeModel:
         """Queries, keys and values [rows, heads, width]."""
         sizes = self._sizes
         heads = qkv.view(qkv.shape[0], sum(sizes), self.width)
-        if self._whole or not (layer.rope or layer.norm_qk):
-            q, k, v = (self._rotary.turn(heads, angles) if layer.rope else heads).split_with_sizes(sizes, 1)
+        turned = sizes[0] + sizes[1]
+        if layer.norm_qk is None:
+            q, k, v = (self._rotary.turn(heads, angles, turned) if layer.rope else heads).split_with_sizes(sizes, 1)
             return q, k, v
-        qk, v = heads.split_with_sizes((sizes[0] + sizes[1], sizes[2]), 1)
-        if layer.norm_qk is not None:
-            qk = layer.norm_qk(qk)
-        q, k = (self._rotary.turn(qk, angles) if layer.rope else qk).split_with_sizes(sizes[:2], 1)
+        qk, v = heads.split_with_sizes((turned, sizes[2]), 1)
+        qk = layer.norm_qk(qk)
+        q, k = (self._rotary.turn(qk, angles, turned) if layer.rope else qk).split_with_sizes(sizes[:2], 1)
         return q, k, v
 
     @torch.inference_mode()

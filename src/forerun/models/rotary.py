@@ -18,15 +18,11 @@ GROWTH = 2048
 class Rotary:
     """Turns queries and keys by their position: one complex product, for which the pairs of a head lie side by side.
 
-    The rows of the projections are arranged for that; attention does not notice, as queries and keys agree. Values
-    may pass through the same product, turned by nothing, so that all heads stay one tensor.
+    The rows of the projections are arranged for that; attention does not notice, as queries and keys agree.
     """
 
     def __init__(self, config: PretrainedConfig, width: int, device: torch.device) -> None:
         self.width = width
-        self.aligned = width % 16 == 0
-        """Whether values may pass through ``turn`` too: where heads end within a vector, torch's complex product of
-        whole tensors rounds differently in the vector body and in the tail."""
         self.device = device
         self.frequencies, self.factor = _frequencies(config, width)
         self._table = torch.empty(0)
@@ -42,25 +38,22 @@ class Rotary:
         table = torch.complex(angles.cos() * self.factor, angles.sin() * self.factor)
         self._table = table[:, None].to(self.device)
 
-    def angles(self, batch: Batch, turned: int, still: int) -> torch.Tensor:
-        """Per row of the batch, ``turned`` heads' angles and then ``still`` heads' ones, for ``turn``."""
+    def angles(self, batch: Batch) -> torch.Tensor:
+        """[rows, 1, width / 2], for ``turn``."""
         end = max(span.end for span in batch.spans)
         if end > self._table.shape[0]:
             self._grow(end)
         if len(batch.spans) == 1 and batch.spans[0].parents is None:
             first = batch.spans[0].start + batch.spans[0].stored
-            rows = self._table[first : first + batch.num_rows]
-        else:
-            rows = self._table.index_select(0, batch.positions)
-        if not still:
-            return rows
-        return torch.cat([rows.expand(-1, turned, -1), torch.ones_like(rows).expand(-1, still, -1)], dim=1)
+            return self._table[first : first + batch.num_rows]
+        return self._table.index_select(0, batch.positions)
 
     @staticmethod
-    def turn(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Turn [rows, heads, width]."""
+    def turn(heads: torch.Tensor, angles: torch.Tensor, count: int) -> torch.Tensor:
+        """[rows, heads, width] with the first ``count`` heads turned, in place where it is float32."""
         wide = heads if heads.dtype == torch.float32 else heads.float()
-        return (wide.view(torch.complex64) * angles).view(torch.float32).to(heads.dtype)
+        wide.view(torch.complex64).narrow(1, 0, count).mul_(angles)
+        return wide.to(heads.dtype)
 
 
 def _frequencies(config: PretrainedConfig, width: int) -> tuple[torch.Tensor, float]:
