@@ -17,6 +17,8 @@ from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.draft import drafters
 
+COLLECTED = pytest.StashKey[int]()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def parts() -> Iterator[None]:
@@ -73,8 +75,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.user_properties.append((PROPERTY, tuple(combination)))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[COLLECTED] = len(session.items)
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     file = config.getoption("--conformance-table")
     if file is not None:
         command = shlex.join(["pytest", *config.invocation_params.args])
-        Path(file).write_text(markdown(terminalreporter.stats, command), encoding="utf-8")
+        text = markdown(terminalreporter.stats, command, config.stash[COLLECTED])
+        Path(file).write_text(text, encoding="utf-8")

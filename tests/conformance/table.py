@@ -76,8 +76,8 @@ def other_lines(outcomes: Sequence[Outcome]) -> list[str]:
     return lines_of(["test", "cases"], [[name, cell(found)] for name, found in tests.items()])
 
 
-def markdown(stats: Mapping[str, Sequence[Any]], command: str) -> str:
-    """The whole document, from pytest's reports by outcome."""
+def markdown(stats: Mapping[str, Sequence[Any]], command: str, collected: int) -> str:
+    """The whole document, from pytest's reports by outcome. ``collected`` tests were to be run."""
     reports = [(report, kind) for kind in ("passed", "failed", "error") for report in stats.get(kind, ())]
     outcomes = [Outcome.of(report, kind) for report, kind in reports]
     minutes = sum(report.duration for report, _ in reports) / 60
@@ -95,7 +95,8 @@ def markdown(stats: Mapping[str, Sequence[Any]], command: str) -> str:
             command,
             "```",
             "",
-            f"{counts['passed']} of {len(outcomes)} tests passed in {minutes:.0f} minutes: torch "
+            f"{counts['passed']} of {len(outcomes)} tests passed in {minutes:.0f} minutes"
+            f"{f'; {collected - len(outcomes)} more were not run' if collected > len(outcomes) else ''}: torch "
             f"{torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
             f"{platform.machine()}, {os.cpu_count()} cores. A random two-layer target in float32, bit-equal logits.",
             "",
