@@ -104,8 +104,9 @@ def markdown(stats: Mapping[str, Sequence[Any]], command: str, collected: int) -
             f"({', '.join(POLICIES)}) that passed, of all. Each answers {len(REQUESTS)} requests ({answers} answers "
             f"of up to {TOKENS} tokens) at T = 0 and 0.8 with other sampling options each, all at once, and compares "
             "tokens, text and stop with decoding one token and one request at a time; after every round the drafter's "
-            "caches hold a prefix of the committed tokens, and at the end no page is left. A rule that does not take "
-            "trees has no such cases (–). `echo` and `restless` belong to the tests. What is compared, by rule:",
+            "caches hold a prefix of the committed tokens, and at the end no page is left. – means no such case in "
+            "this run: some rules take no trees, and without `--full` only every pair of parts is met. `echo` and "
+            "`restless` belong to the tests. What is compared, by rule:",
             "",
             *(f"- `{rule}`: {promise(rule)}" for rule in sorted(tested)),
             "",
