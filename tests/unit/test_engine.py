@@ -171,6 +171,23 @@ def test_nan_logits_end_one_request(llm, poisoned, tiny_target, speculative_conf
     model.engine.check()
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_a_prompt_aborted_after_nan_leaves_none_behind(llm, poisoned, tiny_target, page_size):
+    """Its logits were never asked for, so nobody has noticed."""
+    options = {"max_num_seqs": 2, "page_size": page_size, "max_model_len": 64, "max_num_batched_tokens": 16}
+    engine = llm(None, poisoned, num_pages=8 if page_size else None, **options).engine
+    wanted = llm(None, tiny_target, **options).generate(["a good prompt"] * 2, params(logit_bias={POISON: -100.0}))
+    for _ in range(2):
+        bad = engine.add([POISON, *range(5, 50)], params())[0]
+        engine.step()
+        assert engine.pools[0].has_nan(bad.sequence.id)
+        engine.abort(bad)
+    jobs = [engine.add(wanted[0].prompt_token_ids, params(logit_bias={POISON: -100.0}))[0] for _ in range(2)]
+    while engine.busy:
+        engine.step()
+    assert [job.output_ids for job in jobs] == [out.outputs[0].token_ids for out in wanted]
+
+
 def test_nothing_left_to_sample_ends_the_request(llm):
     everything = {token: float("-inf") for token in range(98)}
     outputs = llm().generate(["ab", "cd"], [params(logit_bias=everything), params()])

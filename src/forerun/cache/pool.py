@@ -264,6 +264,10 @@ class Pool(Pages):
         for tensor in [*self.keys, *self.values]:
             tensor[self.free_pages] = 0
 
+    def has_nan(self, key: int) -> bool:
+        """Whether a page of ``key`` holds NaN. The last layer tells: what one layer stores, the later ones inherit."""
+        return bool(self.keys[-1][self.tables.get(key, [])].isnan().any())
+
     @property
     def page_bytes(self) -> int:
         return self.page_size * self.bytes_per_token(self.layers, self.dtype)

@@ -334,6 +334,8 @@ class Engine:
                 stats.accepted_per_pos[position] += 1
 
     def _end(self, job: Job, finish: Finish | None, now: float | None = None) -> None:
+        # A prompt that ends before its answer begins has shown nobody its logits.
+        unseen = not job.sequence.num_output and any(pool.has_nan(job.sequence.id) for pool in self.pools)
         job.finish = finish
         job.metrics.end = now if now is not None else self.clock()
         if job.detokenizer is not None:
@@ -343,7 +345,7 @@ class Engine:
         self.policy.release(job.sequence)
         self.router.failures.pop(job.sequence.id, None)
         del self.jobs[job.sequence.id]
-        if finish is not None and finish.reason == ERROR:
+        if unseen or (finish is not None and finish.reason == ERROR):
             for pool in self.pools:
                 pool.scrub()
 
