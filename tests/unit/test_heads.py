@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams, drafters
-from forerun.speculate.draft.heads.base import Sizes
+from forerun.speculate.draft.heads.base import Lesson, Sizes
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead, _Memory
+from forerun.speculate.draft.layerskip import ExitHead
 from forerun.train.heads import HEADS, HeadTrainConfig, train_head
 from forerun.train.lessons import lesson
 
@@ -291,3 +292,22 @@ def test_a_packed_head_computes_with_the_weights_it_has_now(dtype):
         wanted = x.double() + torch.nn.functional.silu(x.double() @ block.weight.double().T + block.bias.double())
         assert (results[-1] - wanted).abs().max() < (1e-3 if dtype == torch.float32 else 0.3) * wanted.abs().max()
     assert not torch.allclose(*results)
+
+
+@torch.no_grad()
+def test_a_fresh_exit_head_on_the_last_layer_is_the_target_itself(tiny_target, reference):
+    """It guesses what the state predicts, not the token behind that: its loss is the entropy of the target."""
+    sizes = Sizes(**{**vars(sizes_of(Path(tiny_target))), "depth": 1})
+    tokens = torch.randint(sizes.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    out = reference(tokens, output_hidden_states=True)
+    states = dict(enumerate(out.hidden_states))
+    embedding, head = reference.get_input_embeddings().weight, reference.lm_head.weight
+    found = ExitHead(sizes).loss(Lesson(tokens, states, out.logits, embedding, head, reference))
+    entropy = torch.distributions.Categorical(logits=out.logits.double()).entropy().mean()
+    assert abs(float(found) - float(entropy)) < 1e-4
+
+
+def test_an_exit_head_belongs_to_its_layers(tiny_target, tmp_path):
+    ExitHead(Sizes(**{**vars(sizes_of(Path(tiny_target))), "depth": 1})).save(tmp_path, {"exit_layer": 1})
+    with pytest.raises(ConfigError, match="was trained after 1 layers"):
+        LLM(str(tiny_target), speculative_config={"method": "layerskip", "layers": [1], "exit_head": str(tmp_path)})

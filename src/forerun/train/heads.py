@@ -20,6 +20,7 @@ from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.lookahead import LookaheadHead
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead
+from forerun.speculate.draft.layerskip import ExitHead
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.distill import load_target, record_of
@@ -32,7 +33,7 @@ HEADS: dict[str, type[Head]] = {
     "eagle": EagleHead,
     "parallel": ParallelHead,
     "lookahead": LookaheadHead,
-    "layerskip": MedusaHead,
+    "layerskip": ExitHead,
 }
 
 

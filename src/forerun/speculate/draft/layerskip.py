@@ -15,7 +15,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
-from forerun.models.load import resolve
+from forerun.models.load import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, drafters
 from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.draft.heads.medusa import MedusaHead
@@ -29,7 +29,8 @@ class LayerskipConfig(TreeConfig):
     layers: tuple[int, ...] | None = None
     """Or with exactly these layers, counted from 0, in ascending order."""
     exit_head: str | None = None
-    """Folder of a trained exit head (``forerun train layerskip``)."""
+    """Folder of a trained exit head (``forerun train layerskip``). None: no head, but the bundled one where the bundled
+    target leaves after half of its layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +49,14 @@ class LayerskipConfig(TreeConfig):
             raise ConfigError(f"exit_layer must be at least 1, not {self.exit_layer}")
 
 
+class ExitHead(MedusaHead):
+    """Takes an early layer's state, normalised, for the last layer's: it guesses what the target itself predicts there
+    (LayerSkip, arXiv 2404.16710, shares the output layer; the residual layer before it is trained here instead)."""
+
+    method = "layerskip"
+    ahead = 0
+
+
 @drafters.register("layerskip")
 class Layerskip(Drafter[LayerskipConfig]):
     name = "layerskip"
@@ -60,12 +69,19 @@ class Layerskip(Drafter[LayerskipConfig]):
         self.layers = config.layers or tuple(range(config.exit_layer or max(1, info.num_layers // 2)))
         if self.layers[-1] >= info.num_layers:
             raise ConfigError(f"the target has layers 0 to {info.num_layers - 1}, not {self.layers[-1]}")
-        self.head: MedusaHead | None = None
-        if config.exit_head is not None:
-            head = MedusaHead.load(resolve(config.exit_head)).to(device=info.device, dtype=info.dtype)
-            assert isinstance(head, MedusaHead)
+        where = config.exit_head
+        if where is None and config.layers is None and config.exit_layer is None and info.name == f"{BUNDLED}target":
+            where = f"{BUNDLED}layerskip"
+        self.head: ExitHead | None = None
+        if where is not None:
+            head = ExitHead.load(resolve(where)).to(device=info.device, dtype=info.dtype)
+            assert isinstance(head, ExitHead)
             if (head.sizes.hidden_size, head.sizes.vocab_size) != (info.hidden_size, info.vocab_size):
-                raise ConfigError(f"the exit head in {config.exit_head} was trained for another target")
+                raise ConfigError(f"the exit head in {where} was trained for another target")
+            after = head.record.get("exit_layer")
+            if after is not None and self.layers != tuple(range(after)):
+                raise ConfigError(f"the exit head in {where} was trained after {after} layers: set exit_layer to that")
+            head.pack()
             self.head = head
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
 

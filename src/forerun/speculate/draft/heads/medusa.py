@@ -7,6 +7,7 @@ output layer is the target's own, so a head costs one square matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ DEPTH_DECAY = 0.8
 class ResidualHead(Head):
     """Heads whose guess for depth d is the target's output layer on a transformed last hidden state."""
 
+    ahead: ClassVar[int] = 1
+    """The first guess is for so many tokens behind the one that the state itself predicts."""
+
     def transform(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden size] -> [n, depth, hidden size]."""
         raise TypeError(f"{type(self).__name__} must define transform")
@@ -29,12 +33,12 @@ class ResidualHead(Head):
     def loss(self, lesson: Lesson) -> torch.Tensor:
         """Cross entropy against the target's own distribution at each depth, weighted 0.8^depth (the paper's)."""
         hidden = lesson.hidden[self.sizes.num_layers]
-        length = hidden.shape[1] - self.sizes.depth
+        length = hidden.shape[1] - self.sizes.depth - self.ahead + 1
         guessed = self.transform(hidden[:, :length].flatten(0, 1)).unflatten(0, (hidden.shape[0], length))
         total = hidden.new_zeros((), dtype=torch.float32)
         for depth in range(self.sizes.depth):
             logits = F.linear(guessed[:, :, depth], lesson.head.to(guessed.dtype))
-            wanted = lesson.logits[:, depth + 1 : depth + 1 + length]
+            wanted = lesson.logits[:, depth + self.ahead : depth + self.ahead + length]
             total = total + DEPTH_DECAY**depth * soft_cross_entropy(logits, wanted).mean()
         return total
 
