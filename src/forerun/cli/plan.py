@@ -29,7 +29,9 @@ def plan(
     temperature: Annotated[float, typer.Option(help="of your requests")] = 0.0,
     concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 1,
     longest: Annotated[int, typer.Option(help="most drafted tokens to consider")] = 8,
-    layer_trials: Annotated[int, typer.Option(help="try so many subsets of the target's layers for layerskip")] = 0,
+    layer_trials: Annotated[
+        int, typer.Option(min=0, help="try so many subsets of the target's layers for layerskip")
+    ] = 0,
     prompts: Annotated[int, typer.Option(help="how many prompts")] = 4,
     prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 64,
     max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 48,
@@ -50,8 +52,6 @@ def plan(
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
     if min(longest, concurrency, max_tokens) < 1:
         raise ConfigError("--longest, --concurrency and --max-tokens must be at least 1")
-    if layer_trials < 0:
-        raise ConfigError("--layer-trials must not be negative")
     shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
     if "spec_model" in speculative:
         shared["model"] = speculative["spec_model"]
@@ -79,10 +79,7 @@ def plan(
             step=step,
         )
     found["environment"] = environment(llm, engine)
-    if as_json:
-        print_json(found)
-    else:
-        show(found)
+    (print_json if as_json else show)(found)
 
 
 def show(found: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -14,7 +14,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.plan.estimate import Costs, Measured, measure
 from forerun.plan.layers import Subset, choose_layers
-from forerun.plan.planner import CostCurve, estimate, predict, recommend, theory_row
+from forerun.plan.planner import CostCurve, Estimate, estimate, predict, recommend, theory_row
 from forerun.sampling.params import SamplingParams
 
 LAYERSKIP = "layerskip"
@@ -45,54 +45,83 @@ def run_plan(
         SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed + i)
         for i in range(len(prompts))
     ]
-
-    def run(config: Mapping[str, Any]) -> Measured:
-        engine_config = replace(llm.config, max_num_seqs=concurrency)
-        engine = Engine(llm.model, llm.tokenizer, engine_config, SpeculativeConfig.parse(config))
-        measure(engine, prompts[:concurrency], [replace(p, max_tokens=4) for p in params[:concurrency]])
-        return measure(engine, prompts, params)
-
-    plain = Measured()
-    found: dict[str, Measured] = {item["method"]: Measured() for item in options}
-    for length in LENGTHS:
-        step("plain decoding")
-        plain.extend(run({"method": NONE}))
-        for item in options:
-            step(f"{item['method']}, {length} drafted tokens")
-            found[item["method"]].extend(run({**item, "num_speculative_tokens": length}))
-    prices: dict[int, list[float]] = defaultdict(list)
-    estimates, silent = [], []
+    trial = _Trial(llm, prompts, params, concurrency, step)
+    found = trial.methods(options)
+    estimates, prices = [], defaultdict(list)
     for method, measured in found.items():
-        costs, total = Costs.of(measured.rounds, plain.rounds, concurrency), measured.total
-        if costs is None or costs.c is None or total.alpha is None or total.match_rate is None:
-            silent.append(method)
-            continue
-        for rows, price in costs.verify.items():
+        for rows, price in trial.prices(measured).items():
             prices[rows].append(price)
-        estimates.append(estimate(method, total.alpha, total.match_rate, measured.rounds, costs))
-    curve = CostCurve({rows: median(values) for rows, values in prices.items()}, concurrency, llm.model.row_multiple)
+        item = trial.estimate(method, measured)
+        if item is not None:
+            estimates.append(item)
+    curve = trial.curve({rows: median(values) for rows, values in prices.items()})
     predictions = [p for item in estimates for p in predict(item, curve, longest, concurrency)]
-
-    def measure_layers(layers: tuple[int, ...]) -> Subset | None:
-        step(f"layers {', '.join(map(str, layers))}")
-        measured = run({"method": LAYERSKIP, "layers": list(layers), "num_speculative_tokens": LENGTHS[1]})
-        costs, total = Costs.of(measured.rounds, plain.rounds, concurrency), measured.total
-        if costs is None or costs.c is None or total.alpha is None or total.match_rate is None:
-            return None
-        item = estimate(LAYERSKIP, total.alpha, total.match_rate, measured.rounds, costs)
-        own = CostCurve({**curve.points, **costs.verify}, concurrency, llm.model.row_multiple)
-        best = max(predict(item, own, longest, concurrency), key=lambda p: p.speedup)
-        return Subset(layers, item.alpha, item.match_rate, item.c, best.k, best.speedup)
-
-    subsets = choose_layers(measure_layers, llm.model.info.num_layers, layer_trials)
+    subsets = choose_layers(
+        lambda layers: trial.layers(layers, curve, longest), llm.model.info.num_layers, layer_trials
+    )
     return {
         "recommended": recommend(predictions, subsets),
         "layers": [asdict(subset) for subset in subsets],
         "temperature": temperature,
         "concurrency": concurrency,
-        "plain_tokens_per_second": plain.tokens_per_second,
+        "plain_tokens_per_second": trial.plain.tokens_per_second,
         "estimates": [theory_row(item, longest) for item in estimates],
-        "silent": silent,
+        "silent": [method for method in found if method not in {item.method for item in estimates}],
         "verify_cost": curve.points,
         "predictions": [asdict(p) for p in predictions],
     }
+
+
+@dataclass
+class _Trial:
+    """Runs of the same prompts under many configurations, with plain decoding among them."""
+
+    llm: LLM
+    prompts: Seq[Seq[int]]
+    params: list[SamplingParams]
+    concurrency: int
+    step: Callable[[str], None]
+    plain: Measured = field(default_factory=Measured)
+
+    def run(self, config: Mapping[str, Any]) -> Measured:
+        engine_config = replace(self.llm.config, max_num_seqs=self.concurrency)
+        engine = Engine(self.llm.model, self.llm.tokenizer, engine_config, SpeculativeConfig.parse(config))
+        first = [replace(p, max_tokens=4) for p in self.params[: self.concurrency]]
+        measure(engine, self.prompts[: self.concurrency], first)
+        return measure(engine, self.prompts, self.params)
+
+    def methods(self, options: Seq[Mapping[str, Any]]) -> dict[str, Measured]:
+        """Every method at every length of ``LENGTHS``."""
+        found: dict[str, Measured] = {item["method"]: Measured() for item in options}
+        for length in LENGTHS:
+            self.step("plain decoding")
+            self.plain.extend(self.run({"method": NONE}))
+            for item in options:
+                self.step(f"{item['method']}, {length} drafted tokens")
+                found[item["method"]].extend(self.run({**item, "num_speculative_tokens": length}))
+        return found
+
+    def layers(self, layers: tuple[int, ...], curve: CostCurve, longest: int) -> Subset | None:
+        """``layerskip`` with these layers; None where it drafted nothing."""
+        self.step(f"layers {', '.join(map(str, layers))}")
+        measured = self.run({"method": LAYERSKIP, "layers": list(layers), "num_speculative_tokens": LENGTHS[1]})
+        item = self.estimate(LAYERSKIP, measured)
+        if item is None:
+            return None
+        own = self.curve({**curve.points, **self.prices(measured)})
+        best = max(predict(item, own, longest, self.concurrency), key=lambda p: p.speedup)
+        return Subset(layers, item.alpha, item.match_rate, item.c, best.k, best.speedup)
+
+    def estimate(self, method: str, measured: Measured) -> Estimate | None:
+        costs, total = Costs.of(measured.rounds, self.plain.rounds, self.concurrency), measured.total
+        if costs is None or costs.c is None or total.alpha is None or total.match_rate is None:
+            return None
+        return estimate(method, total.alpha, total.match_rate, measured.rounds, costs)
+
+    def prices(self, measured: Measured) -> dict[int, float]:
+        """Verification by rows, in plain forwards; empty where nothing was drafted."""
+        costs = Costs.of(measured.rounds, self.plain.rounds, self.concurrency)
+        return {} if costs is None or costs.c is None else dict(costs.verify)
+
+    def curve(self, points: Mapping[int, float]) -> CostCurve:
+        return CostCurve(points, self.concurrency, self.llm.model.row_multiple)
