@@ -197,8 +197,8 @@ def test_soak(engine: Callable[..., Engine], tiny_draft: str) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_soak_of_the_bundled_pair() -> None:
-    """2,000 requests. What is held must be flat from the second burst on: past answers that a drafter remembers are
-    bounded, so its memory is full by then."""
+    """2,000 requests. What is held must be flat from the second burst on: what is remembered (noise rows, past
+    answers of a drafter) is bounded, and full by then."""
     alone = LLM(dtype="float32", invariant=True, max_num_seqs=1, max_model_len=LONGEST).engine
     draft = str(pretrained.path("draft"))
     drafters = [
