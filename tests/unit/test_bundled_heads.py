@@ -1,0 +1,49 @@
+"""The heads that come with the bundled target work by their names alone and have learnt something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun import pretrained
+from forerun.bench.prompts import HELD_OUT, make_prompts
+from forerun.engine.llm import LLM
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.draft import drafters
+
+HEADS = ["medusa", "blockwise", "eagle", "parallel", "lookahead", "layerskip"]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return make_prompts(HELD_OUT, LLM().tokenizer, count=4, length=64, seed=1)
+
+
+@pytest.fixture(scope="module")
+def plain(prompts):
+    return [result.outputs[0].token_ids for result in LLM(max_num_seqs=4).generate(prompts, GREEDY)]
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_trained_head_beats_an_untrained_one(method, tmp_path, prompts, plain):
+    def accepted(**options) -> float:
+        """Accepted tokens per draft."""
+        llm = LLM(speculative_config={"method": method, "num_speculative_tokens": 4, **options}, max_num_seqs=4)
+        results = llm.generate(prompts, GREEDY)
+        assert [result.outputs[0].token_ids for result in results] == plain
+        metrics = [result.metrics for result in results]
+        return sum(m.num_accepted_draft_tokens for m in metrics) / sum(m.num_drafts for m in metrics)
+
+    target = pretrained.path("target")
+    other = {"exit_layer": 3} if method == "layerskip" else drafters[method].example(target, tmp_path)
+    untrained, trained = accepted(**other), accepted()
+    if method == "lookahead":  # its first guess is the target's own, trained or not
+        untrained, trained = untrained - 1, trained - 1
+    assert trained > 1.5 * untrained + 0.1
+
+
+def test_everything_bundled_is_small():
+    files = [path for path in Path(pretrained.__file__).parent.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files if "__pycache__" not in path.parts) < 32e6
