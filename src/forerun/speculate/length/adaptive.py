@@ -61,6 +61,9 @@ class Adaptive(LengthPolicy):
     """Rows that drafts get in a round while a method has not been tested as often, or its price is not known."""
     MARGIN = 1.02
     """A draft must promise this much more than plain decoding."""
+    CROWD = 0.02
+    """And so much more for each of the next three sequences: a batch's promises rest on more estimates, and were
+    measured to be kept less."""
     CALIBRATION = 3
     REPLAN = 4
     """Rounds that a plan with drafts holds: planning costs host time, and beliefs move slowly."""
@@ -170,7 +173,7 @@ class Adaptive(LengthPolicy):
         count = len(sequences)
         offers = self._offers(sequences, longest)
         plain = self._seconds(count, rows)
-        best, chosen = self.MARGIN * count / plain, 0
+        best, chosen = (self.MARGIN + self.CROWD * min(count - 1, 3)) * count / plain, 0
         tokens, extra, wanted = float(count), 0.0, float(rows)
         drafting: dict[str, tuple[int, int]] = {}
         prices: dict[str, float] = {}
