@@ -181,14 +181,13 @@ def test_staged_tokens_carry_the_draft_models_own_law(rule: str, llm, tiny_draft
 def test_token_recycling_remembers_the_targets_top_candidates(llm, tiny_target: str) -> None:
     speculative = LLM(tiny_target, speculative_config={"method": "token_recycling", "recycled_candidates": 4})
     answer = speculative.generate(["ab"], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))[0]
-    matrix = next(iter(speculative.engine.router.drafters.values())).matrix
+    drafter = next(iter(speculative.engine.router.drafters.values()))
     prompt = answer.prompt_token_ids
     model = LlamaForCausalLM.from_pretrained(tiny_target).eval()
     with torch.inference_mode():
         expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], dim=0).topk(4)
-    ids, logs = matrix[prompt[-1]]
-    assert ids == expected.indices.tolist()
-    assert logs == pytest.approx(expected.values.tolist(), abs=1e-4)
+    assert drafter.ids[prompt[-1]].tolist() == expected.indices.tolist()
+    assert drafter.logs[prompt[-1]].tolist() == pytest.approx(expected.values.tolist(), abs=1e-4)
 
 
 def test_tree_nodes_bound_the_drafts(llm) -> None:

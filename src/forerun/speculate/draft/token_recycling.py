@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import torch
+
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.verify.score import Verification
+
+UNSEEN = -1
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,18 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
 
     def __init__(self, config: TokenRecyclingConfig, context: DraftContext) -> None:
         super().__init__(config, context)
-        self.matrix: dict[int, tuple[list[int], list[float]]] = {}
+        vocabulary = context.target.info.vocab_size
+        shape = (vocabulary, min(config.recycled_candidates, vocabulary))
+        self.ids = torch.full(shape, UNSEEN, dtype=torch.int32)
+        """The likeliest followers of every token, the best first."""
+        self.logs = torch.zeros(shape)
+        """The logs of their probabilities."""
 
     def _candidates(self, token: int) -> Iterator[tuple[int, float, int]]:
-        ids, logs = self.matrix.get(token, ((), ()))
-        for candidate, log_p in zip(ids, logs):
-            yield candidate, log_p, candidate
+        ids = self.ids[token].tolist()
+        if ids[0] != UNSEEN:
+            for candidate, log_p in zip(ids, self.logs[token].tolist()):
+                yield candidate, log_p, candidate
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = []
@@ -65,9 +75,11 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
         """Remember the top of every row of logits, rejected ones and prompts' included. Of several rows of one token
         the last stays."""
         logits = result.output.logits
-        count = min(self.config.recycled_candidates, logits.shape[1])
-        top = logits.topk(count, dim=1)
-        logs = (top.values - logits.logsumexp(dim=1, keepdim=True)).tolist()
         tokens = result.batch.input_ids[result.batch.logit_rows].tolist()
-        for token, ids, values in zip(tokens, top.indices.tolist(), logs):
-            self.matrix[token] = (ids, values)
+        latest = {token: row for row, token in enumerate(tokens)}
+        if latest:
+            logits = logits[list(latest.values())]
+            top = logits.topk(self.ids.shape[1], dim=1)
+            where = torch.tensor(list(latest))
+            self.ids[where] = top.indices.int().cpu()
+            self.logs[where] = (top.values - logits.logsumexp(dim=1, keepdim=True)).float().cpu()
