@@ -162,8 +162,8 @@ def test_training_beats_an_untrained_head(tiny_target, tmp_path, method):
         (text / f"{name}.py").write_text("def f(x):\n    return x + 1\n" * 100)
     options = {"heads": 4, "kv_heads": 2, "width": 8, "inner_size": 32} if method in ("eagle", "parallel") else {}
     config = HeadTrainConfig(
-        method=method, target=Path(tiny_target), corpus=text, held_out=1, out=tmp_path / "head", depth=3, tokens=6000,
-        batch_tokens=512, length=64, threads=1, progress=False, options=options, lr=5e-3, matrix_lr=0.02,
+        method=method, target=Path(tiny_target), corpus=text, held_out=1, out=tmp_path / "head", tokens=6000,
+        depth=None if method == "layerskip" else 3, batch_tokens=512, length=64, threads=1, progress=False, options=options, lr=5e-3, matrix_lr=0.02,
     )  # fmt: skip
     folder = train_head(config)
     record = json.loads((folder / "config.json").read_text())
@@ -290,7 +290,7 @@ def test_a_packed_head_computes_with_the_weights_it_has_now(dtype):
             results.append(head.transform(x)[:, 0].float())
         block = head.blocks[0]
         wanted = x.double() + torch.nn.functional.silu(x.double() @ block.weight.double().T + block.bias.double())
-        assert (results[-1] - wanted).abs().max() < (1e-3 if dtype == torch.float32 else 0.3) * wanted.abs().max()
+        assert (results[-1] - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 0.01) * wanted.abs().max()
     assert not torch.allclose(*results)
 
 
@@ -311,3 +311,17 @@ def test_an_exit_head_belongs_to_its_layers(tiny_target, tmp_path):
     ExitHead(Sizes(**{**vars(sizes_of(Path(tiny_target))), "depth": 1})).save(tmp_path, {"exit_layer": 1})
     with pytest.raises(ConfigError, match="was trained after 1 layers"):
         LLM(str(tiny_target), speculative_config={"method": "layerskip", "layers": [1], "exit_head": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "medusa", "options": {"inner_size": 8}}, "medusa has no option 'inner_size'; it has none"),
+        ({"method": "parallel", "options": {"iner_size": 8}}, "it has blocks, heads, inner_size"),
+        ({"method": "medusa", "exit_layer": 1}, "only layerskip leaves the target early"),
+        ({"method": "layerskip", "depth": 3}, "guesses one token at a time"),
+    ],
+)
+def test_nothing_that_a_training_is_told_is_ignored(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        HeadTrainConfig(out=tmp_path, **options)

@@ -43,7 +43,7 @@ class HeadTrainConfig(OnPolicyConfig):
 
     method: str = "medusa"  # which head
     target: Path | None = None  # folder of the target; none means the bundled one
-    depth: int = 5  # tokens ahead that the head learns to guess
+    depth: int | None = None  # tokens ahead that the head learns to guess; none means 5, and 1 for layerskip
     exit_layer: int | None = None  # layerskip: after how many layers the target leaves; none means half
     options: dict[str, Any] = field(default_factory=dict)  # the head's own sizes
     tokens: int = 300_000
@@ -51,15 +51,28 @@ class HeadTrainConfig(OnPolicyConfig):
     long_share: float = 0.0
     lr: float = 1e-3
     matrix_lr: float = 5e-3
-
     generated_tokens: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method not in HEADS:
             raise ConfigError(f"no head is called {self.method!r}: choose one of {', '.join(sorted(HEADS))}")
-        if self.depth < 1:
+        early = self.method == "layerskip"
+        if self.depth is None:
+            object.__setattr__(self, "depth", 1 if early else 5)
+        elif self.depth < 1:
             raise ConfigError(f"depth must be at least 1, not {self.depth}")
+        elif early and self.depth > 1:
+            raise ConfigError(f"layerskip's head guesses one token at a time: remove depth ({self.depth})")
+        if self.exit_layer is not None and not early:
+            raise ConfigError(
+                f"only layerskip leaves the target early: remove exit_layer, or train that, not {self.method}"
+            )
+        known = HEADS[self.method].options_known
+        for key in self.options:
+            if key not in known:
+                has = f"it has {', '.join(sorted(known))}" if known else "it has none"
+                raise ConfigError(f"{self.method} has no option {key!r}; {has}")
 
 
 def train_head(config: HeadTrainConfig) -> Path:
@@ -67,8 +80,8 @@ def train_head(config: HeadTrainConfig) -> Path:
     folder = config.target or pretrained.path("target")
     target, tokenizer = load_target(folder)
     text = target.config.get_text_config()
-    depth = 1 if config.method == "layerskip" else config.depth
-    sizes = Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers, depth, dict(config.options))
+    depth, options = config.depth or 1, dict(config.options)
+    sizes = Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers, depth, options)
     torch.manual_seed(config.seed)
     head = HEADS[config.method](sizes)
     train_files, held_out = record_of(config, folder)

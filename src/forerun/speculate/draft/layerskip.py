@@ -29,8 +29,8 @@ class LayerskipConfig(TreeConfig):
     layers: tuple[int, ...] | None = None
     """Or with exactly these layers, counted from 0, in ascending order."""
     exit_head: str | None = None
-    """Folder of a trained exit head (``forerun train layerskip``). None: no head, but the bundled one where the bundled
-    target leaves after half of its layers."""
+    """Folder of a trained exit head (``forerun train layerskip``). None: the bundled one for the bundled target, where
+    neither ``exit_layer`` nor ``layers`` is given; else no head."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

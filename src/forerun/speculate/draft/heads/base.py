@@ -64,6 +64,8 @@ class Head(nn.Module, ABC):
     """A trainable head. Saved as ``config.json`` and ``model.safetensors``."""
 
     method: ClassVar[str]
+    options_known: ClassVar[frozenset[str]] = frozenset()
+    """Keys of ``Sizes.options`` that it reads."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

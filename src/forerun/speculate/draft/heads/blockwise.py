@@ -14,6 +14,7 @@ from forerun.speculate.draft.heads.medusa import ResidualDrafter, ResidualHead
 
 class BlockwiseHead(ResidualHead):
     method = "blockwise"
+    options_known = frozenset({"inner_size"})
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)

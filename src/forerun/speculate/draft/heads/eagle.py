@@ -37,6 +37,7 @@ class EagleHead(Head):
     """Options: ``layers`` (hidden states read), ``draft_vocab_size`` with ``d2t``, ``own_head``."""
 
     method = "eagle"
+    options_known = frozenset(DEFAULTS) | {"layers", "draft_vocab_size", "own_head"}
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)

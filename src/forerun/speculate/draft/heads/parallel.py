@@ -52,6 +52,7 @@ class _Block(nn.Module):
 
 class ParallelHead(Head):
     method = "parallel"
+    options_known = frozenset(DEFAULTS)
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
