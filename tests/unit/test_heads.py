@@ -163,7 +163,8 @@ def test_training_beats_an_untrained_head(tiny_target, tmp_path, method):
     options = {"heads": 4, "kv_heads": 2, "width": 8, "inner_size": 32} if method in ("eagle", "parallel") else {}
     config = HeadTrainConfig(
         method=method, target=Path(tiny_target), corpus=text, held_out=1, out=tmp_path / "head", tokens=6000,
-        depth=None if method == "layerskip" else 3, batch_tokens=512, length=64, threads=1, progress=False, options=options, lr=5e-3, matrix_lr=0.02,
+        depth=None if method == "layerskip" else 3,
+        batch_tokens=512, length=64, threads=1, progress=False, options=options, lr=5e-3, matrix_lr=0.02,
     )  # fmt: skip
     folder = train_head(config)
     record = json.loads((folder / "config.json").read_text())
