@@ -264,9 +264,14 @@ class Pool(Pages):
         for tensor in [*self.keys, *self.values]:
             tensor[self.free_pages] = 0
 
-    def has_nan(self, key: int) -> bool:
-        """Whether a page of ``key`` holds NaN. The last layer tells: what one layer stores, the later ones inherit."""
-        return bool(self.keys[-1][self.tables.get(key, [])].isnan().any())
+    def has_nan(self, key: int, first: int = 0) -> bool:
+        """Whether an entry of ``key`` from ``first`` on is NaN, or one that was written behind its end on the same
+        pages. The last layer tells: what one layer stores, the later ones inherit."""
+        page, offset = divmod(first, self.page_size)
+        pages = self.tables.get(key, ())[page:]
+        if len(pages) == 1:  # perhaps a whole slot
+            return bool(self.keys[-1][pages[0], :, offset : self.length(key) - page * self.page_size].isnan().any())
+        return bool(self.keys[-1][list(pages)].isnan().any())
 
     @property
     def page_bytes(self) -> int:

@@ -31,6 +31,7 @@ from forerun.models.tokenizer import Detokenizer
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import fold
 from forerun.sampling.params import SamplingParams
+from forerun.speculate.accept.base import NAN
 from forerun.speculate.draft import DraftContext, drafters
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length import Setting, policies
@@ -306,6 +307,10 @@ class Engine:
             if job.sequence.params.prompt_logprobs is not None and sequence.num_output <= len(verdict.tokens):
                 prompt_logprobs(job, result.verification, index, sequence)
             if verdict.token is None:
+                if self.target.cache.pool.has_nan(sequence.id, sequence.cached - verdict.fed):
+                    # Nobody sees the logits of these rows, and their entries must not stay where others may get them.
+                    self._end(job, Finish(ERROR, NAN), now)
+                    updates.append(Update(job, [], 0, job.finish))
                 continue
             if sequence.params.logprobs is not None and verdict.tokens:
                 job.logprobs.extend(emitted_logprobs(result.verification, index, verdict, self.config.logprobs_mode))
@@ -324,30 +329,28 @@ class Engine:
             metrics.add(draft, verdict)
         if job.traced:
             job.trace.append(TraceRound.of(draft, verdict))
-        stats.generated_tokens += len(verdict.tokens)
-        if len(draft):
-            stats.num_drafts += 1
-            stats.num_draft_tokens += len(draft)
-            stats.num_accepted_tokens += verdict.accepted
-            stats.accepted_per_pos.extend([0] * (verdict.accepted - len(stats.accepted_per_pos)))
-            for position in range(verdict.accepted):
-                stats.accepted_per_pos[position] += 1
+        stats.add(draft, verdict)
 
     def _end(self, job: Job, finish: Finish | None, now: float | None = None) -> None:
-        # A prompt that ends before its answer begins has shown nobody its logits.
-        unseen = not job.sequence.num_output and any(pool.has_nan(job.sequence.id) for pool in self.pools)
         job.finish = finish
         job.metrics.end = now if now is not None else self.clock()
         if job.detokenizer is not None:
             job.detokenizer.finish()
         self.scheduler.remove(job.sequence)
-        self.router.release(job.sequence)
+        if finish is not None and finish.reason == ERROR:
+            self.target.cache.pool.scrub()
+        self._release(job.sequence)
         self.policy.release(job.sequence)
         self.router.failures.pop(job.sequence.id, None)
         del self.jobs[job.sequence.id]
-        if unseen or (finish is not None and finish.reason == ERROR):
-            for pool in self.pools:
-                pool.scrub()
+
+    def _release(self, sequence: Sequence) -> None:
+        """Let drafters forget a sequence; a NaN of theirs does not stay for whoever gets its pages."""
+        pools = self.router.pools()
+        spoilt = any(pool.has_nan(sequence.id) for pool in pools)
+        self.router.release(sequence)
+        for pool in pools if spoilt else ():
+            pool.scrub()
 
     def _reusable(self, sequence: Sequence) -> int:
         """How many leading tokens may come from the prefix cache: prompt logprobs need every logit."""
@@ -363,7 +366,7 @@ class Engine:
             self.stats.prefix_hits += reused
 
     def _preempted(self, sequence: Sequence) -> None:
-        self.router.release(sequence)
+        self._release(sequence)
         job = self.jobs[sequence.id]
         job.metrics.preemptions += 1
         if not sequence.num_output:

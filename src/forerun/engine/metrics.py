@@ -167,5 +167,17 @@ class EngineStats:
     synthetic: bool = False
     """Drafts are accepted at given rates, whatever their tokens."""
 
+    def add(self, draft: Draft, verdict: Verdict) -> None:
+        """Count what one sequence got from a round."""
+        self.generated_tokens += len(verdict.tokens)
+        if not len(draft):
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += len(draft)
+        self.num_accepted_tokens += verdict.accepted
+        self.accepted_per_pos.extend([0] * (verdict.accepted - len(self.accepted_per_pos)))
+        for position in range(verdict.accepted):
+            self.accepted_per_pos[position] += 1
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -19,6 +19,7 @@ from forerun.sampling.draw import Sampler, best, probabilities
 from forerun.sampling.noise import ACCEPT, RESIDUAL, fold, uniform
 from forerun.sampling.warp import Row
 
+NAN = "the model returned NaN logits"
 NO_TOKEN = "no token is permitted: the bans and masks of this request leave nothing to sample"
 
 rules: Registry[Rule] = Registry("acceptance rule", "forerun.rules")
@@ -201,7 +202,7 @@ def measure(verdict: Verdict, scores: Scores, index: int, overlap: dict[int, flo
 def fault(value: float) -> str | None:
     """What is wrong with a row whose best score is ``value``; None: nothing."""
     if math.isnan(value):
-        return "the model returned NaN logits"
+        return NAN
     if value == -math.inf:
         return NO_TOKEN
     return None
