@@ -15,7 +15,7 @@ from forerun.core.sequence import Sequence
 from forerun.engine.async_engine import AsyncEngine
 from forerun.models.load import load_model
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
-from forerun.speculate.draft.heads.base import Sizes
+from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.table import Tables
 from tiny import ALPHABET, save_tokenizer, tiny_llama

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams, drafters
-from forerun.speculate.draft.heads.base import Lesson, Sizes
 from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.head import Lesson, Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead, _Memory
 from forerun.speculate.draft.layerskip import ExitHead

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.models.fingerprint import fingerprint
-from forerun.speculate.draft.heads.base import Sizes
+from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.train.joint import Joint, JointConfig, joint_losses, train_joint
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from forerun.core.errors import ConfigError, ModelError
 from forerun.train.config import Shape
 from forerun.train.corpus import TokenStream
-from forerun.train.distill import DistillConfig, acceptance, inherit_embeddings, load_target, train_draft_model
+from forerun.train.distill import DistillConfig, acceptance, inherit_embeddings, train_draft_model
+from forerun.train.material import load_target
 from forerun.train.on_policy import Mixture, mixed_batches
 from forerun.train.report import report
 from forerun.train.rollout import continue_prompts
@@ -208,6 +209,6 @@ def test_a_mistake_of_ours_is_not_taken_for_a_bad_target(target, monkeypatch):
     def broken(*args, **options):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("forerun.train.distill.AutoModelForCausalLM.from_pretrained", broken)
+    monkeypatch.setattr("forerun.train.material.AutoModelForCausalLM.from_pretrained", broken)
     with pytest.raises(ZeroDivisionError):
         load_target(target)

@@ -5,39 +5,30 @@ because that is what it will draft for (DistillSpec, arXiv 2310.08461). With ``a
 earlier drafts miss.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun import pretrained
-from forerun.core.errors import ConfigError, ModelError
+from forerun.core.errors import ConfigError
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.boost import coverage, mean_over, missed
-from forerun.train.checkpoint import RECORD, round_weights, save_model
-from forerun.train.config import RunConfig, Shape
+from forerun.train.checkpoint import round_weights, save_model
+from forerun.train.config import Shape
 from forerun.train.losses import LOSSES, overlap
-from forerun.train.on_policy import OnPolicyConfig, mixed_batches
+from forerun.train.material import gather, load_target
+from forerun.train.on_policy import OnPolicyConfig
 from forerun.train.rollout import continue_prompts
 from forerun.train.target import forward, held_out_losses
-
-UNREADABLE = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
-)  # fmt: skip
-"""What transformers raises for a folder that holds no model, a damaged one, or one of another kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(OnPolicyConfig):
     """What `forerun train draft_model` is told; `held_out` counts where the target's record names no files."""
 
-    target: Path | None = None  # folder of the target; none means the bundled one
     loss: str = "lk"  # kl, lk or tv_ce
     shape: Shape = field(default_factory=lambda: Shape(128, 2, 2, 1, 384, 2048))
     tokens: int = 2_400_000
@@ -54,15 +45,8 @@ class DistillConfig(OnPolicyConfig):
 
 def train_draft_model(config: DistillConfig) -> Path:
     """Distils a draft; gives its folder, which transformers can load."""
-    settings = config.settings()
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    folder = config.target or pretrained.path("target")
-    target, tokenizer = load_target(folder)
-    train_files, held_out = record_of(config, folder)
-    stream = corpora.encode_files(train_files, tokenizer, config.seed)
-    test = corpora.encode_files(held_out, tokenizer, config.seed)
-    batches = mixed_batches(config, target, stream)
+    settings, material = config.settings(), gather(config)
+    target, tokenizer, test = material.target, material.tokenizer, material.test
     draft = config.shape.build(target.config.vocab_size, tokenizer.eos_token_id, config.seed)
     inherit_embeddings(draft, target)
     earlier = [_earlier(path, tokenizer) for path in config.after]
@@ -80,7 +64,7 @@ def train_draft_model(config: DistillConfig) -> Path:
     def evaluate(model: nn.Module) -> dict[str, float]:
         return acceptance(target, model, corpora.whole_rows(test[:16_385], settings.length))
 
-    state = loop.run(draft, batches, loss, settings, evaluate)
+    state = loop.run(draft, material.batches, loss, settings, evaluate)
     round_weights(draft)
     record = {
         "kind": "draft_model",
@@ -91,7 +75,7 @@ def train_draft_model(config: DistillConfig) -> Path:
         "seconds": round(state.seconds),
         "plans": state.plans,
         "parameters": sum(parameter.numel() for parameter in draft.parameters()),
-        "corpus_tokens": len(stream),
+        "corpus_tokens": material.corpus_tokens,
         "held_out_tokens": len(test),
         "held_out_loss": held_out_losses(draft, test, settings),
         "alpha": measure_alpha(target, draft, test, config.seed),
@@ -99,21 +83,6 @@ def train_draft_model(config: DistillConfig) -> Path:
         "recipe": config.recipe(),
     }
     return save_model(draft, tokenizer, config.out, record)
-
-
-def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen target, bfloat16, and its tokenizer, which must have an EOS token to separate documents."""
-    try:
-        target = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except UNREADABLE as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{folder} is not a model that can be loaded: {reason}") from error
-    if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer in {folder} has no EOS token to separate documents with")
-    return target.eval().requires_grad_(False), tokenizer
 
 
 def _earlier(folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -163,14 +132,3 @@ def measure_alpha(target: PreTrainedModel, draft: nn.Module, test: Tensor, seed:
         text = continue_prompts(target, prompts, new, temperature, seed)
         result[f"generated_at_{temperature:.0f}"] = acceptance(target, draft, text, skip=prompt - 1)
     return result
-
-
-def record_of(config: RunConfig, folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files that the target was trained on and those that it was not, as its record says."""
-    files = corpora.list_files(config.corpus)
-    record = json.loads((folder / RECORD).read_text(encoding="utf-8")) if (folder / RECORD).exists() else {}
-    names = {config.corpus / name for name in record.get("held_out_files", ())}
-    held_out = [path for path in files if path in names]
-    if not held_out:
-        return corpora.split_files(files, config.held_out, config.seed)
-    return [path for path in files if path not in names], held_out

@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun import pretrained
 from forerun.core.errors import ConfigError
-from forerun.speculate.draft.heads.base import Head, Sizes
 from forerun.speculate.draft.heads.blockwise import BlockwiseHead
 from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.head import Head, Sizes
 from forerun.speculate.draft.heads.lookahead import LookaheadHead
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.speculate.draft.layerskip import ExitHead
 from forerun.train import corpus as corpora
 from forerun.train import loop
-from forerun.train.distill import load_target, record_of
 from forerun.train.lessons import lesson
-from forerun.train.on_policy import OnPolicyConfig, mixed_batches
+from forerun.train.material import gather
+from forerun.train.on_policy import OnPolicyConfig
 
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,
@@ -42,7 +41,6 @@ class HeadTrainConfig(OnPolicyConfig):
     """What `forerun train METHOD` is told."""
 
     method: str = "medusa"  # which head
-    target: Path | None = None  # folder of the target; none means the bundled one
     depth: int | None = None  # tokens ahead that the head learns to guess; none means 5, and 1 for layerskip
     exit_layer: int | None = None  # layerskip: after how many layers the target leaves; none means half
     options: dict[str, Any] = field(default_factory=dict)  # the head's own sizes
@@ -77,16 +75,13 @@ class HeadTrainConfig(OnPolicyConfig):
 
 def train_head(config: HeadTrainConfig) -> Path:
     """Trains a head; gives its folder, which ``speculative_config`` can name as ``model``."""
-    folder = config.target or pretrained.path("target")
-    target, tokenizer = load_target(folder)
+    material = gather(config)
+    target = material.target
     text = target.config.get_text_config()
     depth, options = config.depth or 1, dict(config.options)
     sizes = Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers, depth, options)
     torch.manual_seed(config.seed)
     head = HEADS[config.method](sizes)
-    train_files, held_out = record_of(config, folder)
-    batches = mixed_batches(config, target, corpora.encode_files(train_files, tokenizer, config.seed))
-    test = corpora.encode_files(held_out, tokenizer, config.seed)
     exit_layer = (config.exit_layer or max(1, text.num_hidden_layers // 2)) if config.method == "layerskip" else None
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -95,12 +90,12 @@ def train_head(config: HeadTrainConfig) -> Path:
             return model.loss(lesson(target, batch, exit_layer))
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        rows = corpora.whole_rows(test, config.length + 1)[:8]
+        rows = corpora.whole_rows(material.test, config.length + 1)[:8]
         with torch.no_grad():
             return {"held_out_loss": float(loss(model, rows))}
 
     untrained = evaluate(head)["held_out_loss"]
-    state = loop.run(head, batches, loss, config.settings(), evaluate)
+    state = loop.run(head, material.batches, loss, config.settings(), evaluate)
     record = {
         "target": str(config.target or "forerun:target"),
         "tokens": state.tokens,

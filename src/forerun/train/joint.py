@@ -17,18 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from forerun import pretrained
 from forerun.core.errors import ConfigError
 from forerun.models.fingerprint import fingerprint
-from forerun.speculate.draft.heads.base import Sizes
+from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.checkpoint import round_weights, save_model
-from forerun.train.distill import load_target, record_of
 from forerun.train.lessons import lesson, view
 from forerun.train.losses import kl
-from forerun.train.on_policy import OnPolicyConfig, mixed_batches
+from forerun.train.material import gather
+from forerun.train.on_policy import OnPolicyConfig
 from forerun.train.target import held_out_losses
 
 Figures = dict[str, float]
@@ -38,7 +37,6 @@ Figures = dict[str, float]
 class JointConfig(OnPolicyConfig):
     """What `forerun train medusa2` is told; ``out`` gets the folders ``target`` and ``head``."""
 
-    target: Path | None = None  # folder of the target that is copied; none means the bundled one
     depth: int = 5  # tokens ahead that the heads learn to guess
     warmup_tokens: int = 300_000  # tokens that the heads alone learn from first
     tokens: int = 600_000
@@ -88,14 +86,8 @@ def joint_losses(model: Joint, batch: Tensor, original: PreTrainedModel | None) 
 
 def train_joint(config: JointConfig) -> Path:
     """Trains heads and copy; gives ``out``. ``out/target`` is a checkpoint like any other, ``out/head`` its head."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    folder = config.target or pretrained.path("target")
-    original, tokenizer = load_target(folder)
-    train_files, held_out = record_of(config, folder)
-    stream = corpora.encode_files(train_files, tokenizer, config.seed)
-    batches = mixed_batches(config, original, stream)
-    test = corpora.encode_files(held_out, tokenizer, config.seed)
+    material = gather(config)
+    original, batches, test = material.target, material.batches, material.test
     model = _copy_with_heads(original, config)
     settings = config.settings()
     rows = corpora.whole_rows(test, settings.length + 1)[:8]
@@ -130,13 +122,13 @@ def train_joint(config: JointConfig) -> Path:
         "seconds": round(warmed.seconds + state.seconds),
         "plans": state.plans,
         "parameters": sum(parameter.numel() for parameter in model.target.parameters()),
-        "corpus_tokens": len(stream),
-        "held_out_files": [path.relative_to(config.corpus).as_posix() for path in held_out],
+        "corpus_tokens": material.corpus_tokens,
+        "held_out_files": [path.relative_to(config.corpus).as_posix() for path in material.held_out],
         "held_out_tokens": len(test),
         "held_out_loss": held_out_losses(model.target, test, settings),
         "recipe": config.recipe(),
     }
-    folder = save_model(model.target, tokenizer, config.out / "target", record)
+    folder = save_model(model.target, material.tokenizer, config.out / "target", record)
     model.head.save(config.out / "head", {"target": str(folder), "target_fingerprint": fingerprint(folder), **trained})
     return config.out
 

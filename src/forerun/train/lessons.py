@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forerun.speculate.draft.heads.base import Lesson
+from forerun.speculate.draft.heads.head import Lesson
 
 
 def lesson(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> Lesson:

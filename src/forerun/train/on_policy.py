@@ -20,6 +20,7 @@ from forerun.train.rollout import rollout_stream
 class OnPolicyConfig(RunConfig):
     """Options of trainings that learn from a target's own text too."""
 
+    target: Path | None = None  # folder of the target; none means the bundled one
     generated_tokens: int = 400_000  # text that the target writes before training; 0 for none
     generated_share: float = 0.5  # share of the training sequences that come from it
     greedy_share: float = 0.3  # share of it written at temperature 0, the rest at 1

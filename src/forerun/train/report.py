@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun import pretrained
-from forerun.speculate.draft.heads.base import FORMAT
+from forerun.speculate.draft.heads.head import FORMAT
 from forerun.train.checkpoint import RECORD
 
 HEAD = """# Bundled models

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +25,7 @@ from forerun.core.config import check_types
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.models.base import Model
-
-if TYPE_CHECKING:
-    from forerun.speculate.draft.heads.base import Head
+from forerun.speculate.draft.heads.head import Head, Lesson
 
 BACKLOG = 4
 """Steps that may be owed; what is due beyond them is let go."""
@@ -161,8 +159,6 @@ class Learner:
         return self.spent + self.longest <= self.options.share * (self.clock() - self.began) or not self.steps
 
     def _step(self) -> None:
-        from forerun.speculate.draft.heads.base import Lesson
-
         chosen = torch.randint(self.filled, (min(self.options.batch, self.filled),))
         states = self.states[chosen].float()
         hidden = {layer: states[:, :, index] for index, layer in enumerate(self.layers)}

@@ -1,130 +1,30 @@
-"""What trained heads share: a module that describes itself on disk, and a drafter around it."""
+"""What drafters with trained heads share."""
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
 
-from forerun.core.errors import ConfigError, ModelError
+from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
 from forerun.models.fingerprint import fingerprint
-from forerun.models.linear import make_linear, packs
 from forerun.models.load import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
+from forerun.speculate.draft.heads.head import Head, Sizes
 from forerun.speculate.draft.levels import Frontier, grow_levels
 from forerun.speculate.verify.score import Verification
 
-FORMAT = "forerun_head"
 C = TypeVar("C", bound="HeadConfig")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The target a head was made for, and the head's own sizes."""
-
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    """Decoder layers of the target; hidden state ``num_layers`` is the one after the final norm."""
-    depth: int = 5
-    """How many tokens ahead it was trained to guess."""
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Lesson:
-    """One training batch: the frozen target's view of ``tokens`` int64 [rows, length].
-
-    ``hidden[layer]`` [rows, length, hidden size]; ``logits`` [rows, length, vocabulary] predict the token after each
-    position; ``embedding`` and ``head`` are the target's [vocabulary, hidden size] weights. ``target`` reruns it.
-    """
-
-    tokens: torch.Tensor
-    hidden: dict[int, torch.Tensor]
-    logits: torch.Tensor
-    embedding: torch.Tensor
-    head: torch.Tensor
-    target: nn.Module
-
-
-class Head(nn.Module, ABC):
-    """A trainable head. Saved as ``config.json`` and ``model.safetensors``."""
-
-    method: ClassVar[str]
-    options_known: ClassVar[frozenset[str]] = frozenset()
-    """Keys of ``Sizes.options`` that it reads."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.sizes = sizes
-        self.record: dict[str, Any] = {}
-        """What its file says of it besides its sizes: how it was trained, and with which target."""
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that it reads."""
-        return (self.sizes.num_layers,)
-
-    @abstractmethod
-    def loss(self, lesson: Lesson) -> torch.Tensor:
-        """Mean training loss of a batch, a scalar."""
-
-    def pack(self) -> None:
-        """Run linear layers from packed copies of their weights, where this machine has a use for them; to be called
-        again after the weights change."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                weight, bias = module.weight.detach(), module.bias
-                packed = packs(weight.dtype, weight.device, "auto")
-                layer = make_linear(weight, None if bias is None else bias.detach(), packed=packed)
-                module.forward = layer.__call__  # type: ignore[assignment, method-assign]
-
-    def save(self, folder: Path, record: dict[str, Any] | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {FORMAT: self.method, **vars(self.sizes), **(record or {})}
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf8")
-        weights = {
-            name: (tensor.detach().to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()
-            for name, tensor in self.state_dict().items()
-        }
-        save_file(weights, folder / "model.safetensors")
-
-    @classmethod
-    def load(cls, folder: Path, num_layers: int = 0) -> Head:
-        """``num_layers`` is the target's depth, for files that do not name it. Raises ModelError for a folder that does
-        not hold a head of this method."""
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf8"))
-            weights = load_file(folder / "model.safetensors")
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ModelError(f"{folder} holds no readable head: {str(error).splitlines()[0]}") from error
-        if config.get(FORMAT) != cls.method:
-            raise ModelError(f"{folder} holds {config.get(FORMAT)!r}, not a {cls.method!r} head")
-        head = cls(Sizes(**{name: config[name] for name in Sizes.__dataclass_fields__}))
-        try:
-            head.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in weights.items()})
-        except RuntimeError as error:
-            raise ModelError(f"{folder}: the weights do not fit their config: {str(error).splitlines()[0]}") from error
-        head.record = {name: value for name, value in config.items() if name not in (FORMAT, *vars(head.sizes))}
-        return head
-
-
-def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
-    """[...]: cross entropy of softmax(logits) under softmax(target_logits), nats."""
-    return -(torch.softmax(target_logits.float(), -1) * torch.log_softmax(logits.float(), -1)).sum(-1)
 
 
 @dataclass(frozen=True)

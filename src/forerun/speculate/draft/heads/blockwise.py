@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.speculate.draft.base import drafters
-from forerun.speculate.draft.heads.base import Sizes
+from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.heads.medusa import ResidualDrafter, ResidualHead
 
 

@@ -24,8 +24,9 @@ from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.best_first import TreeConfig
-from forerun.speculate.draft.heads.base import Head, HeadConfig, HeadDrafter, Lesson, Sizes, soft_cross_entropy
+from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.eagle_files import is_public, read_public
+from forerun.speculate.draft.heads.head import Head, Lesson, Sizes, soft_cross_entropy
 from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
 from forerun.speculate.draft.levels import Frontier, grow
 

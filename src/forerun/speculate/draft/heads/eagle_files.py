@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from forerun.core.errors import ModelError
-from forerun.speculate.draft.heads.base import FORMAT, Sizes
+from forerun.speculate.draft.heads.head import FORMAT, Sizes
 
 PREFIXES = ("midlayer.", "layers.0.")
 IGNORED = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}

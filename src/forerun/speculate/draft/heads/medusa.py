@@ -15,7 +15,8 @@ from torch import nn
 
 from forerun.core.sequence import Sequence
 from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter, Head, Lesson, Sizes, soft_cross_entropy
+from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
+from forerun.speculate.draft.heads.head import Head, Lesson, Sizes, soft_cross_entropy
 
 DEPTH_DECAY = 0.8
 

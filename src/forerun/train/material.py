@@ -1,0 +1,77 @@
+"""What every training on a target starts from: the target, the text it learns from and text that is held out."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from forerun import pretrained
+from forerun.core.errors import ModelError
+from forerun.train import corpus as corpora
+from forerun.train import loop
+from forerun.train.checkpoint import RECORD
+from forerun.train.config import RunConfig
+from forerun.train.on_policy import OnPolicyConfig, mixed_batches
+
+UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
+"""What transformers raises for a folder that holds no model, a damaged one, or one of another kind."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """The frozen target and its texts, token ids int32 [tokens] where they are whole."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    batches: loop.Batches  # the corpus, and what the target wrote itself
+    corpus_tokens: int
+    held_out: list[Path]
+    test: Tensor  # the held-out files
+
+
+def gather(config: OnPolicyConfig) -> Material:
+    """Loads the target, reads the corpus and, if asked for, lets the target write; sets torch's threads.
+
+    Raises ModelError or ConfigError for a folder without a usable target, ConfigError for a corpus that is not there.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    folder = config.target or pretrained.path("target")
+    target, tokenizer = load_target(folder)
+    train_files, held_out = record_of(config, folder)
+    stream = corpora.encode_files(train_files, tokenizer, config.seed)
+    test = corpora.encode_files(held_out, tokenizer, config.seed)
+    return Material(target, tokenizer, mixed_batches(config, target, stream), len(stream), held_out, test)
+
+
+def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen target, bfloat16, and its tokenizer, which must have an EOS token to separate documents."""
+    try:
+        target = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except UNREADABLE as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{folder} is not a model that can be loaded: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer in {folder} has no EOS token to separate documents with")
+    return target.eval().requires_grad_(False), tokenizer
+
+
+def record_of(config: RunConfig, folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files that the target was trained on and those that it was not, as its record says."""
+    files = corpora.list_files(config.corpus)
+    record = json.loads((folder / RECORD).read_text(encoding="utf-8")) if (folder / RECORD).exists() else {}
+    names = {config.corpus / name for name in record.get("held_out_files", ())}
+    held_out = [path for path in files if path in names]
+    if not held_out:
+        return corpora.split_files(files, config.held_out, config.seed)
+    return [path for path in files if path not in names], held_out
