@@ -13,12 +13,13 @@ from forerun.models.hf import HFModel
 from forerun.models.invariance import self_test
 from forerun.models.linear import can_pack
 from forerun.models.native import NativeModel
+from forerun.models.streamed import can_stream
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 352, "max_position_embeddings": 1024,
 }  # fmt: skip
-PLAIN, PACKED = {"weights": "plain"}, {"weights": "packed"}
+PLAIN, PACKED, STREAMED = ({"weights": how} for how in ("plain", "packed", "streamed"))
 
 
 def build(kind: str = "llama", dtype: torch.dtype = torch.float32, invariant: bool = True, **options):
@@ -38,16 +39,19 @@ def build(kind: str = "llama", dtype: torch.dtype = torch.float32, invariant: bo
 MODELS = {
     "float32": (build, ("llama", torch.float32), PLAIN),
     "float32-packed": (build, ("llama", torch.float32), PACKED),
+    "float32-streamed": (build, ("llama", torch.float32), STREAMED),
     "qwen3-float32": (build, ("qwen3", torch.float32), {}),
     "hf-float32": (build, ("hf", torch.float32), {}),
     "bfloat16": (build, ("llama", torch.bfloat16), PLAIN),
     "bfloat16-packed": (build, ("llama", torch.bfloat16), PACKED),
+    "bfloat16-streamed": (build, ("llama", torch.bfloat16), STREAMED),
     "qwen3-bfloat16": (build, ("qwen3", torch.bfloat16), {}),
     "hf-bfloat16": (build, ("hf", torch.bfloat16), {}),
 }
 
 
 MODELS = {name: how for name, how in MODELS.items() if how[2] != PACKED or can_pack(how[1][1])}
+MODELS = {name: how for name, how in MODELS.items() if how[2] != STREAMED or can_stream(how[1][1])}
 """What this torch runs on this processor."""
 
 
@@ -62,7 +66,9 @@ def test_the_self_test_finds_nothing(name, page_size):
     assert self_test(model_of(name), page_size=page_size) == []
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name in ("float32", "float32-packed", "bfloat16-packed")])
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name == "float32" or "-packed" in name or "-streamed" in name]
+)
 def test_many_rows(name):
     model, generator = model_of(name), torch.Generator().manual_seed(3)
     tokens = torch.randint(512, (131,), generator=generator).tolist()
@@ -94,7 +100,7 @@ def test_the_self_test_reports_a_dependence():
 
         def __init__(self, model):
             self.model, self.info = model, model.info
-            self.row_multiple, self.key_multiple = model.row_multiple, model.key_multiple
+            self.invariant, self.row_multiple, self.key_multiple = True, model.row_multiple, model.key_multiple
 
         def forward(self, batch, cache):
             out = self.model.forward(batch, cache)

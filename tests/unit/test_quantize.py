@@ -13,8 +13,17 @@ from forerun.models import quantize
 from forerun.models.base import new_cache
 from forerun.models.invariance import self_test
 from forerun.models.native import NativeModel
+from forerun.models.streamed import can_stream
 
 CPU = torch.device("cpu")
+BACKENDS = ["ours", "fbgemm"] if can_stream(torch.int8) else ["fbgemm"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    if request.param == "fbgemm":
+        monkeypatch.setattr(quantize, "can_stream", lambda dtype: False)
+    return request.param
 
 
 def layer(outputs: int = 300, inputs: int = 250) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -44,6 +53,7 @@ def logits(built: NativeModel) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", quantize.CPU_KINDS)
+@pytest.mark.usefixtures("backend")
 def test_a_layer_is_close_and_small(kind, dtype):
     weight, bias, x = (tensor.to(dtype) for tensor in layer())
     quantized = quantize.quantize(weight, bias, kind)
@@ -53,6 +63,7 @@ def test_a_layer_is_close_and_small(kind, dtype):
     assert quantize.size([quantized]) <= weight.numel() * 1.05
 
 
+@pytest.mark.usefixtures("backend")
 def test_rows_of_int8_rows_are_their_own():
     weight, bias, x = layer()
     x[3] *= 1000
@@ -65,16 +76,19 @@ def test_rows_of_int8_rows_are_their_own():
     assert torch.equal(whole[5], bias)
 
 
-def test_an_outlier_row_spoils_int8_but_not_int8_rows():
+def test_an_outlier_row_spoils_fbgemm_s_int8_but_not_int8_rows(backend):
     weight, _, x = layer()
     x[3] *= 100
     wanted = F.linear(x, weight)[:3]
-    by_call, by_row = (quantize.quantize(weight, None, kind)(x)[:3] for kind in ("int8", "int8_rows"))
+    by_call, by_row = (
+        make(x)[:3] for make in (quantize.Int8(weight, None), quantize.quantize(weight, None, "int8_rows"))
+    )
     assert (by_row - wanted).norm() < 0.1 * (by_call - wanted).norm()
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("int8", torch.float32), ("int8_rows", torch.float32),
                                              ("int8_rows", torch.bfloat16)])  # fmt: skip
+@pytest.mark.usefixtures("backend")
 def test_a_model_s_size_and_error(kind, dtype):
     plain, quantized = model(None), model(kind, dtype=dtype)
     share = quantize.size(quantized.linears()) / quantize.size(plain.linears())
@@ -84,6 +98,7 @@ def test_a_model_s_size_and_error(kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("backend")
 def test_int8_rows_is_invariant(dtype):
     assert self_test(model("int8_rows", invariant=True, dtype=dtype)) == []
 

@@ -15,13 +15,13 @@ from forerun.core.batch import Batch
 class SdpaAttention(Attention):
     """Folded grouped-query attention; short rows of several sequences share a call.
 
-    With ``row_multiple`` above 1 a row's bits do not depend on its batch, see ``Planner``; otherwise keys are not
+    With ``exact`` a row's bits do not depend on its batch, see ``Planner``; otherwise keys are not
     padded and a tree is one masked call.
     """
 
-    def __init__(self, pool: Pool, *, row_multiple: int = 1, key_multiple: int = 1) -> None:
+    def __init__(self, pool: Pool, *, exact: bool = False, key_multiple: int = 1) -> None:
         super().__init__(pool)
-        self.planner = Planner(pool, key_multiple, exact=row_multiple > 1)
+        self.planner = Planner(pool, key_multiple, exact=exact)
         self.masks = ChainMasks(pool.device, pool.dtype)
 
     def begin(self, batch: Batch) -> None:

@@ -69,13 +69,13 @@ class EngineContender:
             "num_speculative_tokens": drafter.num_speculative_tokens if drafter is not None else None,
             "tree": _tree(drafter),
             "synthetic": speculative.synthetic is not None,
-            "invariant": self.llm.model.row_multiple > 1,
+            "invariant": self.llm.model.invariant,
             "model_path": self.llm.model.info.path,
         }
 
     def promises_identity(self, temperature: float) -> bool:
         rule = self.engine.rule
-        return self.llm.model.row_multiple > 1 and (rule.identity or (rule.lossless and temperature == 0.0))
+        return self.llm.model.invariant and (rule.identity or (rule.lossless and temperature == 0.0))
 
     def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
         return measure(self.engine, prompts, params)

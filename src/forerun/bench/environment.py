@@ -53,7 +53,7 @@ def environment(llm: LLM, engine: Mapping[str, Any]) -> dict[str, Any]:
         "architecture": info.architecture,
         "dtype": str(info.dtype).removeprefix("torch."),
         "model_path": info.path,
-        "invariant": llm.model.row_multiple > 1,
+        "invariant": llm.model.invariant,
         "engine_options": dict(engine),
     }
     if info.device.type == "cuda":

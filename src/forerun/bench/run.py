@@ -112,7 +112,7 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
         progress("building every method")
         options, left_out = runnable(llm, options)
     fastest = None
-    if config.fastest and llm.model.row_multiple > 1:
+    if config.fastest and llm.model.invariant:
         fastest = LLM(**{**config.engine, "invariant": False})
     prompts = make_prompts(
         config.prompt_set,

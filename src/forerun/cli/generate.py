@@ -105,7 +105,7 @@ def as_object(answer: RequestOutput) -> dict[str, Any]:
 def facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:
     """The figures below the text, by name."""
     metrics, count = answer.metrics, len(answer.outputs[0].token_ids)
-    mode = "invariant" if llm.model.row_multiple > 1 else "not invariant"
+    mode = "invariant" if llm.model.invariant else "not invariant"
     found = {"model": f"{llm.model.info.name} ({llm.model.info.path}, {mode})"}
     rate = metrics.tokens_per_second
     found["speed"] = f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")

@@ -113,7 +113,7 @@ class EngineConfig:
         default=None, metadata={"help": "bit-equal logits with and without speculation; on by default on CPU"}
     )
     model_path: str = field(default="auto", metadata={"help": "code that runs the model: auto, native or hf"})
-    weights: str = field(default="auto", metadata={"help": "weight layout on CPU: auto, packed or plain"})
+    weights: str = field(default="auto", metadata={"help": "weight layout on CPU: auto, streamed, packed or plain"})
     quantization: str | None = field(default=None, metadata={"help": "quantize the target's weights"})
     max_model_len: int | None = field(default=None, metadata={"help": "longest prompt plus output, in tokens"})
     max_num_seqs: int = field(default=8, metadata={"help": "requests decoded together"})

@@ -397,4 +397,4 @@ class Engine:
     @property
     def identity(self) -> bool:
         """Whether the same seed gives the same tokens as plain decoding: a coupled rule on bit-equal logits."""
-        return self.rule.identity and self.model.row_multiple > 1
+        return self.rule.identity and self.model.invariant

@@ -36,8 +36,10 @@ class Model(Protocol):
     """A decoder. ``forward`` feeds the rows of a batch and returns logits of the rows that asked for them."""
 
     info: ModelInfo
+    invariant: bool
+    """Whether a row's bits do not depend on the rows beside it."""
     row_multiple: int
-    """Rows are padded to this many (1: not at all); a property of the backend, see ``invariant``."""
+    """Rows are padded to this many (1: not at all), as the backend needs it to be invariant."""
     key_multiple: int
 
     def forward(self, batch: Batch, cache: Attention) -> Output:
@@ -83,7 +85,7 @@ def new_cache(
         from forerun.attention.triton import TritonAttention
 
         return TritonAttention(pool)
-    return SdpaAttention(pool, row_multiple=model.row_multiple, key_multiple=model.key_multiple)
+    return SdpaAttention(pool, exact=model.invariant, key_multiple=model.key_multiple)
 
 
 def padded(count: int, multiple: int) -> int:

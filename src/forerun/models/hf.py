@@ -101,6 +101,7 @@ class HFModel:
 
     def __init__(self, module: PreTrainedModel, *, name: str, eos_ids: frozenset[int], invariant: bool) -> None:
         self.module = module.eval()
+        self.invariant = invariant
         self.row_multiple = INVARIANT_ROWS if invariant else 1
         self.key_multiple = INVARIANT_KEYS if invariant else 1
         config = module.config.get_text_config()

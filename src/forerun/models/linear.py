@@ -1,8 +1,8 @@
-"""Linear layers without modules: plain, or with weights packed once for oneDNN.
+"""Linear layers without modules: plain, packed for oneDNN, or streamed (``streamed.py``).
 
-A bfloat16 layer of few rows is bound by reading its weights; oneDNN reads packed ones at nearly the memory's
-speed and serves every row count from one packing. The two operations are private to torch, so each is tried
-before it is used and the plain path remains.
+A layer of few rows is bound by reading its weights. Where our own kernels cannot be compiled, oneDNN reads packed
+weights faster than plain ones and serves every row count from one packing. Its two operations are private to torch, so
+each is tried before it is used and the plain path remains.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch.nn.functional as F
 
 from forerun.core.errors import ConfigError
 from forerun.models.base import INVARIANT_ROWS, PACKED_ROWS
+from forerun.models.streamed import Streamed, can_stream
 
-WEIGHTS = ("auto", "plain", "packed")
+WEIGHTS = ("auto", "plain", "packed", "streamed")
 CACHED_BYTES = 128 << 20
 """Weights above this size surely do not fit a processor's caches."""
 WORTH = 0.95
@@ -29,7 +30,7 @@ PACK_FROM = 256
 
 
 class Linear(Protocol):
-    """y = x W^T + b for x [rows, inputs]."""
+    """y = x W^T + b for x [rows, inputs]; ``add``, of y's shape and contiguous, is added to it."""
 
     kind: str
     """How the weights are stored, for ``ModelInfo.path``."""
@@ -38,7 +39,7 @@ class Linear(Protocol):
     """Padded to a multiple of so many rows (two: to two at least), a row's bits do not depend on the others; 0: they
     always do."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 class Plain:
@@ -53,8 +54,9 @@ class Plain:
         self.rows = PACKED_ROWS if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" else INVARIANT_ROWS
         self.nbytes = weight.nbytes
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y if add is None else y.add_(add)
 
 
 class Packed:
@@ -70,8 +72,9 @@ class Packed:
         self.nbytes = weight.nbytes
         self.call = torch.ops.mkldnn._linear_pointwise.default
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(x, self.weight, self.bias, "none", [], "")
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.call(x, self.weight, self.bias, "none", [], "")
+        return y if add is None else y.add_(add)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -96,22 +99,27 @@ def can_pack(dtype: torch.dtype) -> bool:
         return False
 
 
-def packs(dtype: torch.dtype, device: torch.device, weights: str) -> bool:
-    """Whether layers are packed under the option ``weights``; an explicit wish that cannot be met is an error."""
+def choose(dtype: torch.dtype, device: torch.device, weights: str) -> str:
+    """``streamed``, ``packed`` or ``plain`` under the option ``weights``; ``auto`` takes the first that can be had
+    here, and an explicit wish that cannot be met raises ConfigError."""
     if weights not in WEIGHTS:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
-    if weights == "plain":
-        return False
-    possible = device.type == "cpu" and can_pack(dtype)
-    if weights == "packed" and not possible:
+    cpu = device.type == "cpu"
+    able = {"streamed": cpu and can_stream(dtype), "packed": cpu and can_pack(dtype), "plain": True}
+    if weights == "auto":
+        return next(kind for kind in able if able[kind])
+    if not able[weights]:
         name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"weights='packed' needs a CPU on which torch packs {name}; use weights='auto'")
-    return possible
+        means = "compiles kernels (AVX-512 and a C++ compiler)" if weights == "streamed" else "packs"
+        raise ConfigError(f"weights={weights!r} needs a CPU on which this torch {means} for {name}; use weights='auto'")
+    return weights
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, packed: bool) -> Linear:
-    """The layer for ``weight`` [outputs, inputs]; small ones stay plain."""
-    if packed and min(weight.shape) >= PACK_FROM:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, how: str) -> Linear:
+    """The layer for ``weight`` [outputs, inputs], stored as ``choose`` says; what does not pay stays plain."""
+    if how == "streamed" and weight.shape[1] * weight.element_size() % 4 == 0:
+        return Streamed(weight, bias)
+    if how == "packed" and min(weight.shape) >= PACK_FROM:
         return Packed(weight, bias)
     return Plain(weight.contiguous(), bias)
 
@@ -152,4 +160,4 @@ def describe(layers: Sequence[Linear], dtype: torch.dtype) -> str:
         sizes[layer.kind] = sizes.get(layer.kind, 0) + layer.nbytes
     kinds = sorted((kind for kind in sizes if 10 * sizes[kind] >= sum(sizes.values())), key=lambda kind: -sizes[kind])
     name = str(dtype).removeprefix("torch.")
-    return " and ".join(f"{kind} {name}" if kind in ("plain", "packed") else kind for kind in kinds)
+    return " and ".join(f"{kind} {name}" if kind in WEIGHTS else kind for kind in kinds)

@@ -6,7 +6,7 @@ tables are computed once; nothing in the loop is an ``nn.Module``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.models import activations, quantize
 from forerun.models.base import INVARIANT_KEYS, PACKED_ROWS, ModelInfo, pad_rows
-from forerun.models.linear import Linear, describe, make_linear, packs, quickest_rows
+from forerun.models.linear import Linear, choose, describe, make_linear, quickest_rows
 from forerun.models.rotary import ROPE_TYPES, Rotary
+from forerun.models.streamed import Norm, SiluTimes
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -70,14 +71,27 @@ class RMSNorm:
         return wide.to(self.dtype) if half else wide
 
 
+class _SiluTimes:
+    """silu(gate) * up of rows [gate, up]."""
+
+    __slots__ = ("silu",)
+
+    def __init__(self, *, invariant: bool) -> None:
+        self.silu = activations.silu if invariant else F.silu
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.silu(gate).mul_(up)
+
+
 class _Layer:
     """One decoder layer's weights."""
 
     __slots__ = ("down", "gate_up", "norm_attention", "norm_mlp", "norm_qk", "out", "qkv", "rope", "window")
 
-    norm_attention: RMSNorm
-    norm_mlp: RMSNorm
-    norm_qk: RMSNorm | None
+    norm_attention: RMSNorm | Norm
+    norm_mlp: RMSNorm | Norm
+    norm_qk: RMSNorm | Norm | None
     qkv: Linear
     out: Linear
     gate_up: Linear
@@ -109,8 +123,11 @@ class NativeModel:
         self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.scale = self.width**-0.5
         self.dtype, self.device = module.dtype, module.device
-        self._silu: Callable[[torch.Tensor], torch.Tensor] = activations.silu if invariant else F.silu
-        self._packed = packs(self.dtype, self.device, weights)
+        self.invariant = invariant
+        self._how = choose(self.dtype, self.device, weights)
+        streamed = self._how == "streamed"
+        self._make_norm: type[RMSNorm | Norm] = Norm if streamed else RMSNorm
+        self._silu_times = SiluTimes(self.dtype) if streamed else _SiluTimes(invariant=invariant)
         if quantization is not None:
             quantize.check(quantization, self.device, invariant=invariant)
         self._quantization = quantization
@@ -119,13 +136,13 @@ class NativeModel:
         with torch.inference_mode():
             backbone: Any = module.model
             self._layers = [self._layer(layer, config, eps) for layer in backbone.layers]
-            self._norm = RMSNorm(_take([backbone.norm.weight])[0], eps)
+            self._norm = self._make_norm(_take([backbone.norm.weight])[0], eps)
             head = module.get_output_embeddings()
             self._embedding = backbone.embed_tokens.weight.detach().clone()
             self._head = self._linear(head.weight.detach(), _bias([head]))
             _empty([*module.parameters()])
         self._sizes = (self.heads, self.kv_heads, self.kv_heads)
-        self.row_multiple = max(PACKED_ROWS, *(layer.rows for layer in self.linears())) if invariant else 1
+        self.row_multiple = max(layer.rows for layer in self.linears()) if invariant else 1
         self._fewest_rows = quickest_rows(list(self.linears()), self.row_multiple)
         shape = KVShape(self.kv_heads, self.width, self.width)
         self.info = ModelInfo(
@@ -153,7 +170,7 @@ class NativeModel:
         if hasattr(attention, "q_norm"):
             query, key = _take([attention.q_norm.weight, attention.k_norm.weight])
             stacked = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
-            layer.norm_qk = RMSNorm(self._rotary.arrange(stacked), eps)
+            layer.norm_qk = self._make_norm(self._rotary.arrange(stacked), eps)
         query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
         bias = _bias([query, key, value])
         weight = self._arrange(torch.cat(_take([query.weight, key.weight, value.weight])))
@@ -162,14 +179,14 @@ class NativeModel:
         bias = _bias([mlp.gate_proj, mlp.up_proj])
         layer.gate_up = self._linear(torch.cat(_take([mlp.gate_proj.weight, mlp.up_proj.weight])), bias)
         layer.down = self._linear(_take([mlp.down_proj.weight])[0], _bias([mlp.down_proj]))
-        layer.norm_attention = RMSNorm(_take([module.input_layernorm.weight])[0], eps)
-        layer.norm_mlp = RMSNorm(_take([module.post_attention_layernorm.weight])[0], eps)
+        layer.norm_attention = self._make_norm(_take([module.input_layernorm.weight])[0], eps)
+        layer.norm_mlp = self._make_norm(_take([module.post_attention_layernorm.weight])[0], eps)
         return layer
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         if self._quantization is not None and quantize.pays(weight):
             return quantize.quantize(weight, bias, self._quantization)
-        return make_linear(weight, bias, packed=self._packed)
+        return make_linear(weight, bias, self._how)
 
     def _arrange(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the joint qkv matrix (or its bias) with each query and key head in the rotary table's order."""
@@ -217,7 +234,7 @@ class NativeModel:
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
         """Repeat the last row until every layer gets a number of rows that it serves with the same bits, and fast."""
         rows = x.shape[0]
-        if rows == 1:
+        if rows == 1 < self._fewest_rows:
             return x.expand(self._fewest_rows, -1)
         if rows < self._fewest_rows:
             return pad_rows(x, self._fewest_rows)
@@ -249,9 +266,8 @@ class NativeModel:
             x, out = x.index_select(0, only), out.index_select(0, only)
         elif x.shape[0] != batch.num_rows:
             out = self._pad(out)
-        x = layer.out(out).add_(x)
-        gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, -1)
-        return layer.down(self._silu(gate).mul_(up)).add_(x)
+        x = layer.out(out, x)
+        return layer.down(self._silu_times(layer.gate_up(layer.norm_mlp(x))), x)
 
     def _heads(
         self, layer: _Layer, qkv: torch.Tensor, angles: torch.Tensor

@@ -1,12 +1,14 @@
 """Weights in 8 bits.
 
-On CPU, through FBGEMM's int8 layers: weights have one scale per output, activations are quantized on the fly.
+On CPU weights have one scale per output, activations are quantized on the fly; through our own kernels
+(``streamed.py``), or where they cannot be had through FBGEMM's.
 
-``int8``: one activation scale per call, so a row's result depends on the rows beside it. For drafts: any q is
-legal as long as it is the one that was sampled from.
+``int8``: a row's result may depend on the rows beside it (FBGEMM has one activation scale per call). For drafts: any q
+is legal as long as it is the one that was sampled from.
 
-``int8_rows``: one activation scale per row. A row is scaled to the integers by itself, and two constant columns with
-zero weights pin the layer's own scale to 1; sums of integers are exact, so a row's bits depend on nothing else.
+``int8_rows``: one activation scale per row. With FBGEMM a row is scaled to the integers by itself, and two constant
+columns with zero weights pin the layer's own scale to 1; sums of integers are exact, so a row's bits depend on nothing
+else.
 
 On GPU, through torchao: ``int8`` and ``fp8`` weights, activations as they are.
 """
@@ -20,8 +22,10 @@ import torch
 
 from forerun.core.errors import ConfigError
 from forerun.models.linear import Linear, Plain
+from forerun.models.streamed import StreamedInt8, can_stream
 
-CPU_KINDS = ("int8", "int8_rows")
+KINDS = {"int8": "int8", "int8_rows": "int8 by rows"}
+CPU_KINDS = tuple(KINDS)
 GPU_KINDS = ("int8", "fp8")
 LEAST_SIDE, LEAST_WEIGHTS = 256, 1 << 18
 """A layer is worth 8 bits if both its sides, or else its weights, are at least so many: an int8 call has some 10 us of
@@ -33,7 +37,11 @@ def check(kind: str, device: torch.device, *, invariant: bool) -> None:
     kinds = CPU_KINDS if device.type == "cpu" else GPU_KINDS
     if kind not in kinds:
         raise ConfigError(f"quantization {kind!r} is not one of {', '.join(kinds)}, which {device.type} has")
-    if device.type == "cpu" and "fbgemm" not in torch.backends.quantized.supported_engines:
+    if (
+        device.type == "cpu"
+        and not can_stream(torch.int8)
+        and "fbgemm" not in torch.backends.quantized.supported_engines
+    ):
         raise ConfigError("this torch has no FBGEMM, which int8 needs; leave quantization out")
     if kind == "int8" and invariant and device.type == "cpu":
         raise ConfigError(
@@ -50,6 +58,8 @@ def quantize(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Line
     """The layer for ``weight`` [outputs, inputs] in 8 bits."""
     if weight.device.type != "cpu":
         return _torchao(weight, bias, kind)
+    if can_stream(torch.int8):
+        return StreamedInt8(weight, bias, KINDS[kind])
     return (Int8Rows if kind == "int8_rows" else Int8)(weight, bias)
 
 
@@ -76,16 +86,15 @@ class Int8:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.packed = _prepack(weight, bias)
         self.dtype = weight.dtype
-        self.kind = "int8"
+        self.kind = KINDS["int8"]
         self.nbytes = weight.numel() + 4 * weight.shape[0]
         self.rows = 0
         self.reduced = _levels() < 127
         self.call = torch.ops.quantized.linear_dynamic.default
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.dtype is torch.float32:
-            return self.call(x, self.packed, self.reduced)
-        return self.call(x.float(), self.packed, self.reduced).to(self.dtype)
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.call(x.float(), self.packed, self.reduced).to(self.dtype)
+        return y if add is None else y.add_(add)
 
 
 class Int8Rows:
@@ -97,7 +106,7 @@ class Int8Rows:
         self.packed = _prepack(torch.cat([weight, weight.new_zeros(weight.shape[0], 2)], dim=1), None)
         self.bias = None if bias is None else bias.float()
         self.dtype = weight.dtype
-        self.kind = "int8 by rows"
+        self.kind = KINDS["int8_rows"]
         self.nbytes = weight.numel() + 4 * weight.shape[0]
         self.rows = 1
         levels = _levels()
@@ -106,15 +115,15 @@ class Int8Rows:
         self.ends = torch.tensor([[-levels - 1.0, float(levels)]])
         self.call = torch.ops.quantized.linear_dynamic.default
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.dtype is not torch.float32:
-            x = x.float()
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        x = x.float()
         scale = torch.linalg.vector_norm(x, float("inf"), -1, True).mul_(self.step).clamp_(min=1e-30)
         levels = torch.cat([x / scale, self.ends.expand(x.shape[0], -1)], dim=1)
         y = self.call(levels, self.packed, self.reduced).mul_(scale)
         if self.bias is not None:
             y.add_(self.bias)
-        return y if self.dtype is torch.float32 else y.to(self.dtype)
+        y = y.to(self.dtype)
+        return y if add is None else y.add_(add)
 
 
 def _torchao(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Linear:

@@ -56,6 +56,7 @@ class Aligned:
     def __init__(self, model: Model, chooser: Chooser) -> None:
         self.model = model
         self.info = replace(model.info, vocab_size=chooser.sampler.vocab_size)
+        self.invariant = model.invariant
         self.row_multiple = model.row_multiple
         self.key_multiple = model.key_multiple
         self.chooser = chooser

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from forerun.core.errors import ModelError
-from forerun.models.linear import make_linear, packs
+from forerun.models.linear import choose, make_linear
 
 FORMAT = "forerun_head"
 
@@ -76,8 +76,8 @@ class Head(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 weight, bias = module.weight.detach(), module.bias
-                packed = packs(weight.dtype, weight.device, "auto")
-                layer = make_linear(weight, None if bias is None else bias.detach(), packed=packed)
+                how = choose(weight.dtype, weight.device, "auto")
+                layer = make_linear(weight, None if bias is None else bias.detach(), how)
                 module.forward = layer.__call__  # type: ignore[assignment, method-assign]
 
     def save(self, folder: Path, record: dict[str, Any] | None = None) -> None:

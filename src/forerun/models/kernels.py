@@ -1,0 +1,102 @@
+"""Compiles ``kernels.cpp`` once per processor and keeps it in the user's cache folder.
+
+Where there is no compiler, no AVX-512 or no place to keep the result, ``library`` is None and callers use torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
+COMPILERS = ("c++", "g++", "clang++")
+PATIENCE = 120.0
+"""Seconds that the compiler may take; it takes three."""
+
+_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_LINEAR = (_P, _P, _P, _P, _P, _N, _N, _N, _I)
+_LINEAR_INT8 = (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _I)
+_NORM = (_P, _P, _P, _N, _N, _N, _F)
+_SILU_TIMES = (_P, _P, _N, _N)
+SIGNATURES = {
+    "advise": (_P, _N),
+    "linear_float32": _LINEAR,
+    "linear_bfloat16": _LINEAR,
+    "linear_int8_float32": _LINEAR_INT8,
+    "linear_int8_bfloat16": _LINEAR_INT8,
+    "norm_float32": _NORM,
+    "norm_bfloat16": _NORM,
+    "silu_times_float32": _SILU_TIMES,
+    "silu_times_bfloat16": _SILU_TIMES,
+}
+
+
+def folder() -> Path:
+    """Where compiled kernels are kept: ``FORERUN_CACHE``, or ``forerun`` in the user's cache folder."""
+    named = os.environ.get("FORERUN_CACHE")
+    if named:
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "forerun"
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    about = {line for line in lines if line.startswith(("model name", "flags", "cpu family", "model\t"))}
+    return "\n".join([platform.platform(), *sorted(about)])
+
+
+def _compile(compiler: str, to: Path) -> None:
+    """Raises OSError or a SubprocessError."""
+    to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent) as work:
+        made = Path(work) / to.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
+        os.replace(made, to)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, each with its argument types; those that the processor lacks are missing."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or compiler is None:
+        return None
+    parts = [SOURCE.read_bytes(), " ".join([compiler, *FLAGS]).encode(), _processor().encode()]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+    try:
+        path = folder() / f"kernels-{key}.so"
+        if not path.is_file():
+            _compile(compiler, path)
+        found = ctypes.CDLL(str(path))
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None
+    for name, arguments in SIGNATURES.items():
+        if hasattr(found, name):
+            function = getattr(found, name)
+            function.argtypes, function.restype = arguments, None
+    return found
+
+
+def has(name: str) -> bool:
+    """Whether kernel ``name`` can be called here."""
+    found = library()
+    return found is not None and hasattr(found, name)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
