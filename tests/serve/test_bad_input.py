@@ -159,6 +159,35 @@ def test_the_key_guards_all_but_three_paths(strict: Running) -> None:
     check(strict.http.post(CHAT, json=HI, headers={"Authorization": "Bearer s3cret"}), 400, "--chat-template")
 
 
+def test_a_page_of_another_name_is_refused(served: LLM) -> None:
+    """DNS rebinding: a page at evil.example, whose name now leads here, sends its own name."""
+    with run_server(served) as local:
+        port = local.url.rpartition(":")[2]
+        for host in (
+            f"127.0.0.1:{port}",
+            "localhost",
+            f"LOCALHOST.:{port}",
+            "forerun.localhost",
+            f"[::1]:{port}",
+            "::1",
+        ):
+            assert local.http.get("/v1/models", headers={"Host": host}).status_code == 200
+        for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example",
+                     "10.0.0.1", "[::2]", "[", "0x7f.1", "\xe9vil", ""):  # fmt: skip
+            for path in ("/", "/health", "/metrics", "/v1/models", "/nothing"):
+                answer = local.http.get(path, headers={"Host": host.encode("latin-1")})
+                check(answer, 403, "does not answer to the name")
+                assert answer.json()["error"]["code"] == "host_not_allowed"
+                assert answer.json()["error"]["type"] == "permission_error"
+        check(local.http.post(COMPLETIONS, json=GOOD, headers={"Host": "evil.example"}), 403, "'evil.example'")
+    with run_server(served, ServerOptions(model_name="tiny", allowed_hosts=["Models.example", "10.0.0.1"])) as named:
+        for host in ("models.example:8000", "10.0.0.1", "localhost"):
+            assert named.http.get("/health", headers={"Host": host}).status_code == 200
+        check(named.http.get("/health", headers={"Host": "other.example"}), 403, "'other.example'")
+    with run_server(served, ServerOptions(model_name="tiny", allowed_hosts=None)) as public:
+        assert public.http.get("/health", headers={"Host": "any.example"}).status_code == 200
+
+
 def test_bodies_are_bounded_in_size_and_time(strict: Running) -> None:
     key = {"Authorization": "Bearer s3cret"}
     check(strict.http.post(COMPLETIONS, json={"prompt": "a" * 3000}, headers=key), 413, "larger than 2000 bytes")

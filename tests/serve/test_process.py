@@ -21,7 +21,16 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "FORERUN_API_KEY": "s3cret"
 
 @pytest.fixture
 def process(model_folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    options = ["--model", str(model_folder), "--spec-method", "ngram", "--also-draft", '{"method": "pattern"}']
+    options = [
+        "--allowed-host",
+        "models.example",
+        "--model",
+        str(model_folder),
+        "--spec-method",
+        "ngram",
+        "--also-draft",
+        '{"method": "pattern"}',
+    ]
     process = subprocess.Popen(
         [*COMMAND, "--port", "0", *options],
         stdout=subprocess.PIPE,
@@ -50,6 +59,9 @@ def test_it_serves_drains_and_ends(process: tuple[subprocess.Popen[str], str]) -
     assert httpx2.get(f"{url}/v1/models").status_code == 401
     model = httpx2.get(f"{url}/v1/models", headers=key).json()["data"][0]
     assert set(model["speculative"]) == {"ngram", "pattern"}
+
+    for host, status in (("models.example", 200), ("localhost", 200), ("evil.example", 403)):
+        assert httpx2.get(f"{url}/health", headers={"Host": host}).status_code == status
 
     port = url.rpartition(":")[2]
     second = subprocess.run([*COMMAND, "--port", port], capture_output=True, text=True, env=ENVIRONMENT, check=False)

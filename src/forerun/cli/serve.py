@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,14 @@ def serve(
     port: Annotated[int, typer.Option(help="0 takes any free port", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None, typer.Option(help="what clients must send as bearer token", envvar="FORERUN_API_KEY")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="name that requests may be sent to, beside loopback ones (repeatable)",
+            show_default="--host if that is a loopback address, else any",
+        ),
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="the model's name in requests and answers")] = None,
     also_draft: Annotated[
@@ -45,6 +52,7 @@ def serve(
     try:
         from forerun.engine.async_engine import AsyncEngine
         from forerun.serve.app import ServerOptions, create_app
+        from forerun.serve.guard import is_loopback
         from forerun.serve.run import open_socket, run
     except ModuleNotFoundError as error:
         raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
@@ -54,14 +62,16 @@ def serve(
     llm = LLM(**engine, speculative_config=_drafters(speculative, engine, also_draft or []))
     template = _read(chat_template) if chat_template is not None else None
     name = served_model_name or llm.model.info.name
+    local = is_loopback(listener.getsockname()[0])
     options = ServerOptions(
         model_name=name,
         api_key=api_key,
+        allowed_hosts=[host, *(allowed_host or [])] if local or allowed_host else None,
         chat_template=template,
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
     )
-    if api_key is None and not _loopback(listener.getsockname()[0]):
+    if api_key is None and not local:
         warn(f"{host} can be reached from outside and there is no --api-key")
     asynchronous = AsyncEngine(llm.engine, max_queue=max_queue)
     app = create_app(asynchronous, options)
@@ -88,7 +98,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-
-
-def _loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback

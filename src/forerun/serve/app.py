@@ -38,6 +38,8 @@ class ServerOptions:
 
     model_name: str = "forerun"
     api_key: str | None = None
+    allowed_hosts: Seq[str] | None = ()
+    """Names that a request may be sent to, beside loopback ones; None: any."""
     chat_template: str | None = None
     max_body_bytes: int = 4 << 20
     body_timeout: float = 60.0
@@ -48,6 +50,7 @@ class ServerOptions:
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request cannot be run as it is"},
     401: {"description": "The API key is missing or wrong"},
+    403: {"description": "The server does not answer to the name in the Host header"},
     404: {"description": "There is no such model"},
     413: {"description": "The body is too large"},
     429: {"description": "Too many requests are waiting"},
@@ -221,7 +224,11 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> Fas
         title="Forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan, responses=ERRORS
     )
     app.add_middleware(
-        Guard, api_key=options.api_key, max_body_bytes=options.max_body_bytes, body_timeout=options.body_timeout
+        Guard,
+        api_key=options.api_key,
+        allowed_hosts=options.allowed_hosts,
+        max_body_bytes=options.max_body_bytes,
+        body_timeout=options.body_timeout,
     )
     errors.install(app)
     page.install(app)

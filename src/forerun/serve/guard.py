@@ -1,9 +1,12 @@
-"""What every request passes before its body is looked at: the key, the size, and the time it takes to arrive."""
+"""What every request passes before its body is looked at: the name it was sent to, the key, the size, and the time it
+takes to arrive."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
+from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,10 +17,23 @@ OPEN = ("/", "/health", "/metrics")
 
 
 class Guard:
-    """ASGI middleware. Bodies are read whole, at most ``max_body_bytes`` within ``body_timeout`` seconds."""
+    """ASGI middleware. Bodies are read whole, at most ``max_body_bytes`` within ``body_timeout`` seconds.
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, body_timeout: float) -> None:
+    ``allowed_hosts`` are the names, beside loopback ones, that may stand in a Host header (None: any). A browser sends
+    the name that it was given: a page whose own name was pointed here (DNS rebinding) is refused by it.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        allowed_hosts: Iterable[str] | None,
+        max_body_bytes: int,
+        body_timeout: float,
+    ) -> None:
         self.app = app
+        self.hosts = None if allowed_hosts is None else frozenset(_plain(name) for name in allowed_hosts)
         self.key = api_key.encode() if api_key is not None else None
         self.max_body_bytes = max_body_bytes
         self.body_timeout = body_timeout
@@ -27,6 +43,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         try:
+            self._check_host(scope)
             self._check_key(scope)
             async with asyncio.timeout(self.body_timeout):
                 body = await self._read(scope, receive)
@@ -43,6 +60,18 @@ class Guard:
             return pending.pop() if pending else await receive()
 
         await self.app(scope, replay, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        if self.hosts is None:
+            return
+        given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        name = _plain(given)
+        if name not in self.hosts and not is_loopback(name):
+            raise ApiError(
+                403,
+                f"this server does not answer to the name {name!r}: use localhost, or start it with --allowed-host",
+                code="host_not_allowed",
+            )
 
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"]
@@ -74,3 +103,22 @@ class Guard:
 
     def _refuse(self) -> None:
         raise ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
+
+
+def _plain(host: str) -> str:
+    """A Host header's name or address, without the port."""
+    host = host.strip().lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host
+    if name.count(":") == 1:
+        name = name.partition(":")[0]
+    return name.removesuffix(".")
+
+
+def is_loopback(name: str) -> bool:
+    """Whether ``name`` can only mean this machine."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
