@@ -29,8 +29,10 @@ class Rounds:
     """Plays the part of the round: feeds what was scheduled, and answers like a model that always says ``key + 1``
     and accepts as much of a draft as it is told to."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, prompt_token: float = 0.1) -> None:
         self.scheduler = scheduler
+        self.prompt_token = prompt_token
+        """Seconds; a round takes one without."""
         self.done: list[Sequence] = []
 
     def step(self, accepted: Callable[[Sequence], int] = lambda sequence: 0) -> list[Sequence]:
@@ -50,7 +52,8 @@ class Rounds:
             if one.remaining == 0:
                 self.scheduler.remove(one)
                 self.done.append(one)
-        self.scheduler.observe(1.0 + 0.1 * sum(one.scheduled for one in chosen))
+        read = sum(one.scheduled for one in chosen if one.scheduled > 1 or one.num_output == 1)
+        self.scheduler.observe(1.0 + self.prompt_token * read)
         return chosen
 
     def finish(self, limit: int) -> None:
@@ -352,6 +355,21 @@ def test_pace_at_most_doubles_a_round(machine: Clock) -> None:
     ratio = machine.seconds(7, pace.allowance(7)) / machine.seconds(7, 0)
     assert ratio <= 2.0 or pace.allowance(7) == 16
     assert ratio >= 1.5, "prompts are read no slower than the bound asks for"
+
+
+@pytest.mark.parametrize(("decoding", "prompts", "tokens"), [(7, 1, 4), (7, 2, 4), (4, 2, 8), (2, 2, 16), (1, 6, 16)])
+def test_where_prompt_tokens_are_dear_the_fewer_wait_for_the_more(decoding: int, prompts: int, tokens: int) -> None:
+    """A prompt token costs as much as a round: many who decode wait for a few at a time, few for more."""
+    scheduler, _ = make(max_num_seqs=8)
+    rounds = Rounds(scheduler, prompt_token=1.0)
+    for key in range(decoding):
+        scheduler.add(sequence(key, 1, output=80))
+    for _ in range(5):
+        rounds.step()
+    for key in range(decoding, decoding + prompts):
+        scheduler.add(sequence(key, 60, output=4))
+    rounds.step()  # nothing is known of the price yet
+    assert sum(one.scheduled for one in rounds.step() if one.id >= decoding) == tokens
 
 
 def test_pace_under_a_stream_of_prompts() -> None:

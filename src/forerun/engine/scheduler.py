@@ -13,7 +13,9 @@ from forerun.core.sequence import Sequence
 PATIENCE = 256
 """How many rounds later a request is served for each step of ``priority``."""
 SMALLEST_CHUNK = 16
-"""Prompt tokens that are read in every round whatever else there is to do."""
+"""Prompt tokens that are read in every round whatever else there is to do, if no fewer prompts wait than decode."""
+FEWEST_TOKENS = 4
+"""The same for one prompt among many who decode: each of them waits for it."""
 
 
 class Pace:
@@ -39,8 +41,8 @@ class Pace:
         """Decoding sequences -> mean seconds of rounds without prompt tokens, and when there was one."""
         self.per_token: float | None = None
 
-    def allowance(self, decoding: int) -> int:
-        """Prompt tokens for a round in which ``decoding`` sequences decode."""
+    def allowance(self, decoding: int, least: int = SMALLEST_CHUNK) -> int:
+        """Prompt tokens for a round in which ``decoding`` sequences decode, ``least`` of them whatever they cost."""
         if self.fixed is not None:
             return self.fixed
         plain = self._plain(decoding)
@@ -48,7 +50,7 @@ class Pace:
             return 0
         if self.per_token is None:
             return self.UNKNOWN
-        return max(SMALLEST_CHUNK, int(self.STRETCH * plain / self.per_token))
+        return max(least, int(self.STRETCH * plain / self.per_token))
 
     def _plain(self, decoding: int) -> float | None:
         """Mean seconds of recent rounds without prompt tokens and with about as many sequences."""
@@ -162,7 +164,9 @@ class Scheduler:
     def _allowance(self, decoding: list[Sequence], rows: int) -> int:
         """Prompt tokens beside decoding sequences: not at the cost of drafts, but always some."""
         drafts = sum(self.draft_rows(sequence) for sequence in decoding)
-        return min(rows, self.pace.allowance(len(decoding)), max(SMALLEST_CHUNK, rows - drafts))
+        prompts = len(self.running) - len(decoding) + len(self.waiting)
+        least = min(SMALLEST_CHUNK, max(FEWEST_TOKENS, SMALLEST_CHUNK * prompts // len(decoding)))
+        return min(rows, self.pace.allowance(len(decoding), least), max(SMALLEST_CHUNK, rows - drafts))
 
     def _secure(self, sequence: Sequence) -> None:
         """Reserve entries for all tokens of a running sequence; the last ones are preempted where it needs pages."""
