@@ -37,7 +37,7 @@ def uniform(key: int) -> float:
     return (key >> 11) * 2.0**-53
 
 
-@lru_cache(maxsize=1 << 14)  # the draft, the target and the next round ask for the same keys
+@lru_cache(maxsize=1 << 12)  # the draft, the target and the next round ask for the same keys
 def target_key(seed: int, position: int) -> int:
     """Key of the noise that samples the target at an absolute position."""
     return fold(seed, TARGET, position)
