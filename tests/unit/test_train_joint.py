@@ -29,22 +29,24 @@ def corpus(tmp_path_factory):
 
 
 def train(target, corpus, out, tokens, **options):
-    small = {"batch_tokens": 512, "length": 64, "threads": 1, "progress": False, "held_out": 1, "depth": 3}
+    options.setdefault("depth", 3)
+    small = {"batch_tokens": 512, "length": 64, "threads": 1, "progress": False, "held_out": 1}
     config = JointConfig(
-        out=out, target=Path(target), corpus=corpus, warmup_tokens=4_000, tokens=tokens, lr=0.01, matrix_lr=0.03,
-        **small, **options,
+        out=out, target=Path(target), corpus=corpus, tokens=tokens, lr=0.01, matrix_lr=0.03, **small, **options,
     )  # fmt: skip
     return train_joint(config)
 
 
 @pytest.fixture(scope="module")
 def trained(tiny_target, corpus, tmp_path_factory):
-    return train(tiny_target, corpus, tmp_path_factory.mktemp("joint"), 40_000)
+    return train(tiny_target, corpus, tmp_path_factory.mktemp("joint"), 40_000, warmup_tokens=4_000)
 
 
 @pytest.fixture(scope="module")
 def distilled(tiny_target, corpus, tmp_path_factory):
-    return train(tiny_target, corpus, tmp_path_factory.mktemp("distilled"), 12_000, self_distillation=True)
+    return train(
+        tiny_target, corpus, tmp_path_factory.mktemp("distilled"), 12_000, warmup_tokens=4_000, self_distillation=True
+    )
 
 
 def figures(folder):
@@ -70,6 +72,24 @@ def test_self_distillation_keeps_the_copy_near_the_original(trained, distilled):
     free, near = figures(trained)["trained"], figures(distilled)["trained"]
     assert near["distance"] < 0.2 * free["distance"]
     assert near["head_loss"] < 0.9 * figures(distilled)["untrained"]["head_loss"]
+
+
+def test_heads_that_learnt_alone_already_are_gone_on_with(tiny_target, corpus, tmp_path):
+    config = json.loads((Path(tiny_target) / "config.json").read_text())
+    head = MedusaHead(Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], 3))
+    for block in head.blocks:
+        torch.nn.init.constant_(block.bias, 4.0)
+    head.save(tmp_path / "head")
+    found = train(tiny_target, corpus, tmp_path / "out", 1024, head=tmp_path / "head")
+    bias = MedusaHead.load(found / "head").blocks[0].bias.detach()
+    assert 0 < float((bias - 4).abs().max()) < 0.5
+    record = json.loads((found / "target" / "training.json").read_text())
+    assert record["tokens"] == 1024
+    assert "untrained" not in record["figures"]
+    with pytest.raises(ConfigError, match=r"other sizes than asked for: .*depth=3.*, not .*depth=2"):
+        train(tiny_target, corpus, tmp_path / "other", 1024, head=tmp_path / "head", depth=2)
+    with pytest.raises(ConfigError, match="has learnt alone already: remove warmup_tokens, or head"):
+        JointConfig(out=tmp_path, head=tmp_path / "head", warmup_tokens=5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

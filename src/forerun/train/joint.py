@@ -38,7 +38,8 @@ class JointConfig(OnPolicyConfig):
     """What `forerun train medusa2` is told; ``out`` gets the folders ``target`` and ``head``."""
 
     depth: int = 5  # tokens ahead that the heads learn to guess
-    warmup_tokens: int = 300_000  # tokens that the heads alone learn from first
+    head: Path | None = None  # folder of a medusa head of the target that has learnt alone already: no warm-up
+    warmup_tokens: int | None = None  # tokens that the heads alone learn from first; none means 300,000, or 0 with head
     tokens: int = 600_000
     head_weight: float = 0.2  # lambda_0: weight of the heads' loss beside the copy's own
     backbone_rate: float = 0.25  # the copy's learning rates, as a share of the heads'
@@ -51,9 +52,14 @@ class JointConfig(OnPolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("depth", "warmup_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.depth < 1:
+            raise ConfigError(f"depth must be at least 1, not {self.depth}")
+        if self.warmup_tokens is None:
+            object.__setattr__(self, "warmup_tokens", 0 if self.head else 300_000)
+        elif self.head:
+            raise ConfigError(f"the head in {self.head} has learnt alone already: remove warmup_tokens, or head")
+        elif self.warmup_tokens < 1:
+            raise ConfigError(f"warmup_tokens must be at least 1, not {self.warmup_tokens}")
         for name in ("head_weight", "backbone_rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
@@ -91,7 +97,7 @@ def train_joint(config: JointConfig) -> Path:
     model = _copy_with_heads(original, config)
     settings = config.settings()
     rows = corpora.whole_rows(test, settings.length + 1)[:8]
-    figures: dict[str, Figures] = {"untrained": _look(model, original, rows)}
+    figures: dict[str, Figures] = {}
 
     def head_loss(model: nn.Module, batch: Tensor) -> Tensor:
         assert isinstance(model, Joint)
@@ -103,8 +109,11 @@ def train_joint(config: JointConfig) -> Path:
         own, heads = joint_losses(model, batch, original if config.self_distillation else None)
         return own + config.head_weight * heads
 
-    warm = replace(settings, out=config.out / "run" / "heads", tokens=config.warmup_tokens)
-    warmed = loop.run(model, batches, head_loss, warm, lambda model: _look(model, original, rows))
+    warmed = loop.State()
+    if config.warmup_tokens:
+        figures["untrained"] = _look(model, original, rows)
+        warm = replace(settings, out=config.out / "run" / "heads", tokens=config.warmup_tokens)
+        warmed = loop.run(model, batches, head_loss, warm, lambda model: _look(model, original, rows))
     figures["after_warmup"] = _look(model, original, rows)
     model.requires_grad_(True)
     plan = replace(settings, out=config.out / "run" / "joint", rates={"target.": config.backbone_rate})
@@ -134,10 +143,16 @@ def train_joint(config: JointConfig) -> Path:
 
 
 def _copy_with_heads(original: PreTrainedModel, config: JointConfig) -> Joint:
-    """A float32 copy, frozen so far, and untrained heads."""
+    """A float32 copy, frozen so far, and untrained heads, or those that ``config`` names."""
     text = original.config.get_text_config()
     torch.manual_seed(config.seed)
-    head = MedusaHead(Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers, config.depth))
+    sizes = Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers, config.depth)
+    head = MedusaHead(sizes)
+    if config.head is not None:
+        found = MedusaHead.load(config.head)
+        if found.sizes != sizes:
+            raise ConfigError(f"the head in {config.head} has other sizes than asked for: {found.sizes}, not {sizes}")
+        head.load_state_dict(found.state_dict())
     copy = deepcopy(original)
     nn.Module.to(copy, torch.float32)
     return Joint(copy.requires_grad_(False), head)
