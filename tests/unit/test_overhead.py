@@ -1,0 +1,52 @@
+"""The server's overhead is measured on the same requests, through a real client process."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.bench import overhead
+from forerun.core.errors import ForerunError
+from forerun.sampling.params import SamplingParams
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_engine_and_server_answer_the_same_requests(llm, monkeypatch, stream):
+    """The times are made up, the requests are real."""
+    model = llm({"method": "ngram"}, max_num_seqs=2)
+    seen = []
+    turns = iter([(8.0, 4.0), (10.0, 5.0)] * 3)
+
+    def alone(engine, prompts, params, speculate):
+        seen.append((prompts, params, speculate))
+        return next(turns)
+
+    through = overhead.served
+
+    def served(engine, bodies, streams):
+        _, _, tokens = through(engine, bodies, streams)
+        assert not engine.jobs
+        assert [body["prompt"] for body in bodies] == list(seen[-1][0])
+        return (*next(turns), tokens)
+
+    monkeypatch.setattr(overhead, "alone", alone)
+    monkeypatch.setattr(overhead, "served", served)
+    found = overhead.measure(model, 2, requests=3, tokens=5, temperature=0.5, stream=stream, repeats=2)
+    assert found == overhead.Overhead(
+        2, alone=15 / 8, served=1.5, wall=pytest.approx(0.2), processor=pytest.approx(0.2)
+    )
+    assert {(params.temperature, params.max_tokens, speculate) for _, params, speculate in seen} == {(0.5, 5, True)}
+    model.engine.check()
+
+
+def test_the_engine_alone_answers_every_prompt(llm):
+    engine = llm(max_num_seqs=2).engine
+    before = engine.stats.generated_tokens
+    wall, spent = overhead.alone(engine, [[5, 6], [7], [8]], SamplingParams(max_tokens=4, ignore_eos=True), False)
+    assert engine.stats.generated_tokens - before == 12
+    assert wall > 0
+    assert spent > 0
+
+
+def test_a_refused_request_is_an_error(llm):
+    with pytest.raises(ForerunError, match=r"load client failed: RuntimeError: status 400: .*unknown field"):
+        overhead.served(llm(max_num_seqs=2).engine, [{"prompt": [5], "foo": 1}], 1)
