@@ -1,7 +1,7 @@
 """A load on a completions server, with the standard library alone, as a process of its own.
 
-It reads one JSON object with ``host``, ``port``, ``bodies`` and ``streams`` from stdin, sends every body, ``streams`` at
-a time, and prints the seconds from the first request to the last answer and the tokens that the answers count.
+It reads one JSON object with ``host``, ``port``, ``bodies`` and ``streams`` from stdin, sends every body, ``streams``
+at a time, and prints the seconds from the first request to the last answer and the tokens that the answers count.
 """
 
 from __future__ import annotations
