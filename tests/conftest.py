@@ -36,6 +36,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
+@pytest.fixture(params=["kernel", "torch"])
+def cpu_attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches made in the test attend through our kernel where it is here, then through torch."""
+    if request.param == "torch":
+        monkeypatch.setattr("forerun.models.base.can_attend", lambda *_: False)
+
+
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a Llama with two layers, grouped queries, 98 tokens and a context of 256, float32."""

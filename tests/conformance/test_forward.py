@@ -9,7 +9,7 @@ import pytest
 import torch
 from matrix import PATHS
 
-from forerun.attention.sdpa import SdpaAttention
+from forerun.attention.base import Attention
 from forerun.core.batch import Batch, Span
 from forerun.core.tree import Draft
 from forerun.models.base import Model, new_cache
@@ -40,7 +40,7 @@ class Feeder:
     """A model with a cache; every span asks for the logits of all its rows."""
 
     model: Model
-    cache: SdpaAttention
+    cache: Attention
 
     def feed(self, *spans: Span) -> list[torch.Tensor]:
         for span in spans:
@@ -67,7 +67,7 @@ def backend(request) -> tuple[str, bool]:
 
 
 @pytest.fixture
-def feeder(backend, model) -> Callable[..., Feeder]:
+def feeder(backend, model, cpu_attention) -> Callable[..., Feeder]:
     def build(page_size: int | None = None) -> Feeder:
         chosen = model(*backend)
         return Feeder(chosen, new_cache(chosen, max_seqs=6, max_len=128, page_size=page_size, slack=16))

@@ -60,6 +60,7 @@ def model_of(name: str):
     return make(*arguments, **options)
 
 
+@pytest.mark.usefixtures("cpu_attention")
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_self_test_finds_nothing(name, page_size):
@@ -69,6 +70,7 @@ def test_the_self_test_finds_nothing(name, page_size):
 @pytest.mark.parametrize(
     "name", [name for name in MODELS if name == "float32" or "-packed" in name or "-streamed" in name]
 )
+@pytest.mark.usefixtures("cpu_attention")
 def test_many_rows(name):
     model, generator = model_of(name), torch.Generator().manual_seed(3)
     tokens = torch.randint(512, (131,), generator=generator).tolist()

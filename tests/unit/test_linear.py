@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from forerun import kernels
 from forerun.core.errors import ConfigError
-from forerun.models import kernels, linear, streamed
+from forerun.models import linear, streamed
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -95,7 +96,7 @@ def test_without_our_kernels(lacking, monkeypatch, tmp_path):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     else:
         (tmp_path / "broken.cpp").write_text("not C++")
-        monkeypatch.setattr(kernels, "SOURCE", tmp_path / "broken.cpp")
+        monkeypatch.setattr(kernels, "SOURCES", (tmp_path / "broken.cpp",))
     assert kernels.library() is None
     assert linear.choose(torch.float32, CPU, "auto") == ("packed" if linear.can_pack(torch.float32) else "plain")
     with pytest.raises(ConfigError, match="C\\+\\+ compiler"):

@@ -9,6 +9,7 @@ import torch
 
 from forerun.attention.base import Attention
 from forerun.attention.sdpa import SdpaAttention
+from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
@@ -85,6 +86,8 @@ def new_cache(
         from forerun.attention.triton import TritonAttention
 
         return TritonAttention(pool)
+    if can_attend(model.info.dtype, model.info.device, model.info.kv_shapes):
+        return StreamedAttention(pool)
     return SdpaAttention(pool, exact=model.invariant, key_multiple=model.key_multiple)
 
 

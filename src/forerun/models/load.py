@@ -174,8 +174,8 @@ def load_model(
 
     ``invariant`` True asks for logits whose bits do not depend on how rows are batched, and raises ModelError if
     the self-test fails; None tries it on CPU and switches it off with a warning; False does not pad. ``model_path``
-    is ``native`` (the lean Llama-family path), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``, ``plain`` or
-    ``auto``.
+    is ``native`` (the lean Llama-family path), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
+    ``plain`` or ``auto``.
     """
     if model_path not in PATHS:
         raise ConfigError(f"unknown model_path {model_path!r}: choose one of {', '.join(PATHS)}")

@@ -131,7 +131,7 @@ class NativeModel:
         if quantization is not None:
             quantize.check(quantization, self.device, invariant=invariant)
         self._quantization = quantization
-        self._rotary = Rotary(config, self.width, self.device)
+        self._rotary = Rotary(config, self.width, self.device, self.dtype)
         eps = config.rms_norm_eps
         with torch.inference_mode():
             backbone: Any = module.model

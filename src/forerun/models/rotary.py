@@ -8,6 +8,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from forerun import kernels
 from forerun.core.batch import Batch
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -21,8 +22,10 @@ class Rotary:
     The rows of the projections are arranged for that; attention does not notice, as queries and keys agree.
     """
 
-    def __init__(self, config: PretrainedConfig, width: int, device: torch.device) -> None:
+    def __init__(self, config: PretrainedConfig, width: int, device: torch.device, dtype: torch.dtype) -> None:
         self.width = width
+        name = f"turn_{kernels.dtype_name(dtype)}"
+        self._kernel = getattr(kernels.library(), name) if device.type == "cpu" and kernels.has(name) else None
         self.device = device
         self.frequencies, self.factor = _frequencies(config, width)
         self._table = torch.empty(0)
@@ -48,9 +51,12 @@ class Rotary:
             return self._table[first : first + batch.num_rows]
         return self._table.index_select(0, batch.positions)
 
-    @staticmethod
-    def turn(heads: torch.Tensor, angles: torch.Tensor, count: int) -> torch.Tensor:
-        """[rows, heads, width] with the first ``count`` heads turned, in place where it is float32."""
+    def turn(self, heads: torch.Tensor, angles: torch.Tensor, count: int) -> torch.Tensor:
+        """[rows, heads, width] with the first ``count`` heads turned, in place where that can be."""
+        if self._kernel is not None and heads.stride()[1:] == (self.width, 1):
+            rows, stride = heads.shape[0], heads.stride(0)
+            self._kernel(heads.data_ptr(), stride, angles.data_ptr(), rows, count, self.width)
+            return heads
         wide = heads if heads.dtype == torch.float32 else heads.float()
         wide.view(torch.complex64).narrow(1, 0, count).mul_(angles)
         return wide.to(heads.dtype)

@@ -1,15 +1,14 @@
-// Layers for few rows on processors with AVX-512, bound by reading the weights.
+// Linear layers, norms and activations for few rows on processors with AVX-512, bound by reading the weights.
 //
 // Weights lie in the order in which they are read, one stream: tiles of 32 outputs; within a tile, inputs in groups of
 // four bytes (one float32, two bfloat16 or four int8), each group's 32 outputs side by side. A few rows share one pass;
 // more rows share chunks of a tile that stay cached. An output's sum runs over the inputs in one order whatever the
 // number of rows, so a row's bits do not depend on the rows beside it.
 //
-// Compiled on first use by kernels.py, which states the arguments. Pointers are contiguous row-major arrays.
-#include <immintrin.h>
+// Pointers are contiguous row-major arrays; __init__.py states the arguments.
+#include "common.h"
 
 #include <cmath>
-#include <cstdint>
 #include <cstring>
 #include <vector>
 #if defined(__linux__)
@@ -58,21 +57,6 @@ struct Int8 {
   }
 };
 #endif
-
-// Numbers as they come and go: float32, or bfloat16 as its 16 bits.
-inline __m512 load(const float *at, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, at); }
-inline __m512 load(const uint16_t *at, __mmask16 mask) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, at)), 16));
-}
-inline void store(float *at, __mmask16 mask, __m512 v) { _mm512_mask_storeu_ps(at, mask, v); }
-inline void store(uint16_t *at, __mmask16 mask, __m512 v) {
-  const __m512i bits = _mm512_castps_si512(v);  // to the nearest, ties to even; NaN stays NaN
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  __m512i top = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff)), 16);
-  top = _mm512_mask_mov_epi32(top, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
-  _mm256_mask_storeu_epi16(at, mask, _mm512_cvtepi32_epi16(top));
-}
-inline __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : (1u << count) - 1; }
 
 template <class K, int ROWS>
 void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums, bool fresh) {
@@ -208,18 +192,6 @@ void norm(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, i
       store(y + i, mask, _mm512_mul_ps(_mm512_mul_ps(load(x + i, mask), scale), load(weight + i, mask)));
     }
   }
-}
-
-// e^x to about one unit in the last place: 2^n times a polynomial in what is left of x.
-inline __m512 exponential(__m512 x) {
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.0f / 5040);
-  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(p, n);
 }
 
 template <class T>

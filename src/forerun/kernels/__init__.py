@@ -1,4 +1,4 @@
-"""Compiles ``kernels.cpp`` once per processor and keeps it in the user's cache folder.
+"""Kernels in C++ for processors with AVX-512, compiled once per processor and kept in the user's cache folder.
 
 Where there is no compiler, no AVX-512 or no place to keep the result, ``library`` is None and callers use torch.
 """
@@ -17,17 +17,21 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+HERE = Path(__file__).parent
+SOURCES = (HERE / "linear.cpp", HERE / "attention.cpp")
+HEADERS = (HERE / "common.h",)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
 COMPILERS = ("c++", "g++", "clang++")
 PATIENCE = 120.0
-"""Seconds that the compiler may take; it takes three."""
+"""Seconds that the compiler may take; it takes five."""
 
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _LINEAR = (_P, _P, _P, _P, _P, _N, _N, _N, _I)
 _LINEAR_INT8 = (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _I)
 _NORM = (_P, _P, _P, _N, _N, _N, _F)
 _SILU_TIMES = (_P, _P, _N, _N)
+_ATTEND = (_P, _P, _P, _P, _P, _P, _P, _P, _N, _P, _P, _P, _F, _F, _I)
+_TURN = (_P, _N, _P, _N, _N, _N)
 SIGNATURES = {
     "advise": (_P, _N),
     "linear_float32": _LINEAR,
@@ -38,6 +42,10 @@ SIGNATURES = {
     "norm_bfloat16": _NORM,
     "silu_times_float32": _SILU_TIMES,
     "silu_times_bfloat16": _SILU_TIMES,
+    "attend_float32": _ATTEND,
+    "attend_bfloat16": _ATTEND,
+    "turn_float32": _TURN,
+    "turn_bfloat16": _TURN,
 }
 
 
@@ -65,7 +73,7 @@ def _compile(compiler: str, to: Path) -> None:
     to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent) as work:
         made = Path(work) / to.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
         os.replace(made, to)
 
@@ -76,8 +84,9 @@ def library() -> ctypes.CDLL | None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or compiler is None:
         return None
-    parts = [SOURCE.read_bytes(), " ".join([compiler, *FLAGS]).encode(), _processor().encode()]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+    parts = [path.read_text(encoding="utf-8") for path in SOURCES + HEADERS]
+    parts += [compiler, *FLAGS, _processor()]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     try:
         path = folder() / f"kernels-{key}.so"
         if not path.is_file():

@@ -1,0 +1,171 @@
+"""The CPU attention kernel against softmax in float64 over each row's own keys, and its bits."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from forerun.attention.base import Query
+from forerun.attention.streamed import StreamedAttention, can_attend
+from forerun.cache.pool import KVShape, Pool
+from forerun.core.batch import Batch, Span
+
+CPU = torch.device("cpu")
+DTYPES = [d for d in (torch.float32, torch.bfloat16) if can_attend(d, CPU, (KVShape(1, 64, 64),))]
+"""What this processor runs."""
+
+
+class Case:
+    """A pool, and beside it every entry that was ever written, by sequence and place."""
+
+    def __init__(self, dtype, heads, kv_heads, width, page_size, seed=0) -> None:
+        self.heads, self.kv_heads, self.width, self.dtype = heads, kv_heads, width, dtype
+        pages = 6 if page_size > 100 else 90
+        self.pool = Pool([KVShape(kv_heads, width, width)], pages, page_size, dtype, CPU)
+        for side in (self.pool.keys[0], self.pool.values[0]):
+            side.fill_(float("nan"))  # what nobody wrote must not be read
+        self.attention = StreamedAttention(self.pool)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.entries: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v side by side in memory, as a fused projection leaves them."""
+        total = self.heads + 2 * self.kv_heads
+        together = torch.randn(count, total, self.width, generator=self.generator).mul_(2).to(self.dtype)
+        q, k, v = together.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        return q, k, v
+
+    def run(self, spans, q, k, v, **options) -> torch.Tensor:
+        batch = Batch(spans)
+        self.attention.begin(batch)
+        out = self.attention.run(Query(0, q, k, v, self.width**-0.5, **options), batch)
+        self.attention.finish(batch)
+        for span, offset in zip(spans, batch.offsets):
+            for row in range(span.count):
+                place = span.key, span.start + span.stored + row
+                self.entries[place] = k[offset + row].double(), v[offset + row].double()
+        return out
+
+    def wanted(self, spans, q, window=None, softcap=None) -> torch.Tensor:
+        """Row by row: the entries it sees, listed in words of the protocol."""
+        out, index = [], 0
+        for span in spans:
+            positions = span.positions()
+            for row in range(span.count):
+                node = span.stored + row
+                seen = [(entry, entry) for entry in range(span.start)]
+                if span.parents is None:
+                    seen += [(span.start + n, span.start + n) for n in range(node + 1)]
+                else:
+                    depths, path = span.depths(), []
+                    while node >= 0:
+                        path.append((span.start + node, span.start + depths[node]))
+                        node = span.parents[node]
+                    seen += reversed(path)
+                if window is not None:
+                    seen = [(entry, where) for entry, where in seen if positions[row] - where < window]
+                k = torch.stack([self.entries[span.key, entry][0] for entry, _ in seen])
+                v = torch.stack([self.entries[span.key, entry][1] for entry, _ in seen])
+                heads = []
+                for head in range(self.heads):
+                    mine = head * self.kv_heads // self.heads
+                    scores = k[:, mine] @ q[index, head].double() / math.sqrt(self.width)
+                    if softcap is not None:
+                        scores = softcap * torch.tanh(scores / softcap)
+                    heads.append(torch.softmax(scores, 0) @ v[:, mine])
+                out.append(torch.cat(heads))
+                index += 1
+        return torch.stack(out)
+
+    def check(self, spans, **options) -> torch.Tensor:
+        q, k, v = self.rows(sum(span.count for span in spans))
+        got = self.run(spans, q, k, v, **options)
+        wanted = self.wanted(spans, q, **options)
+        rounding = 2e-5 if self.dtype == torch.float32 else 2**-8 * wanted.abs() + 2e-5
+        assert ((got - wanted).abs() <= rounding).all()
+        return got
+
+
+SIZES = [(4, 4, 16), (6, 2, 64), (4, 1, 80), (8, 2, 128)]
+
+
+@pytest.mark.parametrize("page_size", [128, 5, 16])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chains_trees_and_mixed_batches(dtype, sizes, page_size):
+    case = Case(dtype, *sizes, page_size)
+    case.check([Span(0, 0, [1] * 37)])
+    case.check([Span(0, 37, [1]), Span(1, 0, [1] * 18)])
+    tree = [-1, 0, 0, 1, 1, 3, 2]
+    case.check([Span(1, 18, [1] * 5), Span(0, 38, [1] * 7, tree), Span(2, 0, [1] * 2)])
+    case.check([Span(0, 38, [1] * 2, [*tree, 6, 6], stored=7), Span(2, 2, [1])])
+    case.pool.keep(0, 38, [0, 2, 6])
+    for new, old in enumerate((0, 2, 6)):
+        case.entries[0, 38 + new] = case.entries[0, 38 + old]
+    case.check([Span(2, 3, [1] * 3), Span(0, 41, [1] * 4)])
+
+
+@pytest.mark.parametrize("options", [{"window": 7}, {"window": 33}, {"softcap": 3.0}, {"window": 12, "softcap": 1.0}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_and_soft_caps(dtype, options):
+    case = Case(dtype, 4, 2, 32, 16)
+    case.check([Span(0, 0, [1] * 50)], **options)
+    case.check([Span(0, 50, [1] * 6, [-1, 0, 1, 1, 0, 3])], **options)
+    case.check([Span(0, 51, [1] * 3)], **options)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_depend_on_the_row_alone(dtype, window, threads):
+    """Decoded one by one, in ragged chunks, beside others, in pages or not, as a path of a tree: the same bits."""
+    count, before = 90, torch.get_num_threads()
+    whole = Case(dtype, 6, 2, 64, 128)
+    q, k, v = whole.rows(count)
+
+    def feed(case, start, end, *more, **span):
+        mates = [case.rows(mate.count) for mate in more]
+        sides = [torch.cat([side[start:end], *others]) for side, *others in zip((q, k, v), *mates)]
+        return case.run([Span(0, start, [1] * (end - start), **span), *more], *sides, window=window)[: end - start]
+
+    wanted = feed(whole, 0, count)
+    torch.set_num_threads(threads)
+    try:
+        singly, ragged = Case(dtype, 6, 2, 64, 128), Case(dtype, 6, 2, 64, 5, seed=1)
+        assert torch.equal(torch.cat([feed(singly, at, at + 1) for at in range(count)]), wanted)
+        cuts = [0, 3, 4, 40, 57, 58, count]
+        parts = [feed(ragged, a, b, Span(1, at * 2, [1] * 2)) for at, (a, b) in enumerate(pairwise(cuts))]
+        assert torch.equal(torch.cat(parts), wanted)
+        tree = Case(dtype, 6, 2, 64, 16, seed=2)
+        feed(tree, 0, 80)
+        order = [0, 0, 1, 1, 2, 2, 3, 3, 4]  # each row of the path, and a sibling of all but the last
+        parents = [-1, -1, 0, 0, 2, 2, 4, 4, 6]
+        sides = [side[80:][order].clone() for side in (q, k, v)]
+        for side in sides:
+            side[1::2] += 1
+        got = tree.run([Span(0, 80, [1] * 9, parents)], *sides, window=window)
+        assert torch.equal(got[0::2], wanted[80:85])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_shows_and_stays_in_its_row(dtype):
+    case = Case(dtype, 4, 2, 32, 16)
+    case.check([Span(0, 0, [1] * 20), Span(1, 0, [1] * 20)])
+    case.pool.keys[0][case.pool.tables[0][0], 0, 3] = float("nan")
+    q, k, v = case.rows(2)
+    out = case.run([Span(0, 20, [1]), Span(1, 20, [1])], q, k, v).view(2, 4, 32)
+    assert out[0, :2].isnan().all()
+    assert out[0, 2:].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+def test_what_the_kernel_does_not_serve():
+    assert not can_attend(torch.float16, CPU, (KVShape(2, 64, 64),))
+    assert not can_attend(torch.float32, CPU, (KVShape(2, 64, 64), KVShape(2, 12, 12)))
+    assert not can_attend(torch.float32, CPU, (KVShape(2, 64, 32),))
+    assert not can_attend(torch.float32, torch.device("cuda"), (KVShape(2, 64, 64),))
