@@ -178,9 +178,9 @@ def test_a_stop_inside_a_block_ends_it_there(engine, script, stop, at):
     ids, text = whole[0].output_ids, whole[0].text
     place = 13 + at
     stopping = {
-        "token": options(stop_token_ids=[ids[place]]),
-        "string": options(stop=[text[place - 1 : place + 1]]),
-        "eos": options(ignore_eos=False),
+        "token": options(stop_token_ids=[ids[place]], logprobs=0),
+        "string": options(stop=[text[place - 1 : place + 1]], logprobs=0),
+        "eos": options(ignore_eos=False, logprobs=0),
     }[stop]
     early = engine({"method": "scripted", "num_speculative_tokens": 6})
     if stop == "eos":
@@ -195,6 +195,8 @@ def test_a_stop_inside_a_block_ends_it_there(engine, script, stop, at):
     assert job.metrics.rounds == rounds + (rest > 0)
     assert job.metrics.decode_tokens == first
     assert job.metrics.num_accepted_draft_tokens == first - rounds
+    assert [item.token for item in job.logprobs] == job.output_ids
+    assert early.stats.generated_tokens == len(job.output_ids)
 
 
 class model_with:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -176,6 +177,29 @@ def test_cancelling_a_stream_frees_the_request(client: openai.OpenAI, server: Ru
 def test_hanging_up_frees_a_request_that_does_not_stream(server: Running) -> None:
     with pytest.raises(Exception, match=r"(?i)time"):
         server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True}, timeout=0.2)
+    wait_idle(server)
+
+
+def test_clients_that_go_cost_the_others_nothing(
+    client: openai.OpenAI, server: Running, expected: dict[str, Any]
+) -> None:
+    """Streams are left, and connections dropped, while others wait for their answers and are given them."""
+    answers: list[str] = []
+
+    def stay() -> None:
+        answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
+        answers.append(answer.choices[0].text)
+
+    staying = [threading.Thread(target=stay) for _ in range(6)]
+    for thread in staying:
+        thread.start()
+        with client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        ) as stream:
+            next(iter(stream))
+    for thread in staying:
+        thread.join()
+    assert answers == [expected["completion"].text] * 6
     wait_idle(server)
 
 

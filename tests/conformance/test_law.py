@@ -1,0 +1,63 @@
+"""Under a rule that compares p with q, every drafter's answers keep the target's law: so its q is the one that its
+tokens were drawn from."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from matrix import CHAINS, Case
+from scipy import stats
+from transformers import LlamaForCausalLM
+
+from forerun import SamplingParams
+from forerun.speculate.draft import drafters
+from tiny import ALPHABET
+
+REQUESTS = 400
+TOKENS = 4
+PROMPT = "hello world, hello"
+BIAS = {ALPHABET.index("l"): 4.0, ALPHABET.index("o"): 4.0}
+"""So that answers repeat what is in the prompt, and there is something to copy."""
+PARAMS = {"logit_bias": BIAS, "temperature": 1.2, "top_k": 2, "max_tokens": TOKENS, "ignore_eos": True}
+DRAFTERS = [case for case in CHAINS if case.method in list(drafters) and not drafters[case.method].needs.grammar]
+
+
+@pytest.fixture(scope="module")
+def law(tiny_target, engine):
+    """The exact law of an answer, enumerated with transformers' logits."""
+    model = LlamaForCausalLM.from_pretrained(tiny_target).eval()
+    prompt = engine().tokenizer.encode(PROMPT)
+    answers = {(): 1.0}
+    for _ in range(TOKENS):
+        longer = {}
+        for tokens, mass in answers.items():
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].double()
+            logits[list(BIAS)] += torch.tensor(list(BIAS.values())).double()
+            values, ids = (logits / PARAMS["temperature"]).topk(PARAMS["top_k"])
+            for token, share in zip(ids.tolist(), values.softmax(0).tolist()):
+                longer[*tokens, token] = mass * share
+        answers = longer
+    return answers
+
+
+@pytest.mark.parametrize("case", DRAFTERS, ids=str)
+def test_the_answers_keep_the_targets_law(engine, keys, law, case: Case):
+    """Chi-square of whole answers; 400 requests with seeds of their own, 64 at a time."""
+    rule = "recursive" if case.method == "merged" else "token"
+    speculating = engine(keys(case, accept=rule, num_speculative_tokens=2), max_num_seqs=64)
+    prompt = speculating.tokenizer.encode(PROMPT)
+    jobs = [speculating.add(prompt, SamplingParams(seed=seed, **PARAMS))[0] for seed in range(REQUESTS)]
+    while speculating.busy:
+        speculating.step()
+    assert not any(job.metrics.draft_error for job in jobs)
+    assert sum(job.metrics.num_draft_tokens for job in jobs) > 0
+    places = {answer: place for place, answer in enumerate(law)}
+    counts = numpy.zeros(len(law))
+    for job in jobs:
+        counts[places[tuple(job.output_ids)]] += 1
+    expected = REQUESTS * numpy.array(list(law.values()))
+    rare = expected < 5
+    observed, wanted = ([*side[~rare], *([side[rare].sum()] if rare.any() else [])] for side in (counts, expected))
+    assert stats.chisquare(observed, numpy.array(wanted) * sum(observed) / sum(wanted)).pvalue > 1e-4
