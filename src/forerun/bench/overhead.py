@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import subprocess
 import sys
@@ -62,7 +61,7 @@ def served(engine: Engine, bodies: Seq[dict], streams: int) -> tuple[float, floa
     app = create_app(asynchronous, ServerOptions())
     listener = open_socket("127.0.0.1", 0)
     server = DrainingServer(app, asynchronous, 5.0)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
     port = listener.getsockname()[1]
     wish = json.dumps({"host": "127.0.0.1", "port": port, "bodies": list(bodies), "streams": streams})
