@@ -118,11 +118,11 @@ def test_a_missing_shard(tmp_path):
 
 def test_the_lean_path_on_another_family(tiny_target, folder):
     assert load_model(tiny_target).info.path.startswith("native")
-    assert load_model(tiny_target, model_path="hf").info.path == "hf"
+    assert load_model(tiny_target, model_path="hf").info.path.startswith("hf")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     refuse(folder, "the native path does not run .*: activation 'gelu'", ConfigError, model_path="native")
-    assert load_model(folder).info.path == "hf"
+    assert load_model(folder).info.path.startswith("hf")
 
 
 @pytest.mark.parametrize(("generation", "wanted"), [(None, {0}), (5, {5}), ([5, 6], {5, 6})])

@@ -21,6 +21,7 @@ from forerun.core.batch import Batch, Output, Span
 from forerun.core.errors import ModelError
 from forerun.models import activations
 from forerun.models.base import INVARIANT_KEYS, INVARIANT_ROWS, ModelInfo, new_cache, pad_rows
+from forerun.models.linear import choose, describe, replace_linears
 
 NAME = "forerun"
 
@@ -99,24 +100,36 @@ AttentionMaskInterface.register(NAME, _no_mask)
 class HFModel:
     """A transformers causal LM behind the engine's protocol."""
 
-    def __init__(self, module: PreTrainedModel, *, name: str, eos_ids: frozenset[int], invariant: bool) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        *,
+        name: str,
+        eos_ids: frozenset[int],
+        invariant: bool,
+        weights: str = "auto",
+    ) -> None:
         self.module = module.eval()
         self.invariant = invariant
         self.row_multiple = INVARIANT_ROWS if invariant else 1
         self.key_multiple = INVARIANT_KEYS if invariant else 1
         config = module.config.get_text_config()
         activations.make_row_independent(module)
-        device = module.device
+        device, dtype = module.device, module.dtype
+        vocab_size = module.get_output_embeddings().weight.shape[0]
+        how = choose(dtype, device, weights)
+        kv_shapes, called = self._probe(module, device)
+        layers = replace_linears(module, called, how)
         self.info = ModelInfo(
             name=name,
             architecture=type(module).__name__,
-            path="hf",
-            vocab_size=module.get_output_embeddings().weight.shape[0],
+            path=f"hf, {describe(layers, dtype)}" if layers else "hf",
+            vocab_size=vocab_size,
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,
             max_len=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
-            kv_shapes=self._probe(module, device),
-            dtype=module.dtype,
+            kv_shapes=kv_shapes,
+            dtype=dtype,
             device=device,
             eos_ids=eos_ids,
         )
@@ -144,16 +157,22 @@ class HFModel:
 
     @staticmethod
     @torch.inference_mode()
-    def _probe(module: PreTrainedModel, device: torch.device) -> tuple[KVShape, ...]:
+    def _probe(module: PreTrainedModel, device: torch.device) -> tuple[tuple[KVShape, ...], list[torch.nn.Linear]]:
+        """Each layer's entries, and the linear layers that are called, not only read."""
         probe = _Probe()
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+        called: dict[torch.nn.Linear, None] = {}
+        linears = [part for part in module.modules() if type(part) is torch.nn.Linear]
+        hooks = [part.register_forward_hook(lambda part, *_: called.update({part: None})) for part in linears]
         module(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, forerun=probe)
+        for hook in hooks:
+            hook.remove()
         if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
             raise ModelError(
                 f"{type(module).__name__} does not use transformers' attention interface in every layer; "
                 "forerun cannot run it"
             )
-        return tuple(probe.shapes[layer] for layer in range(len(probe.shapes)))
+        return tuple(probe.shapes[layer] for layer in range(len(probe.shapes))), list(called)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: Attention) -> Output:

@@ -7,6 +7,7 @@ each is tried before it is used and the plain path remains.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from statistics import median
@@ -15,6 +16,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from forerun.core.errors import ConfigError
 from forerun.models.base import INVARIANT_ROWS, PACKED_ROWS
@@ -122,6 +124,23 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, how: str) -> Li
     if how == "packed" and min(weight.shape) >= PACK_FROM:
         return Packed(weight, bias)
     return Plain(weight.contiguous(), bias)
+
+
+@torch.no_grad()
+def replace_linears(module: nn.Module, parts: Sequence[nn.Linear], how: str) -> list[Linear]:
+    """Run streamed or packed layers in place of ``parts`` of a module, and give up the weights that nothing else has a
+    share in. Returns the new layers; ``plain`` replaces none."""
+    shares = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    made = []
+    for part in parts if how != "plain" else ():
+        layer = make_linear(part.weight.detach(), None if part.bias is None else part.bias.detach(), how)
+        if isinstance(layer, Plain):
+            continue
+        part.forward = layer.__call__  # type: ignore[assignment, method-assign]
+        if shares[id(part.weight)] == 1:
+            part.weight.data = part.weight.data.new_empty(0)
+        made.append(layer)
+    return made
 
 
 def quickest_rows(layers: Sequence[Linear], fewest: int) -> int:

@@ -199,7 +199,7 @@ def load_model(
             return NativeModel(
                 module, name=name, eos_ids=ids, invariant=padded, weights=weights, quantization=quantization
             )
-        return HFModel(module, name=name, eos_ids=ids, invariant=padded)
+        return HFModel(module, name=name, eos_ids=ids, invariant=padded, weights=weights)
 
     model = build(wanted)
     if wanted:
