@@ -14,6 +14,15 @@ from forerun.cli.options import ENGINE, SPECULATIVE, parse_json, speculative_con
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="name that requests may be sent to, beside loopback ones (repeatable)",
+        show_default="--host if that is a loopback address, else any",
+    ),
+]
+
 
 @takes(ENGINE, SPECULATIVE)
 def serve(
@@ -22,14 +31,7 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help="what clients must send as bearer token", envvar="FORERUN_API_KEY")
     ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="name that requests may be sent to, beside loopback ones (repeatable)",
-            show_default="--host if that is a loopback address, else any",
-        ),
-    ] = None,
+    allowed_host: AllowedHosts = None,
     served_model_name: Annotated[str | None, typer.Option(help="the model's name in requests and answers")] = None,
     also_draft: Annotated[
         list[str] | None,
