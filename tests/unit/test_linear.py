@@ -54,6 +54,21 @@ def test_a_row_has_the_same_bits_beside_any_others(shape, dtype, how):
                 assert torch.equal(layer(x[start : start + rows]), whole[start : start + rows])
 
 
+@pytest.mark.parametrize("dtype", [d for d, how in LAYERS if how == "packed"])
+def test_packed_layers_meet_few_row_counts(dtype):
+    weight, x = cancelling(256, 256, dtype)
+    layer = linear.make_linear(weight, None, "packed")
+    call, met = layer.call, set()
+    layer.call = lambda x, *rest: (met.add(len(x)), call(x, *rest))[1]
+    many = x.repeat(32, 1)
+    whole = layer(many[:2048])
+    for rows in range(1, 2049, 7):
+        got = layer(many[:rows])
+        assert got.shape == (rows, 256)
+        assert rows == 1 or torch.equal(got, whole[:rows])
+    assert len(met) < 80
+
+
 def test_small_layers_stay_plain():
     assert linear.make_linear(torch.randn(100, 100), None, "packed").kind == "plain"
     assert linear.make_linear(torch.randn(100, 101, dtype=torch.bfloat16), None, "streamed").kind == "plain"
