@@ -81,7 +81,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     file = config.getoption("--conformance-table")
-    if file is not None:
+    if file is not None and not hasattr(config, "workerinput"):
         command = shlex.join(["pytest", *config.invocation_params.args])
-        text = markdown(terminalreporter.stats, command, config.stash[COLLECTED])
+        known = {report.nodeid for reports in terminalreporter.stats.values() for report in reports if report}
+        text = markdown(terminalreporter.stats, command, config.stash.get(COLLECTED, len(known)))
         Path(file).write_text(text, encoding="utf-8")

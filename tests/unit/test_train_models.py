@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from forerun.core.errors import ConfigError, ModelError
 from forerun.train.config import Shape
 from forerun.train.corpus import TokenStream
 from forerun.train.distill import DistillConfig, acceptance, inherit_embeddings, train_draft_model
-from forerun.train.material import load_target
+from forerun.train.material import gather, load_target
 from forerun.train.on_policy import Mixture, mixed_batches
 from forerun.train.report import report
 from forerun.train.rollout import continue_prompts
@@ -212,3 +213,9 @@ def test_a_mistake_of_ours_is_not_taken_for_a_bad_target(target, monkeypatch):
     monkeypatch.setattr("forerun.train.material.AutoModelForCausalLM.from_pretrained", broken)
     with pytest.raises(ZeroDivisionError):
         load_target(target)
+
+
+def test_a_bundled_target_goes_by_its_name(tmp_path):
+    config = DistillConfig(out=tmp_path / "out", target=Path("forerun:target"), corpus=tmp_path / "nowhere", threads=0)
+    with pytest.raises(ConfigError, match="nowhere"):
+        gather(config)

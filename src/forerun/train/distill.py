@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
+from forerun.models.load import resolve
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.boost import coverage, mean_over, missed
@@ -49,7 +50,7 @@ def train_draft_model(config: DistillConfig) -> Path:
     target, tokenizer, test = material.target, material.tokenizer, material.test
     draft = config.shape.build(target.config.vocab_size, tokenizer.eos_token_id, config.seed)
     inherit_embeddings(draft, target)
-    earlier = [_earlier(path, tokenizer) for path in config.after]
+    earlier = [_earlier(resolve(path), tokenizer) for path in config.after]
     distance = LOSSES[config.loss]
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:

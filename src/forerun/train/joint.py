@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from forerun.core.errors import ConfigError
 from forerun.models.fingerprint import fingerprint
+from forerun.models.load import resolve
 from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.train import corpus as corpora
@@ -149,7 +150,7 @@ def _copy_with_heads(original: PreTrainedModel, config: JointConfig) -> Joint:
     sizes = Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers, config.depth)
     head = MedusaHead(sizes)
     if config.head is not None:
-        found = MedusaHead.load(config.head)
+        found = MedusaHead.load(resolve(config.head))
         if found.sizes != sizes:
             raise ConfigError(f"the head in {config.head} has other sizes than asked for: {found.sizes}, not {sizes}")
         head.load_state_dict(found.state_dict())

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from forerun import pretrained
 from forerun.core.errors import ModelError
+from forerun.models.load import resolve
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.checkpoint import RECORD
@@ -43,7 +44,7 @@ def gather(config: OnPolicyConfig) -> Material:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    folder = config.target or pretrained.path("target")
+    folder = resolve(config.target) if config.target else pretrained.path("target")
     target, tokenizer = load_target(folder)
     train_files, held_out = record_of(config, folder)
     stream = corpora.encode_files(train_files, tokenizer, config.seed)
