@@ -117,24 +117,26 @@ struct State {
   float top = -std::numeric_limits<float>::infinity(), total = 0;
 
   // From scores to weights of the values; returns by how much the sums so far shrink.
-  __m512 weigh(__m512 scores, __mmask16 mask, float softcap, float *weights) {
+  float weigh(__m512 scores, __mmask16 mask, float softcap, float *weights) {
     if (softcap > 0) scores = capped(scores, softcap);
     const float most = std::fmax(top, _mm512_mask_reduce_max_ps(mask, scores));
     const __m512 found = _mm512_maskz_mov_ps(mask, exponential(_mm512_sub_ps(scores, _mm512_set1_ps(most))));
-    const __m512 shrink = exponential(_mm512_set1_ps(top - most));
-    total = total * _mm512_cvtss_f32(shrink) + _mm512_reduce_add_ps(found);
+    const float shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(top - most)));
+    total = total * shrink + _mm512_reduce_add_ps(found);
     top = most;
-    _mm512_store_ps(weights, found);
+    _mm512_storeu_ps(weights, found);
     return shrink;
   }
 };
 
-// Lets a query take keys [begin, end) of a block. ``sums`` are its weighted values; CHUNKS registers hold a key.
+// A query of a tile and the keys [begin, end) of a block that it takes.
+struct Task {
+  int64_t query, begin, end;
+};
+
 template <int CHUNKS, class T>
-void take(State &state, const float *query, float *sums, const Block<T> &block, int64_t begin, int64_t end,
-          float softcap) {
-  __m512 products[LANES], out[CHUNKS];
-  alignas(64) float weights[LANES];
+__m512 score(const float *query, const Block<T> &block, int64_t begin, int64_t end) {
+  __m512 products[LANES];
   for (int64_t j = 0; j < LANES; j++) products[j] = _mm512_setzero_ps();
   for (int64_t j = begin; j < end; j++) {
     __m512 sum = _mm512_setzero_ps();
@@ -143,15 +145,55 @@ void take(State &state, const float *query, float *sums, const Block<T> &block, 
       sum = _mm512_fmadd_ps(_mm512_loadu_ps(query + LANES * c), _mm512_loadu_ps(block.keys.at[j] + LANES * c), sum);
     products[j] = sum;
   }
-  const __mmask16 mask = first(end) & static_cast<__mmask16>(~first(begin));
-  const __m512 shrink = state.weigh(across(products), mask, softcap, weights);
-  for (int64_t c = 0; c < CHUNKS; c++) out[c] = _mm512_mul_ps(_mm512_loadu_ps(sums + LANES * c), shrink);
+  return across(products);
+}
+
+template <int CHUNKS, class T>
+void gather(float *sums, const float *weights, float shrink, const Block<T> &block, int64_t begin, int64_t end) {
+  __m512 out[CHUNKS];
+  for (int64_t c = 0; c < CHUNKS; c++)
+    out[c] = _mm512_mul_ps(_mm512_loadu_ps(sums + LANES * c), _mm512_set1_ps(shrink));
   for (int64_t j = begin; j < end; j++)
 #pragma GCC unroll 16
     for (int64_t c = 0; c < CHUNKS; c++)
       out[c] = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]), _mm512_loadu_ps(block.values.at[j] + LANES * c), out[c]);
   for (int64_t c = 0; c < CHUNKS; c++) _mm512_storeu_ps(sums + LANES * c, out[c]);
 }
+
+// The queries of a tile: each one's numbers, CHUNKS registers of itself and CHUNKS of its sums, and its state. A block is
+// taken in three turns over all queries, because the steps of one query's softmax wait for each other.
+template <int CHUNKS>
+struct Queries {
+  static constexpr int64_t WIDTH = LANES * CHUNKS;
+  std::vector<float> numbers, scores;
+  std::vector<State> states;
+  std::vector<Task> tasks;
+
+  float *query(int64_t index) { return numbers.data() + 2 * WIDTH * index; }
+  float *sums(int64_t index) { return query(index) + WIDTH; }
+
+  void clear(int64_t count) {
+    numbers.assign(2 * WIDTH * count, 0);
+    states.assign(count, State());
+    scores.resize((LANES + 1) * count);
+    tasks.clear();
+  }
+
+  template <class T>
+  void take(const Block<T> &block, float softcap) {
+    float *shrink = scores.data() + LANES * states.size(), *found = scores.data();
+    for (const Task &task : tasks)
+      _mm512_storeu_ps(found + LANES * task.query, score<CHUNKS>(query(task.query), block, task.begin, task.end));
+    for (const Task &task : tasks) {
+      const __mmask16 mask = first(task.end) & static_cast<__mmask16>(~first(task.begin));
+      float *own = found + LANES * task.query;
+      shrink[task.query] = states[task.query].weigh(_mm512_loadu_ps(own), mask, softcap, own);
+    }
+    for (const Task &task : tasks)
+      gather<CHUNKS>(sums(task.query), found + LANES * task.query, shrink[task.query], block, task.begin, task.end);
+    tasks.clear();
+  }
+};
 
 template <class T>
 struct Call {
@@ -165,22 +207,20 @@ struct Call {
   // Rows [from, to) of a span, all query heads of one key head.
   template <int CHUNKS>
   void tile(const Span &span, int64_t from, int64_t to, int64_t head) const {
-    const int64_t groups = heads / kv_heads, width = keys.width, value_width = values.width;
-    const int64_t queries = (to - from) * groups, size = width + value_width;
-    static thread_local std::vector<float> room;
-    static thread_local std::vector<State> states;
+    const int64_t groups = heads / kv_heads;
+    constexpr int64_t WIDTH = LANES * CHUNKS;
+    static thread_local Queries<CHUNKS> queries;
     static thread_local Block<T> block;
-    room.assign(queries * size, 0);
-    states.assign(queries, State());
+    queries.clear((to - from) * groups);
     int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
     for (int64_t row = from; row < to; row++) {
       const int64_t seen = plan.seen(span, row), begin = window > 0 && seen > window ? seen - window : 0;
       low = begin < low ? begin : low;
       high = seen > high ? seen : high;
       for (int64_t group = 0; group < groups; group++) {
-        const T *query = q + (span.first + row) * q_stride + (head * groups + group) * width;
-        float *to_query = room.data() + ((row - from) * groups + group) * size;
-        for (int64_t i = 0; i < width; i += LANES)
+        const T *query = q + (span.first + row) * q_stride + (head * groups + group) * WIDTH;
+        float *to_query = queries.query((row - from) * groups + group);
+        for (int64_t i = 0; i < WIDTH; i += LANES)
           _mm512_storeu_ps(to_query + i, _mm512_mul_ps(load(query + i, 0xffff), _mm512_set1_ps(scale)));
       }
     }
@@ -191,19 +231,20 @@ struct Call {
         const int64_t seen = plan.seen(span, row), least = window > 0 && seen > window ? seen - window : 0;
         const int64_t begin = least > at ? least : at, end = seen < at + BLOCK ? seen : at + BLOCK;
         if (begin >= end) continue;
-        if (!shared) block.bring(plan, span, row, begin, end, keys, values, head);
-        float *numbers = room.data() + (row - from) * groups * size;
-        for (int64_t group = 0; group < groups; group++, numbers += size)
-          take<CHUNKS>(states[(row - from) * groups + group], numbers, numbers + width, block, begin - at, end - at,
-                       softcap);
+        for (int64_t group = 0; group < groups; group++)
+          queries.tasks.push_back({(row - from) * groups + group, begin - at, end - at});
+        if (shared) continue;
+        block.bring(plan, span, row, begin, end, keys, values, head);
+        queries.take(block, softcap);
       }
+      queries.take(block, softcap);
     }
-    for (int64_t query = 0; query < queries; query++) {
-      const int64_t row = span.first + from + query / groups, query_head = head * groups + query % groups;
-      const __m512 share = _mm512_set1_ps(1 / states[query].total);
-      T *to_row = out + (row * heads + query_head) * value_width;
-      for (int64_t i = 0; i < value_width; i += LANES)
-        store(to_row + i, 0xffff, _mm512_mul_ps(_mm512_loadu_ps(room.data() + query * size + width + i), share));
+    for (int64_t index = 0; index < (to - from) * groups; index++) {
+      const int64_t row = span.first + from + index / groups, query_head = head * groups + index % groups;
+      const __m512 share = _mm512_set1_ps(1 / queries.states[index].total);
+      T *to_row = out + (row * heads + query_head) * WIDTH;
+      for (int64_t i = 0; i < WIDTH; i += LANES)
+        store(to_row + i, 0xffff, _mm512_mul_ps(_mm512_loadu_ps(queries.sums(index) + i), share));
     }
   }
 
