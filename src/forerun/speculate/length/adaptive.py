@@ -59,7 +59,7 @@ class Adaptive(LengthPolicy):
     """Tests that everything known about a method counts for while nobody drafts with it: what a probe finds is news."""
     UNTRIED = 7
     """Rows that drafts get in a round while a method has not been tested as often, or its price is not known."""
-    MARGIN = 1.08
+    MARGIN = 1.02
     """A draft must promise this much more than plain decoding."""
     CROWD = 0.02
     """And so much more for each of the next three sequences: a batch's promises rest on more estimates, and were
