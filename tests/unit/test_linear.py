@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,7 +103,7 @@ def nothing_compiled():
 
 @pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("lacking", ["compiler", "folder", "processor", "success"])
-def test_without_our_kernels(lacking, monkeypatch, tmp_path):
+def test_without_our_kernels(lacking, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "kernels"))
     if lacking == "compiler":
         monkeypatch.setattr(kernels, "COMPILERS", ("no-such-compiler",))
@@ -113,6 +115,9 @@ def test_without_our_kernels(lacking, monkeypatch, tmp_path):
         (tmp_path / "broken.cpp").write_text("not C++")
         monkeypatch.setattr(kernels, "SOURCES", (tmp_path / "broken.cpp",))
     assert kernels.library() is None
+    compiles = lacking in ("folder", "success") and any(map(shutil.which, kernels.COMPILERS))
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    assert ("torch's serve instead" in caplog.text) == (compiles and avx512)
     assert linear.choose(torch.float32, CPU, "auto") == ("packed" if linear.can_pack(torch.float32) else "plain")
     with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
         linear.choose(torch.float32, CPU, "streamed")

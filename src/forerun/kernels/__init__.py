@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 SOURCES = (HERE / "linear.cpp", HERE / "attention.cpp")
 HEADERS = (HERE / "common.h",)
@@ -92,7 +94,9 @@ def library() -> ctypes.CDLL | None:
         if not path.is_file():
             _compile(compiler, path)
         found = ctypes.CDLL(str(path))
-    except (OSError, RuntimeError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+        log.warning("no CPU kernels of our own, torch's serve instead: %s", said[0] if said else error)
         return None
     for name, arguments in SIGNATURES.items():
         if hasattr(found, name):
