@@ -113,10 +113,10 @@ def choose(dtype: torch.dtype, device: torch.device, weights: str) -> str:
     if weights not in WEIGHTS:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
     cpu = device.type == "cpu"
-    able = {"streamed": cpu and can_stream(dtype), "packed": cpu and can_pack(dtype), "plain": True}
+    able = {"streamed": lambda: cpu and can_stream(dtype), "packed": lambda: cpu and can_pack(dtype)}
     if weights == "auto":
-        return next(kind for kind in able if able[kind])
-    if not able[weights]:
+        return next((kind for kind, can in able.items() if can()), "plain")
+    if weights in able and not able[weights]():
         name = str(dtype).removeprefix("torch.")
         means = "compiles kernels (AVX-512 and a C++ compiler)" if weights == "streamed" else "packs"
         raise ConfigError(f"weights={weights!r} needs a CPU on which this torch {means} for {name}; use weights='auto'")
