@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ModelError
 from forerun.models.base import Model, new_cache
@@ -56,7 +57,7 @@ def checkpoints(tmp_path_factory):
             torch.manual_seed(len(made))
             case = CASES[name]
             sizes = {
-                "vocab_size": 101, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+                "vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
                 "num_key_value_heads": 2, "intermediate_size": 72, "max_position_embeddings": 256,
                 "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
             }  # fmt: skip
@@ -210,6 +211,36 @@ def test_a_forward_without_logits(checkpoints):
     model = native(checkpoints("llama"))
     cache = new_cache(model, max_seqs=1, max_len=64)
     assert run(model, cache, [Span(0, 0, ids(5))]).logits.shape == (0, 101)
+
+
+ONE_CALL = [dtype for dtype in (torch.float32, torch.bfloat16) if kernels.has(f"decode_{kernels.dtype_name(dtype)}")]
+
+
+@pytest.mark.parametrize("quantization", [None, "int8_rows"])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2", "qwen3-biases", "smollm3-window"])
+@pytest.mark.parametrize("dtype", ONE_CALL)
+def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoints, monkeypatch, dtype, name, quantization):
+    monkeypatch.setattr("forerun.models.quantize.pays", lambda weight: True)
+    model = native(checkpoints(name), dtype, quantization=quantization)
+    assert model._fused is not None
+    prompts, nodes = [ids(30), ids(9, 1)], ids(6, 2)
+    embeds = torch.randn(2, model.info.hidden_size)
+    found = []
+    for _ in range(2):
+        cache = new_cache(model, max_seqs=2, max_len=64, page_size=4)
+        tree = Span(0, 30, nodes, [-1, 0, 0, 1, 2, 2], logits=[0, 2, 3])
+        found.append([
+            run(model, cache, [Span(0, 0, prompts[0], logits=[29]), Span(1, 0, prompts[1])], hidden=(0, 2, 3)),
+            run(model, cache, [tree, Span(1, 9, [5], logits=[0])], hidden=(1,)),
+            run(model, cache, [Span(1, 10, [6, 7])]),
+            run(model, cache, [Span(1, 12, [6, 7], logits=[1])], layers=(0, 2), hidden=(2, 3)),
+            run(model, cache, [Span(1, 12, [6, 7, 8], logits=[0, 1, 2])], embeds=embeds, embed_rows=[0, 2]),
+        ])  # fmt: skip
+        model._fused = None
+    for one, many in zip(*found):
+        assert torch.equal(one.logits, many.logits)
+        assert one.hidden.keys() == many.hidden.keys()
+        assert all(torch.equal(one.hidden[layer], many.hidden[layer]) for layer in one.hidden)
 
 
 def test_the_module_is_emptied(checkpoints):

@@ -27,7 +27,7 @@ def can_attend(dtype: torch.dtype, device: torch.device, shapes: tuple[KVShape, 
 
 
 @dataclass(slots=True)
-class _Plan:
+class Plan:
     """Arguments that hold for every layer of a forward; see ``Span`` and ``Plan`` in the kernel."""
 
     spans: array[int]
@@ -43,6 +43,24 @@ class StreamedAttention(Attention):
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
         self.call = getattr(kernels.library(), f"attend_{kernels.dtype_name(pool.dtype)}")
+        self._keys: list[torch.Tensor] = []
+        self._sides = self._strides = array("q")
+
+    def plan(self, batch: Batch) -> Plan:
+        """What ``begin`` laid out."""
+        plan: Plan = batch.plan["streamed"]
+        return plan
+
+    def sides(self) -> tuple[int, int]:
+        """Addresses of every layer's keys and values, and of their strides and the page size: all layers' entries
+        have one shape."""
+        pool = self.pool
+        if self._keys is not pool.keys:  # at first, and after the pool was resized
+            self._keys = pool.keys
+            self._sides = array("q", (side.data_ptr() for pair in zip(pool.keys, pool.values) for side in pair))
+            key, value = pool.keys[0].stride(), pool.values[0].stride()
+            self._strides = array("q", (*key[:3], *value[:3], pool.page_size))
+        return self._sides.buffer_info()[0], self._strides.buffer_info()[0]
 
     def begin(self, batch: Batch) -> None:
         pool = self.pool
@@ -57,10 +75,10 @@ class StreamedAttention(Attention):
                 _list_paths(span, span.parents, paths, entries)
         lists = (spans, tables, paths, entries)
         addresses = tuple(numbers.buffer_info()[0] for numbers in lists)
-        batch.plan["streamed"] = _Plan(*lists, addresses)
+        batch.plan["streamed"] = Plan(*lists, addresses)
 
     def run(self, query: Query, batch: Batch) -> torch.Tensor:
-        plan: _Plan = batch.plan["streamed"]
+        plan = self.plan(batch)
         q, k, v = (_by_row(side) for side in (query.q, query.k, query.v))
         keys, values = self.pool.keys[query.layer], self.pool.values[query.layer]
         rows, heads, width = q.shape

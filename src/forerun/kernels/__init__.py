@@ -20,7 +20,7 @@ import torch
 
 log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
-SOURCES = (HERE / "linear.cpp", HERE / "attention.cpp")
+SOURCES = (HERE / "linear.cpp", HERE / "attention.cpp", HERE / "decoder.cpp")
 HEADERS = (HERE / "common.h",)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
 COMPILERS = ("c++", "g++", "clang++")
@@ -34,6 +34,7 @@ _NORM = (_P, _P, _P, _N, _N, _N, _F)
 _SILU_TIMES = (_P, _P, _N, _N)
 _ATTEND = (_P, _P, _P, _P, _P, _P, _P, _P, _N, _P, _P, _P, _F, _F, _I)
 _TURN = (_P, _N, _P, _N, _N, _N)
+_DECODE = (_P, _P, _P, _F, _F)
 SIGNATURES = {
     "advise": (_P, _N),
     "linear_float32": _LINEAR,
@@ -48,6 +49,8 @@ SIGNATURES = {
     "attend_bfloat16": _ATTEND,
     "turn_float32": _TURN,
     "turn_bfloat16": _TURN,
+    "decode_float32": _DECODE,
+    "decode_bfloat16": _DECODE,
 }
 
 

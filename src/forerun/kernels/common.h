@@ -32,3 +32,21 @@ inline __m512 exponential(__m512 x) {
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
   return _mm512_scalef_ps(p, n);
 }
+
+// The kernels, for each other; the sources and __init__.py state the arguments.
+extern "C" {
+#define DECLARE(KIND, T)                                                                                            \
+  void linear_##KIND(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows,                 \
+                     int64_t outputs, int64_t inputs, int threads);                                                 \
+  void linear_int8_##KIND(const char *w, const T *x, T *y, const T *add, const float *bias, const float *scales,     \
+                          const int32_t *offsets, int64_t rows, int64_t outputs, int64_t inputs, int threads);       \
+  void norm_##KIND(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, int64_t width, float eps);   \
+  void silu_times_##KIND(const T *x, T *y, int64_t rows, int64_t width);                                            \
+  void attend_##KIND(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const int64_t *sizes,           \
+                     const int64_t *spans, int64_t count, const int64_t *tables, const int64_t *paths,               \
+                     const int64_t *entries, float scale, float softcap, int threads);                              \
+  void turn_##KIND(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width);
+DECLARE(float32, float)
+DECLARE(bfloat16, uint16_t)
+#undef DECLARE
+}

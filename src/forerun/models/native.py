@@ -15,11 +15,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from forerun.attention.base import Attention, Query
+from forerun.attention.streamed import StreamedAttention
 from forerun.cache.pool import KVShape
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.models import activations, quantize
 from forerun.models.base import INVARIANT_KEYS, PACKED_ROWS, ModelInfo, pad_rows
+from forerun.models.fused import Fused, can_fuse
 from forerun.models.linear import Linear, choose, describe, make_linear, quickest_rows
 from forerun.models.rotary import ROPE_TYPES, Rotary
 from forerun.models.streamed import Norm, SiluTimes
@@ -158,6 +160,8 @@ class NativeModel:
             device=self.device,
             eos_ids=eos_ids,
         )
+        able = can_fuse(self.dtype, self.device, list(self.linears()), list(self._norms()))
+        self._fused = Fused(self) if able else None
 
     def _layer(self, module: Any, config: PretrainedConfig, eps: float) -> _Layer:
         layer = _Layer()
@@ -200,8 +204,17 @@ class NativeModel:
             yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
         yield self._head
 
+    def _norms(self) -> Iterable[RMSNorm | Norm]:
+        for layer in self._layers:
+            yield from (layer.norm_attention, layer.norm_mlp)
+            if layer.norm_qk is not None:
+                yield layer.norm_qk
+        yield self._norm
+
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: Attention) -> Output:
+        if self._fused is not None and isinstance(cache, StreamedAttention):
+            return self._fused(batch, cache)
         cache.begin(batch)
         x = self._inputs(batch)
         angles = self._rotary.angles(batch)

@@ -41,15 +41,19 @@ class Rotary:
         table = torch.complex(angles.cos() * self.factor, angles.sin() * self.factor)
         self._table = table[:, None].to(self.device)
 
+    def table(self, size: int) -> torch.Tensor:
+        """[positions, 1, width / 2] for ``size`` positions at least: cosines and sines, as complex numbers."""
+        if size > self._table.shape[0]:
+            self._grow(size)
+        return self._table
+
     def angles(self, batch: Batch) -> torch.Tensor:
         """[rows, 1, width / 2], for ``turn``."""
-        end = max(span.end for span in batch.spans)
-        if end > self._table.shape[0]:
-            self._grow(end)
+        table = self.table(max(span.end for span in batch.spans))
         if len(batch.spans) == 1 and batch.spans[0].parents is None:
             first = batch.spans[0].start + batch.spans[0].stored
-            return self._table[first : first + batch.num_rows]
-        return self._table.index_select(0, batch.positions)
+            return table[first : first + batch.num_rows]
+        return table.index_select(0, batch.positions)
 
     def turn(self, heads: torch.Tensor, angles: torch.Tensor, count: int) -> torch.Tensor:
         """[rows, heads, width] with the first ``count`` heads turned, in place where that can be."""
