@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -13,6 +14,15 @@ from forerun.sampling.noise import Gumbel, fold, target_key, uniform
 
 GOOD = 1e-4
 """Least p-value of a fixed set of tests; noise that fails one of them is far below."""
+
+
+@pytest.fixture(params=["kernel", "torch"], scope="module", autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Noise from our kernel where it is here, then from torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr("forerun.sampling.noise.can_sample", lambda device: False)
+        yield request.param
 
 
 def gumbel_cdf(x: numpy.ndarray) -> numpy.ndarray:
@@ -95,13 +105,42 @@ def test_upper_tail() -> None:
     assert float(total.min()) > -3
 
 
-def test_extreme_words_are_finite() -> None:
+def key_of(word: int) -> int:
+    """A key whose hash of the word 0 is ``word``."""
+    inverse = pow(0x7FEB352D, -1, 1 << 32)
+
+    def fold_high(x: int) -> int:  # its own inverse
+        return x ^ (x >> 16)
+
+    return fold_high(fold_high(word) * inverse % (1 << 32)) << 32
+
+
+@pytest.mark.parametrize("word", [0, 1, 2, 1 << 31, (1 << 31) - 1, (1 << 31) + 1, (1 << 32) - 1, 123456789])
+def test_extreme_words_are_finite_and_exact(word: int) -> None:
     """The hash may give any 32-bit word, also the most negative one, whose absolute value int32 lacks."""
     noise = Gumbel(64)
-    noise._ids = torch.zeros(64, dtype=torch.int32)
-    for word in (0, -(1 << 31), (1 << 31) - 1, 1):
-        noise._fold_high = lambda x, word=word: x.fill_(word)  # type: ignore[method-assign]
-        assert bool(torch.isfinite(noise._compute([1])).all())
+    noise._ids.zero_()
+    found = noise._compute([key_of(word)])[0]
+    signed = word - (1 << 32) if word >= 1 << 31 else word
+    u = min((float(numpy.float32(abs(signed))) + 0.5) * 2.0**-31, 1 - 2.0**-24)
+    assert torch.allclose(found.double(), torch.tensor(-numpy.log(-numpy.log1p(-u))), rtol=1e-6, atol=1e-6)
+
+
+def test_every_entry_is_the_formula(way: str) -> None:
+    """The hash and its uniform in single precision, then logarithms in double, by numpy."""
+    size, key = 5003, target_key(11, 7)
+
+    def fold_high(x: numpy.ndarray) -> numpy.ndarray:
+        return x ^ (x >> numpy.uint32(16))
+
+    words = numpy.arange(1, size + 1, dtype=numpy.uint32)
+    for factor in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35):
+        words = fold_high(words * numpy.uint32(factor))
+    words = fold_high(words * numpy.uint32((key | 1) & 0xFFFFFFFF) + numpy.uint32(key >> 32))
+    words = fold_high(words * numpy.uint32(0x7FEB352D)).view(numpy.int32)
+    u = (numpy.abs(words.astype(numpy.float32)) + numpy.float32(0.5)).astype(numpy.float64) * 2.0**-31
+    wanted = -numpy.log(-numpy.log1p(-numpy.minimum(u, 1 - 2.0**-24)))
+    assert numpy.abs(Gumbel(size).rows([key])[0].double().numpy() - wanted).max() < 2e-6
 
 
 @pytest.mark.parametrize(

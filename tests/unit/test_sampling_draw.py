@@ -83,6 +83,54 @@ def test_best_shows_faulty_rows(size: int) -> None:
     assert float(values[1]) == -float("inf")
 
 
+@pytest.fixture(params=["kernel", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr("forerun.sampling.noise.can_sample", lambda device: False)
+    return request.param
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_pick_is_the_argmax_of_scores_and_noise(way: str, size: int) -> None:
+    sampler, generator = Sampler(size), torch.Generator().manual_seed(size)
+    warped = torch.randint(0, 50, (6, size), generator=generator) / 8
+    warped[1, : size // 2] = -float("inf")
+    rows = [Row(sequence(temperature=t, seed=i, length=3 + i)) for i, t in enumerate((1.0, 0.7, 0.0, 0.0, 1.0, 0.0))]
+    tops, ids, law = sampler.pick(warped, rows, law=True)
+    scores = sampler.shared(warped, rows)
+    for row, top, token in zip(scores, tops, ids):
+        assert top == float(row.max())
+        assert token == int(row.numpy().argmax())  # the first of equals
+    assert law is not None
+    assert torch.allclose(law.double(), warped.double().softmax(dim=1), rtol=1e-5, atol=1e-9)
+    assert bool((law[1, : size // 2] == 0).all())
+    assert sampler.pick(warped, rows)[2] is None
+
+
+def test_a_pick_shows_faulty_rows(way: str) -> None:
+    warped = torch.zeros(3, 300)
+    warped[0, 299] = float("nan")
+    warped[1] = -float("inf")
+    tops, ids, _ = Sampler(300).pick(warped, [Row(sequence(temperature=t)) for t in (0.0, 1.0, 1.0)])
+    assert tops[0] != tops[0]
+    assert tops[1] == -float("inf")
+    assert ids[1] == 0
+
+
+@pytest.mark.skipif(Sampler(1).compiled is None, reason="no CPU kernels here")
+@pytest.mark.parametrize("size", SIZES)
+def test_what_two_laws_share(size: int) -> None:
+    compiled, generator = Sampler(size).compiled, torch.Generator().manual_seed(size)
+    scores, q = (torch.randn(4, size, generator=generator) * 3 for _ in range(2))
+    scores[2, size // 2 :] = -float("inf")
+    q = q.softmax(dim=1)
+    found = compiled.overlaps(scores, [3, 2, 2, 0], [0, 0, size - 1, size - 1], [q[1], q[0].double(), None, None])
+    p, q = scores.double().softmax(dim=1), q.double()
+    wanted = [torch.minimum(p[3], q[1]).sum(), torch.minimum(p[2], q[0]).sum(), 0.0, p[0, size - 1]]
+    assert found == pytest.approx([float(value) for value in wanted], rel=1e-4, abs=1e-9)
+    assert found[2] == 0.0
+
+
 def test_shared_noise_depends_on_seed_and_position_alone() -> None:
     """Target and drafter, prefix committed or drafted, alone or in a batch: one noise."""
     sampler, logits = Sampler(300), torch.randn(4, 300)
@@ -99,7 +147,9 @@ def test_shared_noise_depends_on_seed_and_position_alone() -> None:
         assert torch.equal(Sampler(300).shared(line[None], [row])[0], together)
 
 
-def test_a_round_s_next_positions_are_ready() -> None:
+def test_a_round_s_next_positions_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several rows of noise cost little more than one."""
+    monkeypatch.setattr("forerun.sampling.noise.can_sample", lambda device: False)
     sampler = Sampler(300)
     sampler.shared(torch.zeros(1, 300), [Row(sequence(length=3))])
     assert all(target_key(0, position) in sampler.noise for position in range(3, 7))

@@ -20,14 +20,14 @@ import torch
 
 log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
-SOURCES = (HERE / "linear.cpp", HERE / "attention.cpp", HERE / "decoder.cpp")
+SOURCES = (HERE / "linear.cpp", HERE / "attention.cpp", HERE / "decoder.cpp", HERE / "sampling.cpp")
 HEADERS = (HERE / "common.h",)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
 COMPILERS = ("c++", "g++", "clang++")
 PATIENCE = 120.0
 """Seconds that the compiler may take; it takes five."""
 
-_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_P, _N, _I, _F, _U = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64
 _LINEAR = (_P, _P, _P, _P, _P, _N, _N, _N, _I)
 _LINEAR_INT8 = (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _I)
 _NORM = (_P, _P, _P, _N, _N, _N, _F)
@@ -51,6 +51,9 @@ SIGNATURES = {
     "turn_bfloat16": _TURN,
     "decode_float32": _DECODE,
     "decode_bfloat16": _DECODE,
+    "gumbel": (_U, _P, _P, _N),
+    "choose": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _I),
+    "overlaps": (_P, _N, _N, _P, _P, _P, _P, _I),
 }
 
 

@@ -25,6 +25,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.noise = Gumbel(vocab_size, device)
+        self.compiled = self.noise.compiled
 
     def shared(self, warped: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
         """Scores whose argmax samples each row with the noise of its absolute position (greedy rows: no noise).
@@ -41,6 +42,16 @@ class Sampler:
             # A round needs its next positions too; together they cost little more than one.
             ahead = [target_key(seed, position + i) for seed, position in places for i in range(1, _AHEAD)]
         return _add(warped, noisy, self.noise.rows(keys, ahead))
+
+    def pick(
+        self, warped: torch.Tensor, rows: Seq[Row], law: bool = False
+    ) -> tuple[list[float], list[int], torch.Tensor | None]:
+        """``best`` of ``shared``, on the host, and with ``law`` the softmax of ``warped``."""
+        if self.compiled is not None:
+            keys = [target_key(row.sequence.seed, row.position) if row.heat != 0.0 else None for row in rows]
+            return self.compiled.choose(warped, keys, law)
+        top, ids = best(self.shared(warped, rows))
+        return top.tolist(), ids.tolist(), probabilities(warped) if law else None
 
     def perturb(self, warped: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
         """``warped`` plus the Gumbel row of each key; None: unchanged."""

@@ -13,6 +13,8 @@ from functools import lru_cache
 
 import torch
 
+from forerun.sampling.compiled import Compiled, can_sample
+
 _MASK = (1 << 64) - 1
 
 TARGET = 1
@@ -68,8 +70,10 @@ class Gumbel:
         for factor in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35):
             ids = self._fold_high(ids.mul_(_signed(factor)))
         self._ids = ids
+        self.compiled = Compiled(ids) if can_sample(self.device) else None
         # Wide rows are made one by one: several at once leave the processor's cache.
-        self.together = 1 if width > 1 << 15 and self.device.type == "cpu" else 16
+        one_by_one = self.compiled is not None or (width > 1 << 15 and self.device.type == "cpu")
+        self.together = 1 if one_by_one else 16
 
     def __contains__(self, key: int) -> bool:
         return key in self._rows
@@ -92,6 +96,8 @@ class Gumbel:
         return result
 
     def _compute(self, keys: Sequence[int]) -> torch.Tensor:
+        if self.compiled is not None:
+            return self.compiled.noise(keys, self.vocab_size)
         halves = [[_signed(key | 1), _signed(key >> 32)] for key in keys]
         odd, plus = torch.tensor(halves, dtype=torch.int32, device=self.device)[:, :, None].unbind(1)
         x = self._fold_high(torch.mul(self._ids, odd).add_(plus)).mul_(self._factor)

@@ -15,6 +15,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.registry import Registry
 from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS, Draft, Verdict
+from forerun.sampling.compiled import Compiled
 from forerun.sampling.draw import Sampler, best, probabilities
 from forerun.sampling.noise import ACCEPT, RESIDUAL, fold, uniform
 from forerun.sampling.warp import Row
@@ -177,6 +178,27 @@ def overlaps(
     return ordered, torch.cat(parts) if len(parts) > 1 else parts[0] if parts else scores.warped.new_empty(0)
 
 
+def _quick_overlaps(
+    scores: Scores, trials: Trials, rows: Seq[Row], choice: Seq[int], compiled: Compiled
+) -> dict[int, float]:
+    """``overlaps`` by row, for rows that lie on the host."""
+    found: dict[int, float] = {}
+    asked: list[int] = []
+    for t, rank in enumerate(trials.rank):
+        row = trials.row[t]
+        if rank == 0 and rows[row].heat == 0.0:
+            found[row] = float(choice[row] == trials.token[t])
+        elif rank == 0:
+            asked.append(t)
+    if asked:
+        drafts = [scores.drafts[trials.index[t]] for t in asked]
+        qs = [d.q[trials.q_row[t]] if d.q is not None and trials.q_row[t] != POINT_MASS else None
+              for d, t in zip(drafts, asked)]  # fmt: skip
+        at = [trials.row[t] for t in asked]
+        found.update(zip(at, compiled.overlaps(scores.warped, at, [trials.token[t] for t in asked], qs)))
+    return found
+
+
 def fetch(*tensors: torch.Tensor) -> list[list]:
     """The values of several vectors, brought to the host in one transfer."""
     if tensors[0].device.type == "cpu":
@@ -208,13 +230,18 @@ def fault(value: float) -> str | None:
     return None
 
 
-def follow(scores: Scores, perturbed: torch.Tensor) -> list[Verdict]:
-    """Every row's token is the argmax of ``perturbed`` [rows, vocabulary]; from the root, the child that carries it
-    is followed while there is one."""
-    top, choice = best(perturbed)
-    tested, shares = overlaps(scores, flatten(scores), row_contexts(scores), choice)
-    tops, tokens, shared = fetch(top, choice, shares)
-    overlap = dict(zip(tested, shared))
+def follow(scores: Scores, sampler: Sampler) -> list[Verdict]:
+    """Every row's token is the best of its scores and the noise of its position (greedy rows: no noise); from the
+    root, the child that carries it is followed while there is one."""
+    rows, trials = row_contexts(scores), flatten(scores)
+    if sampler.compiled is not None:
+        tops, tokens, _ = sampler.pick(scores.warped, rows)
+        overlap = _quick_overlaps(scores, trials, rows, tokens, sampler.compiled)
+    else:
+        top, choice = best(sampler.shared(scores.warped, rows))
+        tested, shares = overlaps(scores, trials, rows, choice)
+        tops, tokens, shared = fetch(top, choice, shares)
+        overlap = dict(zip(tested, shared))
     verdicts = []
     for index, draft in enumerate(scores.drafts):
         path: list[int] = []
@@ -271,7 +298,7 @@ class RatioRule(Rule):
         rows = row_contexts(scores)
         trials = self.check(scores, flatten(scores))
         if self.lossless and all(row.heat == 0.0 for row in rows):
-            return follow(scores, scores.warped)  # what p against q comes to, where p is a point mass
+            return follow(scores, sampler)  # what p against q comes to, where p is a point mass
         p, top, choice = self.target(scores, rows)
         decision = self.decide(p, scores, trials)
         keys = [

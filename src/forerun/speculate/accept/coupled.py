@@ -10,7 +10,7 @@ from __future__ import annotations
 from forerun.core.scores import Scores
 from forerun.core.tree import Verdict
 from forerun.sampling.draw import Sampler
-from forerun.speculate.accept.base import Rule, follow, row_contexts, rules
+from forerun.speculate.accept.base import Rule, follow, rules
 
 
 @rules.register("coupled")
@@ -20,4 +20,4 @@ class Coupled(Rule):
     needs_q = False
 
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
-        return follow(scores, sampler.shared(scores.warped, row_contexts(scores)))
+        return follow(scores, sampler)

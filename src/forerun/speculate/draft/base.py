@@ -228,8 +228,12 @@ class Chooser:
         warped = warp(self.align(logits), rows)
         hot = any(row.heat > 0.0 for row in rows)
         q_rows = [i if row.heat > 0.0 else POINT_MASS for i, row in enumerate(rows)]
+        shared = not self.rule.needs_q or not hot
+        if shared and width == 1:
+            values, tokens, q = self.sampler.pick(warped, rows, law=hot)
+            return [[t] if value > float("-inf") else [] for value, t in zip(values, tokens)], q, q_rows
         q = probabilities(warped) if hot else None
-        if not self.rule.needs_q or q is None:
+        if shared or q is None:
             return self._top(self.sampler.shared(warped, rows), width), q, q_rows
         roots = [len(row.sequence.tokens) for row in rows]
 

@@ -1,0 +1,160 @@
+// Keyed Gumbel noise, the best id of perturbed rows, and what two distributions share.
+//
+// Rows are float32 [rows, size], contiguous; -inf is a banned id. Entry i of a key's noise depends on the key and i alone.
+#include "common.h"
+
+#include <cmath>
+#include <limits>
+
+namespace {
+
+constexpr double PARALLEL = 1e6;  // entries worth a second thread
+
+// ln x of positive normal numbers: cephes' polynomial around 1.
+inline __m512 logarithm(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1);
+  __m512 m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero), e = _mm512_getexp_ps(x);
+  const __mmask16 large = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.41421356f), _CMP_GT_OQ);
+  m = _mm512_mask_mul_ps(m, large, m, _mm512_set1_ps(0.5f));
+  e = _mm512_mask_add_ps(e, large, e, one);
+  const __m512 r = _mm512_sub_ps(m, one), z = _mm512_mul_ps(r, r);
+  __m512 p = _mm512_set1_ps(7.0376836292e-2f);
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_mul_ps(_mm512_mul_ps(p, z), r);
+  p = _mm512_fmadd_ps(e, _mm512_set1_ps(-2.12194440e-4f), p);
+  p = _mm512_fnmadd_ps(_mm512_set1_ps(0.5f), z, p);
+  return _mm512_fmadd_ps(e, _mm512_set1_ps(0.693359375f), _mm512_add_ps(r, p));
+}
+
+struct Key {
+  __m512i odd, plus;
+  explicit Key(uint64_t key)
+      : odd(_mm512_set1_epi32(static_cast<int32_t>(key | 1))), plus(_mm512_set1_epi32(static_cast<int32_t>(key >> 32))) {}
+
+  // -ln(-ln(1 - u)), where u is one of 2^31 numbers in (0, 1); ``ids`` are well-mixed words, one for each entry.
+  __m512 noise(__m512i ids) const {
+    const auto fold = [](__m512i x) { return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16)); };
+    __m512i x = fold(_mm512_add_epi32(_mm512_mullo_epi32(ids, odd), plus));
+    x = fold(_mm512_mullo_epi32(x, _mm512_set1_epi32(0x7FEB352D)));
+    const __m512 one = _mm512_set1_ps(1);
+    __m512 u = _mm512_add_ps(_mm512_abs_ps(_mm512_cvtepi32_ps(x)), _mm512_set1_ps(0.5f));
+    u = _mm512_min_ps(_mm512_mul_ps(u, _mm512_set1_ps(4.656612873e-10f)), _mm512_set1_ps(1 - 5.9604645e-8f));
+    const __m512 w = _mm512_sub_ps(one, u), lost = _mm512_sub_ps(_mm512_sub_ps(one, w), u);  // of u, in w
+    const __m512 wait = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_add_ps(logarithm(w), _mm512_div_ps(lost, w)));
+    return _mm512_sub_ps(_mm512_setzero_ps(), logarithm(wait));
+  }
+};
+
+// Where a row's largest number is.
+struct Best {
+  __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __mmask16 broken = 0;
+
+  void see(__m512 v, __mmask16 mask, int64_t at) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __mmask16 more = _mm512_mask_cmp_ps_mask(mask, v, top, _CMP_GT_OQ);
+    broken |= _mm512_mask_cmp_ps_mask(mask, v, v, _CMP_UNORD_Q);
+    top = _mm512_mask_mov_ps(top, more, v);
+    place = _mm512_mask_add_epi32(place, more, lanes, _mm512_set1_epi32(static_cast<int32_t>(at)));
+  }
+
+  // The first of equals; NaN if one was seen.
+  void end(float *value, int64_t *id) const {
+    *value = broken ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(top);
+    const __mmask16 at = _mm512_cmp_ps_mask(top, _mm512_set1_ps(_mm512_reduce_max_ps(top)), _CMP_EQ_OQ);
+    *id = _mm512_mask_reduce_min_epi32(at, place);
+  }
+};
+
+// Softmax of a row: e^(v - top), whose sum is 1 / share.
+struct Softmax {
+  __m512 top;
+  float share;
+
+  Softmax(const float *row, int64_t size) {
+    __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 mask = first(size - i);
+      most = _mm512_mask_max_ps(most, mask, most, load(row + i, mask));
+    }
+    top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 mask = first(size - i);
+      sum = _mm512_add_ps(sum, power(load(row + i, mask), mask));
+    }
+    share = 1 / _mm512_reduce_add_ps(sum);
+  }
+
+  __m512 power(__m512 v, __mmask16 mask) const {
+    const __m512 x = _mm512_sub_ps(v, top);
+    return _mm512_maskz_mov_ps(mask & _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87), _CMP_NLT_UQ), exponential(x));
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
+  const Key noise(key);
+  for (int64_t i = 0; i < size; i += 16) {
+    const __mmask16 mask = first(size - i);
+    store(out + i, mask, noise.noise(_mm512_maskz_loadu_epi32(mask, ids + i)));
+  }
+}
+
+// Per row, the largest of scores + the noise of its key (where ``noisy``) and its id; and the softmax of the scores.
+void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
+            const int64_t *noisy, float *tops, int64_t *places, float *softmax, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && static_cast<double>(rows) * size > PARALLEL)
+  for (int64_t r = 0; r < rows; r++) {
+    const float *row = scores + r * size;
+    const Key noise(keys[r]);
+    Best best;
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 mask = first(size - i);
+      __m512 v = load(row + i, mask);
+      if (noisy[r]) v = _mm512_add_ps(v, noise.noise(_mm512_maskz_loadu_epi32(mask, ids + i)));
+      best.see(v, mask, i);
+    }
+    best.end(tops + r, places + r);
+    if (!softmax) continue;
+    const Softmax law(row, size);
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 mask = first(size - i);
+      store(softmax + r * size + i, mask,
+            _mm512_mul_ps(law.power(load(row + i, mask), mask), _mm512_set1_ps(law.share)));
+    }
+  }
+}
+
+// Per trial, the sum of min(p, q), p being the softmax of its row of scores; without q, p of its token.
+void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *rows, const float *const *qs,
+              const int64_t *tokens, float *out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && static_cast<double>(trials) * size > PARALLEL)
+  for (int64_t t = 0; t < trials; t++) {
+    const float *row = scores + rows[t] * size, *q = qs[t];
+    const Softmax law(row, size);
+    const __m512 share = _mm512_set1_ps(law.share);
+    if (!q) {
+      const int64_t at = tokens[t] / 16 * 16;
+      alignas(64) float p[16];
+      const __mmask16 mask = first(size - at);
+      _mm512_store_ps(p, _mm512_mul_ps(law.power(load(row + at, mask), mask), share));
+      out[t] = p[tokens[t] - at];
+      continue;
+    }
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 mask = first(size - i);
+      const __m512 p = _mm512_mul_ps(law.power(load(row + i, mask), mask), share);
+      sum = _mm512_add_ps(sum, _mm512_min_ps(p, load(q + i, mask)));
+    }
+    out[t] = _mm512_reduce_add_ps(sum);
+  }
+}
+}

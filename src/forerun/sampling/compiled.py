@@ -1,0 +1,65 @@
+"""Sampling through ``kernels/sampling.cpp``: a row's noise, best id and softmax in one call."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Seq
+
+import torch
+
+from forerun import kernels
+
+
+def can_sample(device: torch.device) -> bool:
+    return device.type == "cpu" and kernels.has("choose")
+
+
+class Compiled:
+    """``ids`` int32 [at least the vocabulary]: a well-mixed word for each token id, see ``Gumbel``."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        found = kernels.library()
+        assert found is not None
+        self.ids = ids
+        self._at = ids.data_ptr()
+        self._gumbel, self._choose, self._overlaps = found.gumbel, found.choose, found.overlaps
+
+    def noise(self, keys: Seq[int], size: int) -> torch.Tensor:
+        """Gumbel noise, float32 [len(keys), size]."""
+        rows = torch.empty(len(keys), size)
+        for key, row in zip(keys, rows):
+            self._gumbel(key, self._at, row.data_ptr(), size)
+        return rows
+
+    def choose(
+        self, scores: torch.Tensor, keys: Seq[int | None], law: bool
+    ) -> tuple[list[float], list[int], torch.Tensor | None]:
+        """Per row of ``scores`` [rows, vocabulary], float32: the largest sum of a score and the noise of the row's key
+        (None: no noise), NaN if there is one; the first id that has it; and with ``law``, softmax of the scores."""
+        scores = scores.contiguous()
+        count, size = scores.shape
+        noisy = array("q", [key is not None for key in keys])
+        words = array("Q", [key or 0 for key in keys])
+        tops, places = array("f", bytes(4 * count)), array("q", bytes(8 * count))
+        softmax = torch.empty_like(scores) if law else None
+        self._choose(
+            scores.data_ptr(), count, size, self._at, words.buffer_info()[0], noisy.buffer_info()[0],
+            tops.buffer_info()[0], places.buffer_info()[0], None if softmax is None else softmax.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return tops.tolist(), places.tolist(), softmax
+
+    def overlaps(
+        self, scores: torch.Tensor, rows: Seq[int], tokens: Seq[int], qs: Seq[torch.Tensor | None]
+    ) -> list[float]:
+        """Per trial, sum_x min(p, q) for p the softmax of its row of ``scores`` and q [vocabulary]; where q is None,
+        p of its token."""
+        scores = scores.contiguous()
+        kept = [q if q is None else q.float().contiguous() for q in qs]
+        out = array("f", bytes(4 * len(rows)))
+        lists = array("q", rows), array("q", [0 if q is None else q.data_ptr() for q in kept]), array("q", tokens)
+        self._overlaps(
+            scores.data_ptr(), scores.shape[1], len(rows), *(numbers.buffer_info()[0] for numbers in lists),
+            out.buffer_info()[0], torch.get_num_threads(),
+        )  # fmt: skip
+        return out.tolist()
