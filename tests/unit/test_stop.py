@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from forerun import SamplingParams
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-from forerun.engine.stop import Finish, Stopper
+from forerun.engine.stop import Finish, Stopper, held_back
 from forerun.models.tokenizer import Detokenizer
 
 
@@ -97,10 +97,10 @@ def test_token_ids_that_stop(sizes):
 @pytest.mark.parametrize("sizes", [[1], [2], [5]])
 def test_the_end_of_the_text(sizes):
     blocks = blocks_of([1, 2, 0, 3, 4], sizes)
-    assert answer(blocks) == ([1, 2, 0], "ab", Finish("stop"))
+    assert answer(blocks) == ([1, 2, 0], "ab", Finish("stop", silent=True))
     assert answer(blocks, ignore_eos=True) == ([1, 2, 0, 3, 4], "abcd", None)
     assert answer(blocks, min_tokens=4) == ([1, 2, 0, 3, 4], "abcd", None)
-    assert answer(blocks, stop_token_ids=[0])[2] == Finish("stop", 0)
+    assert answer(blocks, stop_token_ids=[0])[2] == Finish("stop", 0, silent=True)
 
 
 @pytest.mark.parametrize("sizes", [[1], [2], [5]])
@@ -109,7 +109,7 @@ def test_the_length_limit(sizes):
         got, text, finish = answer(blocks_of(ids("abcde"), sizes), limit=limit)
         assert (got, text, finish) == (ids("abcde")[:limit], "abcde"[:limit], Finish("length"))
     assert answer(blocks_of(ids("abcde"), sizes), limit=5)[2] == Finish("length")
-    assert answer(blocks_of([1, 2, 0], sizes), limit=3)[2] == Finish("stop")
+    assert answer(blocks_of([1, 2, 0], sizes), limit=3)[2] == Finish("stop", silent=True)
 
 
 def test_an_error_emits_nothing():
@@ -143,6 +143,5 @@ def test_any_text_and_stops(text, stops, least, sizes):
 
 def test_what_may_still_become_a_stop_string_is_held_back():
     params = SamplingParams(stop=["zw", "world"])
-    stopper = Stopper(Sequence(0, [1], 1, params, 0), None)
     for text, held in [("", 0), ("hello", 0), ("helloz", 1), ("hellow", 1), ("hellowor", 3), ("zworl", 4), ("zz", 1)]:
-        assert stopper.held_back(text) == held
+        assert held_back(text, params) == held

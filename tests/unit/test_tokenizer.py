@@ -86,6 +86,27 @@ def test_any_tokens_at_all(tokens, sizes):
     assert grown(BYTE_LEVEL, tokens, sizes=sizes) == whole(BYTE_LEVEL, tokens)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 263), max_size=80), SIZES)
+def test_which_tokens_came_together_makes_no_difference(tokens, sizes):
+    """Runs of byte tokens that are no text: one bad byte spoils what was a character before it."""
+    assert grown(BYTE_FALLBACK, tokens, sizes=sizes) == grown(BYTE_FALLBACK, tokens)
+
+
+def test_nothing_is_decoded_before_somebody_asks():
+    tokens = BYTE_LEVEL.encode("naïve 中文")
+    detokenizer, decoded = Detokenizer(BYTE_LEVEL, tokens), []
+    decode = detokenizer._decode
+    detokenizer._decode = lambda ids: decoded.append(list(ids)) or decode(ids)
+    for token in tokens:
+        detokenizer.add([token])
+    assert not decoded
+    assert detokenizer.text == "naïve 中文"
+    count = len(decoded)
+    assert (detokenizer.finish(), detokenizer.finish(), detokenizer.text) == ("", "", "naïve 中文")
+    assert len(decoded) == count > 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(VALID, VALID)
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])

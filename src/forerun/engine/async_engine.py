@@ -1,13 +1,14 @@
 """``AsyncEngine``: one engine thread, any number of asyncio readers in front of it.
 
 The thread owns the engine; everything else talks to it through an inbox that it empties between rounds. What a round
-emits goes to each request's own stream. A reader that falls behind has its request taken off the engine until it
-has caught up, so neither memory nor other requests pay for it.
+emits goes to each request's own stream, as tokens: readers make text of them. A reader that falls behind has its
+request taken off the engine until it has caught up, so neither memory nor other requests pay for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import threading
 from collections import deque
@@ -21,8 +22,9 @@ from typing import Any
 from forerun.core.errors import RequestError
 from forerun.engine.engine import Engine, Job, Update
 from forerun.engine.logprobs import TokenLogprobs
-from forerun.engine.stop import Finish
+from forerun.engine.stop import Finish, held_back
 from forerun.engine.trace import TraceRound
+from forerun.models.tokenizer import Detokenizer
 from forerun.sampling.params import SamplingParams
 
 log = logging.getLogger("forerun")
@@ -40,7 +42,7 @@ class ClosedError(RequestError):
     """The engine is draining or has ended: it takes no new requests."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """What one round added to one of a request's n answers.
 
@@ -49,22 +51,38 @@ class Delta:
     """
 
     index: int
-    text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     round: TraceRound | None
     finish: Finish | None
     seconds: float
+    text: str = ""
 
 
-@dataclass(slots=True)
-class _Published:
-    """How much of a job its reader has been given."""
+class _Text:
+    """One answer's text as its reader gets to see it."""
 
-    chars: int = 0
-    tokens: int = 0
-    logprobs: int = 0
-    rounds: int = 0
+    def __init__(self, job: Job, tokenizer: Any) -> None:
+        sequence = job.sequence
+        self.params = sequence.params
+        prompt = sequence.tokens[: sequence.num_prompt]
+        self.detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=self.params.skip_special_tokens)
+        self.shown = 0
+
+    def after(self, tokens: Seq[int], finish: Finish | None) -> str:
+        """What can be shown once ``tokens`` have come."""
+        detokenizer = self.detokenizer
+        detokenizer.add(tokens if finish is None else finish.spoken(tokens))
+        if finish is not None:
+            detokenizer.finish()
+        text = detokenizer.text
+        end = len(text)
+        if finish is None:
+            end -= held_back(text, self.params)
+        elif finish.cut is not None:
+            end = finish.cut
+        start, self.shown = self.shown, max(self.shown, end)
+        return text[start:end]
 
 
 class Stream:
@@ -77,9 +95,10 @@ class Stream:
         self._owner = owner
         self._loop = loop
         self._deltas: deque[Delta] = deque()
-        self._ready = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        """What the reader waits for, if it waits."""
         self._unfinished = 0
-        self._published: dict[int, _Published] = {}
+        self._texts: list[_Text] = []
         # One writer each, so that two threads can read the difference without a lock.
         self._produced = 0
         self._consumed = 0
@@ -102,14 +121,30 @@ class Stream:
         return self
 
     async def __anext__(self) -> Delta:
+        if not await self._some():
+            raise StopAsyncIteration
+        return self._take()
+
+    async def read(self) -> list[Delta]:
+        """All that came since the last time, at least one delta; none at the end. One reader at a time."""
+        await self._some()
+        return [self._take() for _ in range(len(self._deltas))]
+
+    async def _some(self) -> bool:
+        """Wait for a delta; False: there will be none. Raises what ended the request."""
         while not self._deltas:
             if self.error is not None:
                 raise self.error
             if not self._unfinished:
-                raise StopAsyncIteration
-            self._ready.clear()
-            await self._ready.wait()
+                return False
+            self._reader = self._loop.create_future()
+            await self._reader
+        return True
+
+    def _take(self) -> Delta:
         delta = self._deltas.popleft()
+        if self._texts:
+            delta.text = self._texts[delta.index].after(delta.token_ids, delta.finish)
         self._consumed += 1
         if self._paused and self.backlog <= self._owner.max_backlog // 2:
             self._paused = False
@@ -126,12 +161,16 @@ class Stream:
             self._unfinished -= 1
         if not self._unfinished:
             self._owner.forget(self)
-        self._ready.set()
+        self._notify()
 
     def _fail(self, error: Exception) -> None:
         self.error = error
         self._owner.forget(self)
-        self._ready.set()
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class AsyncEngine:
@@ -144,6 +183,8 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, *, max_queue: int = 1024, max_backlog: int = 64) -> None:
         self.engine = engine
+        self.tokenizer = copy.deepcopy(engine.tokenizer)
+        """For readers: a fast tokenizer must not be used from two threads at once."""
         self.max_queue = max_queue
         self.max_backlog = max_backlog
         self.on_delta: Callable[[Stream, Delta], None] | None = None
@@ -269,7 +310,8 @@ class AsyncEngine:
         stream._unfinished = len(stream.jobs)
         for job in stream.jobs:
             self._by_job[job.sequence.id] = stream
-            stream._published[job.index] = _Published()
+            if self.tokenizer is not None:
+                stream._texts.append(_Text(job, self.tokenizer))
         _post_to(stream._loop, partial(_settle, added))
 
     def _abort(self, stream: Stream) -> None:
@@ -282,10 +324,13 @@ class AsyncEngine:
         batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
         now = self.engine.clock()
         for update in updates:
-            stream = self._by_job.get(update.job.sequence.id)
+            job, tokens = update.job, update.tokens
+            stream = self._by_job.get(job.sequence.id)
             if stream is None:
                 continue
-            delta = _advance(update.job, stream._published[update.job.index], now)
+            logprobs = job.logprobs[-len(tokens) :] if job.logprobs and tokens else []
+            trace = job.trace[-1] if job.trace and tokens else None
+            delta = Delta(job.index, tokens, logprobs, trace, update.finish, now)
             stream._produced += 1
             batches.setdefault(stream._loop, []).append((stream, delta))
             if update.finish is not None:
@@ -339,25 +384,3 @@ def _post_to(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) ->
         if not loop.is_closed():
             raise
         log.debug("the event loop of a request has ended; its news are dropped")
-
-
-def _advance(job: Job, done: _Published, now: float) -> Delta:
-    """What the job has that its reader has not; runs between rounds."""
-    text = job.text
-    end = len(text)
-    if job.finish is None:
-        end -= job.stopper.held_back(text)
-    tokens = job.sequence.tokens
-    first = job.sequence.num_prompt + done.tokens
-    delta = Delta(
-        index=job.index,
-        text=text[done.chars : end],
-        token_ids=tokens[first:],
-        logprobs=job.logprobs[done.logprobs :],
-        round=job.trace[-1] if len(job.trace) > done.rounds else None,
-        finish=job.finish,
-        seconds=now,
-    )
-    done.chars, done.tokens = max(end, done.chars), len(tokens) - job.sequence.num_prompt
-    done.logprobs, done.rounds = len(job.logprobs), len(job.trace)
-    return delta

@@ -63,8 +63,10 @@ class Job:
         """The answer so far; a stop string is cut off."""
         if self.detokenizer is None:
             return ""
-        text = self.detokenizer.text
-        return text if self.finish is None or self.finish.cut is None else text[: self.finish.cut]
+        if self.finish is None:
+            return self.detokenizer.text
+        self.detokenizer.finish()
+        return self.detokenizer.text[: self.finish.cut]
 
 
 @dataclass(slots=True)
@@ -334,8 +336,6 @@ class Engine:
     def _end(self, job: Job, finish: Finish | None, now: float | None = None) -> None:
         job.finish = finish
         job.metrics.end = now if now is not None else self.clock()
-        if job.detokenizer is not None:
-            job.detokenizer.finish()
         self.scheduler.remove(job.sequence)
         if finish is not None and finish.reason == ERROR:
             self.target.cache.pool.scrub()

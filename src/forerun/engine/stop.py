@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models.tokenizer import Detokenizer
+from forerun.sampling.params import SamplingParams
 
 STOP, LENGTH, ERROR, ABORT = "stop", "length", "error", "abort"
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why and where: ``reason`` is OpenAI's; ``cut`` is how much text stays (None: all)."""
+    """Why and where: ``reason`` is OpenAI's; ``cut`` is how much text stays (None: all); ``silent`` says that the last
+    token ended the answer without being part of its text."""
 
     reason: str
     stopped_by: str | int | None = None
     cut: int | None = None
+    silent: bool = False
+
+    def spoken(self, tokens: Seq[int]) -> Seq[int]:
+        """Those of an answer's last tokens that are part of its text."""
+        return tokens[:-1] if self.silent else tokens
 
 
 class Stopper:
-    """Watches one sequence's new tokens."""
+    """Watches one sequence's new tokens. Their text is looked at only where it may hold a stop string."""
 
     def __init__(self, sequence: Sequence, detokenizer: Detokenizer | None) -> None:
         self.sequence = sequence
@@ -45,43 +53,48 @@ class Stopper:
             self.finish = self._check(token, self.sequence.num_output + count)
             if self.finish is not None:
                 break
+        if self.detokenizer is not None and not self.sequence.params.stop:
+            said = verdict.tokens if self.finish is None else self.finish.spoken(verdict.tokens)
+            self.detokenizer.add(said)
         verdict.accepted = min(len(verdict.tokens), len(drafted))
         verdict.stop = self.finish
-
-    def held_back(self, text: str) -> int:
-        """How many characters at the end of ``text`` a stop string may begin with, and so must not be shown yet."""
-        params = self.sequence.params
-        if params.include_stop_str_in_output:
-            return 0
-        longest = 0
-        for stop in params.stop:
-            for count in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:count]):
-                    longest = count
-                    break
-        return longest
 
     def _check(self, token: int, num_output: int) -> Finish | None:
         params = self.sequence.params
         may_stop = num_output >= params.min_tokens
+        found = None
         if may_stop and token in self.ends:
-            keep = params.include_stop_str_in_output and token in params.stop_token_ids
-            if keep:
-                self._push(token)
-            by = token if token in params.stop_token_ids else None
-            return Finish(STOP, by)
-        fresh = self._push(token)
-        if may_stop and params.stop and self.detokenizer is not None:
-            text = self.detokenizer.text
-            known = len(text) - len(fresh)
-            found = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in params.stop]
-            found = [(at, stop) for at, stop in found if at >= 0]
-            if found:
-                at, stop = min(found)
-                return Finish(STOP, stop, at + len(stop) if params.include_stop_str_in_output else at)
-        if self.sequence.num_prompt + num_output >= self.sequence.max_tokens:
+            listed = token in params.stop_token_ids
+            keep = params.include_stop_str_in_output and listed
+            found = Finish(STOP, token if listed else None, silent=not keep)
+        if params.stop and self.detokenizer is not None and (found is None or not found.silent):
+            fresh = self.detokenizer.push([token])
+            if found is None and may_stop:
+                found = self._find(self.detokenizer.text, len(fresh))
+        if found is None and self.sequence.num_prompt + num_output >= self.sequence.max_tokens:
             return Finish(LENGTH)
-        return None
+        return found
 
-    def _push(self, token: int) -> str:
-        return self.detokenizer.push([token]) if self.detokenizer is not None else ""
+    def _find(self, text: str, fresh: int) -> Finish | None:
+        """The first stop string that ends among the last ``fresh`` characters."""
+        params = self.sequence.params
+        known = len(text) - fresh
+        found = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in params.stop]
+        found = [(at, stop) for at, stop in found if at >= 0]
+        if not found:
+            return None
+        at, stop = min(found)
+        return Finish(STOP, stop, at + len(stop) if params.include_stop_str_in_output else at)
+
+
+def held_back(text: str, params: SamplingParams) -> int:
+    """How many characters at the end of ``text`` a stop string may begin with, and so must not be shown yet."""
+    if params.include_stop_str_in_output:
+        return 0
+    longest = 0
+    for stop in params.stop or ():
+        for count in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:count]):
+                longest = count
+                break
+    return longest

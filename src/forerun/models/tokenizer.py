@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models.base import ModelInfo
@@ -52,51 +54,95 @@ LONGEST_CHARACTER = 4
 WINDOW = 16
 
 
-class Detokenizer:
-    """Text of a growing token list, decoded a window at a time: the whole reply is never decoded again.
+def plain_decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[Seq[int]], str]:
+    """Token ids -> text, as ``tokenizer.decode`` gives it without cleaning up spaces. Where transformers only hands
+    ids on to the tokenizers library, this does without the way there, which takes four times as long."""
+    kind = type(tokenizer)
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerFast.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    ):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
-    A window starts at a token where the text so far was complete, because some decoders spoil a whole run of byte
-    tokens that begins inside a character. Text that ends inside a character is held back until it is complete, or
-    until so many tokens have come that it never will be.
+
+class Detokenizer:
+    """Text of a growing token list, decoded a window at a time, and not before somebody asks for it.
+
+    The whole reply is never decoded again, and which tokens came together makes no difference to the text. A window
+    starts at a token where the text so far was complete, because some decoders spoil a whole run of byte tokens that
+    begins inside a character. Text that ends inside a character is held back until it is complete, or until so many
+    tokens have come that it never will be.
     """
 
     def __init__(self, tokenizer: Any, prompt: Seq[int] = (), *, skip_special_tokens: bool = True) -> None:
-        self.tokenizer = tokenizer
-        self.skip = skip_special_tokens
-        self.text = ""
-        for size in range(LONGEST_CHARACTER, 2 * LONGEST_CHARACTER):  # one of these begins with a character
-            self._window = list(prompt[-size:])
+        self._decode = plain_decoder(tokenizer, skip_special_tokens)
+        self._text = ""
+        self._pending: list[int] = []
+        self._window = list(prompt[1 - 2 * LONGEST_CHARACTER :])
+        self._known: int | None = None
+        """Characters of the window's text that have been said; None: nothing was decoded yet."""
+        self._mark = 0
+        self._open = 0
+
+    def add(self, tokens: Seq[int]) -> None:
+        """Add tokens, to be decoded when the text is asked for."""
+        self._pending.extend(tokens)
+
+    def push(self, tokens: Seq[int]) -> str:
+        """Add tokens; returns the text that became certain."""
+        start = len(self.text)
+        self.add(tokens)
+        return self.text[start:]
+
+    def finish(self) -> str:
+        """The rest, incomplete characters included."""
+        start = len(self.text)
+        if self._open:
+            self._emit(self._decode(self._window))
+        return self._text[start:]
+
+    @property
+    def text(self) -> str:
+        """What is certain so far."""
+        if self._pending:
+            pending, self._pending = self._pending, []
+            if self._known is None:
+                self._begin()
+            for token in pending:
+                self._next(token)
+        return self._text
+
+    def _begin(self) -> None:
+        """Choose a window of the prompt's last tokens; one of these begins with a character."""
+        last = self._window
+        for size in range(LONGEST_CHARACTER, 2 * LONGEST_CHARACTER):
+            self._window = last[-size:]
             decoded = self._decode(self._window)
             if REPLACEMENT not in decoded:
                 break
         self._known = len(decoded.removesuffix(REPLACEMENT))
         self._mark = len(self._window)
-        self._open = 0
 
-    def _decode(self, tokens: Seq[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=self.skip, clean_up_tokenization_spaces=False)
-
-    def push(self, tokens: Seq[int]) -> str:
-        """Add tokens; returns the text that became certain."""
-        start = len(self.text)
-        for token in tokens:
-            self._window.append(token)
-            decoded = self._decode(self._window)
-            if not decoded.endswith(REPLACEMENT):
-                self._open = 0
-                self._emit(decoded)
-                self._shorten()
-                continue
-            self._open += 1
-            if self._open >= LONGEST_CHARACTER:
-                self._emit(decoded[:-1])  # of bytes that are no character, only the last may still become one
-                if len(self._window) > 2 * WINDOW:
-                    self._restart(len(self._window) - LONGEST_CHARACTER)
-        return self.text[start:]
+    def _next(self, token: int) -> None:
+        self._window.append(token)
+        decoded = self._decode(self._window)
+        if not decoded.endswith(REPLACEMENT):
+            self._open = 0
+            self._emit(decoded)
+            self._shorten()
+            return
+        self._open += 1
+        if self._open >= LONGEST_CHARACTER:
+            self._emit(decoded[:-1])  # of bytes that are no character, only the last may still become one
+            if len(self._window) > 2 * WINDOW:
+                self._restart(len(self._window) - LONGEST_CHARACTER)
 
     def _emit(self, decoded: str) -> None:
-        self.text += decoded[self._known :]
-        self._known = max(self._known, len(decoded))
+        known = self._known or 0
+        self._text += decoded[known:]
+        self._known = max(known, len(decoded))
 
     def _shorten(self) -> None:
         """The text is complete here: note it, or drop what lies before an earlier such point."""
@@ -109,10 +155,3 @@ class Detokenizer:
         self._window = self._window[first:]
         self._known = len(self._decode(self._window).removesuffix(REPLACEMENT))
         self._mark = min(self._mark, len(self._window)) if self._open else len(self._window)
-
-    def finish(self) -> str:
-        """The rest, incomplete characters included."""
-        start = len(self.text)
-        if self._open:
-            self._emit(self._decode(self._window))
-        return self.text[start:]

@@ -64,7 +64,7 @@ class Server:
     def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.text = TextService(engine.engine.tokenizer, options.chat_template)
+        self.text = TextService(engine.tokenizer, options.chat_template)
         self.recorder = Recorder(engine, options.model_name)
         self.started = int(time.time())
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring as quote
 from typing import Any
 
 from forerun.core.errors import ForerunError
@@ -23,6 +24,8 @@ from forerun.serve.errors import ApiError, as_api_error
 from forerun.serve.text import TextService
 from forerun.speculate.accept.base import NO_TOKEN
 
+MARK = "\0"
+"""Stands for a choice's text while an event is taken apart."""
 LOWEST = -9999.0
 """Stands for a log-probability of minus infinity, which JSON lacks."""
 
@@ -41,34 +44,35 @@ class Choice:
     """Characters of the answer before ``text``."""
 
 
-async def merge(streams: Seq[Stream]) -> AsyncGenerator[tuple[int, Delta]]:
-    """Deltas of several requests, with the request's place, as they come. Whoever leaves early ends them all."""
-    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(maxsize=1)
+async def merge(streams: Seq[Stream]) -> AsyncGenerator[list[tuple[int, Delta]]]:
+    """Deltas of several requests, with the request's place, as they come: each time all that are there. Whoever leaves
+    early ends them all."""
+    queue: asyncio.Queue[list[tuple[int, Delta]] | Exception] = asyncio.Queue(maxsize=1)
 
     async def forward(place: int, stream: Stream) -> None:
         try:
-            async for delta in stream:
-                await queue.put((place, delta))
+            while deltas := await stream.read():
+                await queue.put([(place, delta) for delta in deltas])
         except ForerunError as error:
             await queue.put(error)
-        await queue.put(None)
+        await queue.put([])
 
     tasks: list[asyncio.Task[None]] = []
     try:
         if len(streams) == 1:
-            async for delta in streams[0]:
-                yield 0, delta
+            while deltas := await streams[0].read():
+                yield [(0, delta) for delta in deltas]
             return
         tasks = [asyncio.create_task(forward(place, stream)) for place, stream in enumerate(streams)]
         running = len(tasks)
         while running:
             item = await queue.get()
-            if item is None:
-                running -= 1
-            elif isinstance(item, Exception):
+            if isinstance(item, Exception):
                 raise item
-            else:
+            if item:
                 yield item
+            else:
+                running -= 1
     finally:
         for task in tasks:
             task.cancel()
@@ -109,6 +113,7 @@ class Reply(ABC):
         self.per_prompt = len(streams[0].jobs)
         self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
         self._detokenizers: dict[int, Detokenizer] = {}
+        self._frames: dict[int, tuple[str, str]] = {}
 
     @abstractmethod
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -158,9 +163,10 @@ class Reply(ABC):
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer. Raises ApiError or ForerunError if it failed."""
-        async with aclosing(merge(self.streams)) as deltas:
-            async for place, delta in deltas:
-                self._read(place, delta)
+        async with aclosing(merge(self.streams)) as batches:
+            async for batch in batches:
+                for place, delta in batch:
+                    self._read(place, delta)
         choices = []
         for choice in self.choices:
             body = self.whole(choice)
@@ -170,18 +176,17 @@ class Reply(ABC):
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage(), "metrics": self.metrics()}
 
     async def events(self) -> AsyncIterator[str]:
-        """The answer as server-sent events; a failure is an event too."""
+        """The answer as server-sent events, all that are there at once; a failure is an event too."""
         try:
             for opening in self.openings():
                 yield self._event([opening])
-            async with aclosing(merge(self.streams)) as deltas:
-                async for place, delta in deltas:
-                    new = self._read(place, delta)
-                    if new.text or new.finish is not None or new.trace or (self.logprobs and new.logprobs):
-                        body = self.piece(new)
-                        if new.trace:
-                            body["trace"] = new.trace
-                        yield self._event([body])
+            async with aclosing(merge(self.streams)) as batches:
+                async for batch in batches:
+                    events, failure = self._tell(batch)
+                    if events:
+                        yield events
+                    if failure is not None:
+                        raise failure
             if self.include_usage:
                 yield self._event([], usage=self.usage(), metrics=self.metrics())
         except (ApiError, ForerunError) as error:
@@ -190,6 +195,38 @@ class Reply(ABC):
             for stream in self.streams:
                 stream.abort()
         yield "data: [DONE]\n\n"
+
+    def _tell(self, batch: Seq[tuple[int, Delta]]) -> tuple[str, ApiError | None]:
+        """Events for deltas, up to one that failed."""
+        events = []
+        for place, delta in batch:
+            if delta.finish is None and not (self.logprobs or self.traced or self.continuous_usage):
+                events.append(self._more_text(place, delta))
+                continue
+            try:
+                new = self._read(place, delta)
+            except ApiError as error:
+                return "".join(events), error
+            if new.text or new.finish is not None or new.trace or (self.logprobs and new.logprobs):
+                body = self.piece(new)
+                if new.trace:
+                    body["trace"] = new.trace
+                events.append(self._event([body]))
+        return "".join(events), None
+
+    def _more_text(self, place: int, delta: Delta) -> str:
+        """The event of a delta that has nothing but text: the same for every such delta of a choice, but for it."""
+        index = place * self.per_prompt + delta.index
+        choice = self.choices[index]
+        choice.num_tokens += len(delta.token_ids)
+        if not delta.text:
+            return ""
+        choice.text += delta.text
+        frame = self._frames.get(index)
+        if frame is None:
+            before, _, after = self._event([self.piece(Choice(index, MARK))]).partition(quote(MARK))
+            frame = self._frames[index] = (before, after)
+        return frame[0] + quote(delta.text) + frame[1]
 
     def _event(self, choices: list[dict[str, Any]], **rest: Any) -> str:
         if self.continuous_usage:

@@ -32,14 +32,14 @@ BYTE_LETTERS = _byte_letters()
 
 
 class TextService:
-    """Two copies of the tokenizer: one behind a thread, for prompts, and one for the event loop, for single tokens.
+    """Two tokenizers: a copy behind a thread, for prompts, and the given one for the event loop, for single tokens.
     Fast tokenizers must not be used from two threads at once.
 
     ``chat_template`` replaces the checkpoint's. Templates run in transformers' sandbox.
     """
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
-        self.tokenizer = copy.deepcopy(tokenizer)
+        self.tokenizer = tokenizer
         self._encoder = copy.deepcopy(tokenizer)
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forerun-text")
