@@ -8,16 +8,16 @@ earlier rounds alone, so rules that compare p with q stay exact.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from math import ceil
 from time import perf_counter
 
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting, policies
 from forerun.speculate.length.beliefs import Belief, MethodBelief
-from forerun.speculate.length.costs import CostCurve, DraftCost, verification
+from forerun.speculate.length.prices import Drafting, Prices
 
 Offer = tuple[float, int, int, float]
 """A position that may be drafted: expected tokens it adds, its depth, whose it is, expected rows it adds."""
@@ -25,14 +25,20 @@ Offer = tuple[float, int, int, float]
 
 @dataclass
 class _Plan:
-    """Budgets that were found best."""
+    """Budgets that were chosen."""
 
     budgets: dict[int, int] = field(default_factory=dict)
-    """By sequence."""
+    """By sequence; empty: nobody drafts."""
     left: int = 0
     """For how many more rounds they hold."""
     promise: float = 1.0
     """Their expected speed over plain decoding."""
+    batch: tuple[int, int] = (0, 0)
+    """How many sequences they were made for, and the last one."""
+
+    @property
+    def rests(self) -> bool:
+        return self.left > 0 and not self.budgets
 
     def fits(self, sequences: Seq[Sequence]) -> bool:
         """Whether it was made for about this batch."""
@@ -41,8 +47,10 @@ class _Plan:
 
 @policies.register("adaptive")
 class Adaptive(LengthPolicy):
-    """What is not believed to be the fastest is tried too, short drafts where nobody drafts and plain rounds where
-    somebody does, but at a bounded price whatever is found: ``SPEND`` of the time."""
+    """An account is kept of what drafting won and lost against plain decoding, in plain rounds. Every round pays
+    ``SPEND`` into it; a draft takes out what it costs and pays in the tokens that it brought. Whatever is believed
+    of drafts, they need a balance that covers their price: the estimates' errors cost a bounded share of the time,
+    and the best of many uncertain promises cannot be kept up for long unless it comes true."""
 
     reproducible = False
     RATE = 0.6
@@ -56,33 +64,44 @@ class Adaptive(LengthPolicy):
     SILENT_FADE = 0.98
     """What a plan that leaves a sequence out keeps of the evidence about it: in the end it is tried again."""
     OPEN = 8.0
-    """Tests that everything known about a method counts for while nobody drafts with it: what a probe finds is news."""
+    """Tests that everything known about a method counts for while nobody drafts with it: what a trial finds is news."""
+    SEQUENCE_OPEN = 2.0
+    """And about a sequence, while nobody drafts."""
     UNTRIED = 7
     """Rows that drafts get in a round while a method has not been tested as often, or its price is not known."""
     MARGIN = 1.02
     """A draft must promise this much more than plain decoding."""
-    CROWD = 0.02
-    """And so much more for each of the next three sequences: a batch's promises rest on more estimates, and were
-    measured to be kept less."""
-    CALIBRATION = 3
-    REPLAN = 4
+    REPLAN = 8
     """Rounds that a plan with drafts holds: planning costs host time, and beliefs move slowly."""
-    REST = 16
-    """Rounds that one without drafts holds."""
     SPEND = 0.01
+    START = 3.0
+    """The account's first balance for one sequence. Luck evens out over n: they get it divided by the root of n."""
+    LOAN = 0.25
+    """How far below zero, likewise, a plan that goes on may take it."""
     SAVED = 4.0
-    """Most time that can be saved for trying, in rounds."""
-    CHEAPEST = 0.05
-    """Least price of trying a draft, in plain rounds: what the host does for it."""
-    PROBED = 4
-    """Most sequences that try a draft at once."""
+    """Most that is kept in the account, or owed."""
+    TRIED = 4
+    """Most sequences that take part in a trial."""
+    TRIAL = 2
+    """Rounds that a trial lasts, unless the account says no before."""
+    REST = (32, 256)
+    """Fewest and most rounds without a thought of drafts."""
     HORIZON = 32
     """Rounds over which the price of a drafter's catching up is spread."""
+    LITTLE = 8
+    """Fewer tokens to catch up on than so many are not counted."""
+    CHECKS = (4, 128)
+    """Drafts are interrupted by two plain rounds after so many at first, and after so many at last."""
+    FRESH = 4
+    """Rounds after a plain one in which a round's own time tells what it cost."""
+    SURPRISE = 0.5
+    """Most plain rounds that such a round may seem dearer than expected; it may have been disturbed."""
+
+    clock = staticmethod(perf_counter)
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.verify = CostCurve(verification, (1.0, 0.05, 0.03), setting.row_multiple)
-        self.draft = {method: DraftCost() for method in setting.nodes}
+        self.prices = Prices(setting)
         self.methods = {
             method: MethodBelief(len(nodes) - 1, self.RATE, self.METHOD_WEIGHT)
             for method, nodes in setting.nodes.items()
@@ -90,32 +109,39 @@ class Adaptive(LengthPolicy):
         self.beliefs: dict[int, Belief] = {}
         self.seen: dict[int, int] = {}
         """Committed tokens of each sequence that its drafter has been shown."""
-        self.saved = 0.0
-        """Seconds that may be spent on trying."""
-        self.pace = 1.0
-        """How slow the machine is at present; prices are what they would be at 1."""
+        self.balance: float | None = None
+        """Of the account, in plain rounds."""
+        self.host = 0.0
+        """Seconds that this policy itself takes for a round with drafts."""
+        self._took = 0.0
         self._plan = _Plan()
-        self._since = 0
-        """Rounds since everybody decoded plainly."""
+        self._check = self.CHECKS[0]
         self._asked: list[int] = []
-        self._behind: list[int] = []
-
-    def _rows(self, count: float) -> int:
-        multiple = self.setting.row_multiple
-        return ceil(count / multiple - 1e-6) * multiple
+        self._groups: list[Drafting] = []
 
     def budgets(self, sequences: Seq[Sequence]) -> list[int]:
-        self._asked = self._choose(sequences)
-        self._behind = [self._lag(s) if budget else 0 for s, budget in zip(sequences, self._asked)]
+        plan = self._plan
+        if plan.rests:
+            # When others come or some leave, there are no rows for drafts in this round, but the next one is planned.
+            plan.left = plan.left - 1 if plan.batch == (len(sequences), sequences[-1].id) else 0
+            self._asked, self._groups = [0] * len(sequences), []
+        else:
+            began = self.clock()
+            self._asked = self._choose(sequences)
+            asked = {sequence.id: depth for sequence, depth in zip(sequences, self._asked) if depth}
+            self._groups = self._drafting(sequences, asked) if asked else []
+            self._took += self.clock() - began
         return self._asked
 
     def longest_nodes(self, sequence: Sequence) -> int:
         """Where the plan holds, what it wants: rows and pages that are not going to be used are not reserved."""
-        planned = self._plan.budgets.get(sequence.id) if self._plan.left else None
-        if planned == 0 or sequence.drafter is None:
+        plan = self._plan
+        if plan.rests or sequence.drafter is None:
             return 0
         depth = self.longest(sequence)
-        return self.setting.nodes[sequence.drafter][depth if planned is None else min(depth, planned)]
+        if plan.left:
+            depth = min(depth, plan.budgets.get(sequence.id, depth))
+        return self.setting.nodes[sequence.drafter][depth]
 
     def _choose(self, sequences: Seq[Sequence]) -> list[int]:
         longest = [self.longest(sequence) for sequence in sequences]
@@ -123,29 +149,104 @@ class Adaptive(LengthPolicy):
             return longest
         plan = self._plan
         if not plan.left or not plan.fits(sequences):
-            rows = sum(sequence.scheduled for sequence in sequences)
-            if self._calibrates(sequences, rows):
+            if self._calibrates(sequences):
                 return [0] * len(sequences)
-            plan = self._plan = self._best(sequences, longest, rows)
-            tried = self._try(sequences, longest, rows)
-            if tried is not None:
-                return tried
+            plan = self._plan = self._decide(sequences, longest)
+            if plan.rests:
+                return [0] * len(sequences)
         plan.left -= 1
         return [min(cap, plan.budgets.get(s.id, 0)) for cap, s in zip(longest, sequences)]
 
-    def _calibrates(self, sequences: Seq[Sequence], rows: int) -> bool:
-        """Whether the price of plain decoding is to be measured for about so many sequences: at once at first, then
-        after twice as many rounds every time, lest everything rests on one bad moment."""
+    def _calibrates(self, sequences: Seq[Sequence]) -> bool:
+        """Whether plain decoding is to be measured: at first, and beside drafts as often as costs a hundredth of what
+        they promise."""
+        prices = self.prices
         if any(sequence.scheduled > 1 for sequence in sequences):
             return False
-        count = len(sequences)
-        near = range(-(count // 4), count // 4 + 1)
-        known = sum(self.verify.known(count + n, self._rows(rows + n)) for n in near)
-        return known < self.CALIBRATION or self._since >= self.REPLAN << min(known - self.CALIBRATION, 16)
+        if (prices.wait and not prices.since) or not prices.sure(len(sequences)):
+            return True
+        if prices.since < self._until_check():
+            return False
+        if self._plan.promise > 1.0:
+            self._check = min(2 * self._check, self.CHECKS[1])
+        return True
+
+    def _until_check(self) -> int:
+        """How many rounds with drafts may follow each other; a trial ends with plain rounds."""
+        promised = self._plan.promise - 1.0
+        return min(self._check, max(2 * self.CHECKS[0], int(200 * promised))) if promised > 0.0 else 1
 
     def _lag(self, sequence: Sequence) -> int:
-        """Committed tokens that its drafter has to catch up on, beyond what the last round gave it."""
-        return len(sequence.tokens) - self.seen.get(sequence.id, 0)
+        """Committed tokens that its drafter has to catch up on, beyond what the last rounds gave it."""
+        lag = len(sequence.tokens) - self.seen.get(sequence.id, 0)
+        return lag if lag >= self.LITTLE else 0
+
+    def _decide(self, sequences: Seq[Sequence], longest: Seq[int]) -> _Plan:
+        """The best plan if the account covers it, else a small trial, else rest until there is enough for one."""
+        luck = len(sequences) ** -0.5
+        if self.balance is None:
+            self.balance = self.START * luck
+        best = self._best(sequences, self._affordable(sequences, longest))
+        if best.budgets:
+            goes_on = self._plan.promise > 1.0
+            if self.balance >= (-self.LOAN * luck if goes_on else self._excess(sequences, best.budgets)):
+                best.left = max(1, min(self.REPLAN, self._check - self.prices.since))
+                return best
+        trial = self._trial(sequences, longest)
+        lacking = min(self.TRIAL * self._excess(sequences, trial), self.SAVED) - self.balance
+        if lacking <= 0.0:
+            return _Plan(trial, self.TRIAL)
+        for belief in self.beliefs.values():
+            belief.loosen(self.SEQUENCE_OPEN)
+        self._check = self.CHECKS[0]
+        rest = min(max(int(lacking / self.SPEND) + 1, self.REST[0]), self.REST[1])
+        return _Plan({}, rest, batch=(len(sequences), sequences[-1].id))
+
+    def _affordable(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[int]:
+        """How deep each may draft where the account has to cover what their drafters must catch up on."""
+        assert self.balance is not None
+        left = self.balance * self.prices.round(len(sequences), len(sequences))
+        depths = list(longest)
+        for index in sorted(range(len(depths)), key=lambda i: self._lag(sequences[i])):
+            lag, method = self._lag(sequences[index]), sequences[index].drafter
+            if depths[index] and lag and method is not None:
+                left -= self.prices.draft[method].per_token * lag
+                depths[index] *= left > 0.0
+        return depths
+
+    def _drafting(self, sequences: Seq[Sequence], budgets: Mapping[int, int]) -> list[Drafting]:
+        """What each method does in a round with these budgets."""
+        groups: dict[str, list[Sequence]] = {}
+        for sequence in sequences:
+            if budgets.get(sequence.id) and sequence.drafter is not None:
+                groups.setdefault(sequence.drafter, []).append(sequence)
+        return [
+            Drafting(method, len(group), max(budgets[s.id] for s in group), sum(map(self._lag, group)))
+            for method, group in groups.items()
+        ]
+
+    def _excess(self, sequences: Seq[Sequence], budgets: Mapping[int, int]) -> float:
+        """What a round with these budgets costs beyond a plain one if no draft is accepted, in plain rounds; at most
+        what can be saved."""
+        rows = float(sum(sequence.scheduled for sequence in sequences))
+        plain = self.prices.round(len(sequences), rows)
+        for sequence in sequences:
+            depth = budgets.get(sequence.id)
+            if depth and sequence.drafter is not None:
+                made = self.methods[sequence.drafter].existence()[depth - 1]
+                rows += made * self.setting.nodes[sequence.drafter][depth]
+        cost = self.prices.round(len(sequences), rows)
+        cost += sum(self.prices.drafting(*part) for part in self._drafting(sequences, budgets))
+        return min(max(cost + self.host / self.prices.pace, plain) / plain - 1.0, self.SAVED)
+
+    def _trial(self, sequences: Seq[Sequence], longest: Seq[int]) -> dict[int, int]:
+        """Short drafts for a few sequences whose drafters have least to catch up on."""
+        depth = max(1, self.setting.row_multiple - 1) if len(sequences) == 1 else 1
+        able = sorted((i for i, cap in enumerate(longest) if cap), key=lambda i: self._lag(sequences[i]))
+        budgets = dict.fromkeys((sequence.id for sequence in sequences), 0)
+        for index in able[: self.TRIED]:
+            budgets[sequences[index].id] = min(longest[index], depth)
+        return budgets
 
     def _offers(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[Offer]:
         """Every position that may be drafted, the most promising first."""
@@ -167,124 +268,93 @@ class Adaptive(LengthPolicy):
         offers.sort(key=lambda offer: (-offer[0], offer[1]))
         return offers
 
-    def _best(self, sequences: Seq[Sequence], longest: Seq[int], rows: int) -> _Plan:
-        """The admission prefix with the most expected tokens per second."""
-        began = perf_counter()
-        count = len(sequences)
+    def _best(self, sequences: Seq[Sequence], longest: Seq[int]) -> _Plan:
+        """The admission prefix with the most expected tokens per second; nobody drafts if none is worth it."""
+        count, rows = len(sequences), float(sum(sequence.scheduled for sequence in sequences))
         offers = self._offers(sequences, longest)
-        plain = self._seconds(count, rows)
-        best, chosen = (self.MARGIN + self.CROWD * min(count - 1, 3)) * count / plain, 0
-        tokens, extra, wanted = float(count), 0.0, float(rows)
+        plain = self.prices.round(count, rows)
+        best, chosen = self.MARGIN * count / plain, 0
+        tokens, extra = float(count), self.host / self.prices.pace
         drafting: dict[str, tuple[int, int]] = {}
-        prices: dict[str, float] = {}
+        costs: dict[str, float] = {}
         untried = any(self._untried(sequence.drafter) for sequence in sequences if sequence.drafter is not None)
-        for place, (gain, depth, index, added) in enumerate(offers, start=1):
+        for place, (gain, depth, index, added) in enumerate(offers[: self.UNTRIED] if untried else offers, start=1):
             sequence = sequences[index]
             method = sequence.drafter
             assert method is not None
-            tokens, wanted = tokens + gain, wanted + added
+            tokens, rows = tokens + gain, rows + added
             drafters, levels = drafting.get(method, (0, 0))
             drafting[method] = drafters, levels = drafters + (depth == 1), max(levels, depth)
-            prices[method] = self._draft_seconds(method, drafters, levels)
+            costs[method] = self.prices.drafting(method, drafters, levels)
             if depth == 1:
-                extra += self.draft[method].per_token * self._lag(sequence) / self.HORIZON
-            speed = tokens / (self._seconds(count, wanted) + sum(prices.values()) + extra)
+                extra += self.prices.draft[method].per_token * self._lag(sequence) / self.HORIZON
+            speed = tokens / (self.prices.round(count, rows) + sum(costs.values()) + extra)
             if speed > best:
                 best, chosen = speed, place
-            if untried and place >= self.UNTRIED:
-                break
         budgets = dict.fromkeys((sequence.id for sequence in sequences), 0)
         for _, depth, index, _ in offers[:chosen]:
             budgets[sequences[index].id] = depth
+        self._forget(budgets, {sequences[index].drafter for _, _, index, _ in offers[:chosen]})
+        promise = best * plain / count
+        return _Plan(budgets if chosen else {}, self.REPLAN, promise)
+
+    def _forget(self, budgets: Mapping[int, int], active: set[str | None]) -> None:
+        """Hold less against those whom a plan leaves out."""
         for key, budget in budgets.items():
             if not budget and key in self.beliefs:
                 self.beliefs[key].fade(self.SILENT_FADE)
-        active = {sequences[index].drafter for _, _, index, _ in offers[:chosen]}
         for method, belief in self.methods.items():
             if method not in active:
                 belief.loosen(self.OPEN)
-        # Planning may take a hundredth of the time.
-        worth = int((perf_counter() - began) / (0.01 * plain * self.pace))
-        left = min(max(worth, self.REPLAN), self.REST) if chosen else self.REST
-        return _Plan(budgets, left, best * plain / count)
-
-    def _seconds(self, count: int, rows: float) -> float:
-        """Expected seconds of a verification with so many rows."""
-        found = self.verify.estimate(count, self._rows(rows))
-        return found if found is not None else 1.0
 
     def _untried(self, method: str) -> bool:
-        return self.methods[method].tested[0] < self.UNTRIED or self.draft[method].curve.estimate(1, 1) is None
-
-    def _draft_seconds(self, method: str, sequences: int, levels: int) -> float:
-        known = self.draft[method].curve.estimate(sequences, levels)
-        return known if known is not None else 0.1 * levels * self._seconds(1, 1)
-
-    def _try(self, sequences: Seq[Sequence], longest: Seq[int], rows: int) -> list[int] | None:
-        """Budgets that do the other thing for a round, if enough time was saved for it."""
-        count = len(sequences)
-        plain = self._seconds(count, rows)
-        budgets = [self._plan.budgets[sequence.id] for sequence in sequences]
-        if any(budgets):
-            price, budgets = (self._plan.promise - 1.0) * plain, [0] * count
-        else:
-            depth = max(1, self.setting.row_multiple - 1) if count == 1 else 1
-            able = sorted((i for i, cap in enumerate(longest) if cap), key=lambda i: self._lag(sequences[i]))
-            groups: dict[str, list[int]] = {}
-            for index in able[: self.PROBED]:
-                budgets[index] = min(longest[index], depth)
-                groups.setdefault(sequences[index].drafter or "", []).append(self._lag(sequences[index]))
-            made = sum(depth * len(lags) * self.methods[method].existence()[0] for method, lags in groups.items())
-            price = max(self._seconds(count, rows + made) - plain, self.CHEAPEST * plain)
-            for method, lags in groups.items():
-                price += self._draft_seconds(method, len(lags), depth) + self.draft[method].per_token * sum(lags)
-        if self.saved < min(price, self.SAVED * plain):
-            return None
-        self.saved -= price
-        return budgets
+        return self.methods[method].tested[0] < self.UNTRIED or self.prices.untried(method)
 
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
-        if all(verdict.fed == 1 for verdict in verdicts):
-            point = (len(sequences), self._rows(len(sequences) + sum(len(draft) for draft in drafts)))
-            spent = seconds.verify + seconds.accept
-            expected = self.verify.estimate(*point) if self.verify.known(*point) >= self.CALIBRATION else None
-            if expected is not None:
-                # At rest where a quarter of the rounds is faster, as the prices are.
-                self.pace *= 1.01 if spent > expected * self.pace else 0.97
-            spent /= self.pace
-            self.verify.add(*point, spent)
-            self.saved = min(self.saved + self.SPEND * spent, self.SAVED * spent)
-        self._since += 1
-        if not any(self._asked):
-            self._since = 0
-        else:
-            self._price(sequences, seconds.draft / self.pace)
-            for method in {s.drafter for s, asked in zip(sequences, self._asked) if asked and s.drafter is not None}:
-                self.methods[method].fade(self.METHOD_FADE)
-            for index, sequence in enumerate(sequences):
-                if self._asked[index] and sequence.drafter is not None:
-                    self._learn(sequence, index, drafts[index], verdicts[index])
+        if not self._groups:
+            # In a long rest only the last rounds are looked at: this costs host time too.
+            if (self._plan.left < self.prices.RECENT or self.prices.wait) and _decodes(verdicts):
+                self.prices.plain(len(sequences), seconds.verify + seconds.accept)
+            self._book(self.SPEND)
+            return
+        began = self.clock()
+        if _decodes(verdicts):
+            rows = len(sequences) + sum([len(draft) for draft in drafts])
+            self.prices.drafted(len(sequences), rows, seconds, self._groups)
+            self._settle(len(sequences), rows, sum([len(verdict.tokens) for verdict in verdicts]), seconds)
+        for part in self._groups:
+            self.methods[part.method].fade(self.METHOD_FADE)
+        for asked, sequence, draft, verdict in zip(self._asked, sequences, drafts, verdicts):
+            if asked:
+                self._learn(sequence, asked, draft, verdict)
+        took, self._took = self._took + self.clock() - began, 0.0
+        self.host += 0.2 * (min(took, 2.0 * self.host) - self.host) if self.host else took
 
-    def _price(self, sequences: Seq[Sequence], seconds: float) -> None:
-        """Learn what drafting cost; methods that drafted together share it as their estimates say."""
-        groups: dict[str, list[int]] = {}
-        for index, sequence in enumerate(sequences):
-            if self._asked[index] and sequence.drafter is not None:
-                groups.setdefault(sequence.drafter, []).append(index)
-        levels = {method: max(self._asked[i] for i in group) for method, group in groups.items()}
-        guesses = {method: self._draft_seconds(method, len(group), levels[method]) for method, group in groups.items()}
-        total = sum(guesses.values())
-        for method, group in groups.items():
-            behind, guess = sum(self._behind[i] for i in group), guesses[method]
-            self.draft[method].add(len(group), levels[method], behind, guess, seconds * guess / total)
+    def _book(self, amount: float) -> None:
+        if self.balance is not None:
+            self.balance = max(min(self.balance + amount, self.SAVED), -self.SAVED)
 
-    def _learn(self, sequence: Sequence, index: int, draft: Draft, verdict: Verdict) -> None:
+    def _settle(self, count: int, rows: int, tokens: int, seconds: Seconds) -> None:
+        """Book what a round with drafts brought and cost."""
+        if self.balance is None:
+            return
+        prices = self.prices
+        plain = prices.round(count, count)
+        cost = prices.round(count, rows) + sum(prices.drafting(*part) for part in self._groups)
+        if prices.since <= self.FRESH:
+            spent = (seconds.draft + seconds.verify + seconds.accept) / prices.pace
+            cost = min(max(spent, cost), cost + self.SURPRISE * plain)
+        self._book(tokens / count - (cost + self.host / prices.pace) / plain + self.SPEND)
+        if self.balance < -self.LOAN * count**-0.5:
+            self._plan.left = 0
+
+    def _learn(self, sequence: Sequence, asked: int, draft: Draft, verdict: Verdict) -> None:
         assert sequence.drafter is not None
-        if not len(draft) and self._behind[index]:
+        if not len(draft) and len(sequence.tokens) - len(verdict.tokens) - self.seen.get(sequence.id, 0) >= self.LITTLE:
             return
         self.seen[sequence.id] = len(sequence.tokens)
         method = self.methods[sequence.drafter]
-        method.learn_made(self._asked[index], draft.depth)
+        method.learn_made(asked, draft.depth)
         if len(draft):
             method.learn(verdict.tested, verdict.matched)
             own = self.beliefs.get(sequence.id)
@@ -296,3 +366,8 @@ class Adaptive(LengthPolicy):
     def release(self, sequence: Sequence) -> None:
         self.beliefs.pop(sequence.id, None)
         self.seen.pop(sequence.id, None)
+
+
+def _decodes(verdicts: Seq[Verdict]) -> bool:
+    """Whether nobody read a prompt."""
+    return all(verdict.fed == 1 for verdict in verdicts)

@@ -23,6 +23,11 @@ class Belief:
         self.tested = [share * count for count in self.tested]
         self.matched = [share * count for count in self.matched]
 
+    def loosen(self, most: float) -> None:
+        """Let the evidence weigh no more than ``most`` tests, so that news is believed."""
+        if self.tested[0] > most:
+            self.fade(most / self.tested[0])
+
     def rates(self, prior: Seq[float], weight: float) -> list[float]:
         """Chance of acceptance by depth, where ``prior`` counts as ``weight`` tests."""
         return [(m + weight * p) / (t + weight) for m, t, p in zip(self.matched, self.tested, prior)]
@@ -48,11 +53,6 @@ class MethodBelief(Belief):
         super().fade(share)
         self.asked = [share * count for count in self.asked]
         self.made = [share * count for count in self.made]
-
-    def loosen(self, most: float) -> None:
-        """Let the evidence weigh no more than ``most`` tests, so that news is believed."""
-        if self.tested[0] > most:
-            self.fade(most / self.tested[0])
 
     def acceptance(self) -> list[float]:
         """Chance of acceptance by depth; each depth starts from what the one before it found."""

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from math import exp
 
-import numpy as np
-
 Features = Callable[[float, float], tuple[float, float, float]]
 
 
@@ -34,17 +32,15 @@ class CostCurve:
 
     WINDOW = 9
     ENOUGH = 3
-    SAMPLE = 4
-    """Of the measurements of a point with a full window, one in so many is kept."""
     REFIT = 8
     """Measurements after which estimates are made anew; these cost host time, and prices move slowly."""
 
     def __init__(self, features: Features, prior: Seq[float], grain: int = 1) -> None:
         self.features = features
-        self.prior = np.array(prior)
+        self.prior = prior
         self.grain = grain
         self.points: dict[tuple[int, int], deque[float]] = {}
-        self._new = self._skipped = 0
+        self._new = 0
         self._plane: list[float] | None = None
         self._near: dict[int, list[tuple[int, float, float]]] = {}
         """Sequences -> (units, weight, distance from the plane) of the points that are sure."""
@@ -53,14 +49,8 @@ class CostCurve:
 
     def add(self, sequences: int, units: int, seconds: float) -> None:
         recent = self.points.setdefault((sequences, units), deque(maxlen=self.WINDOW))
-        if len(recent) == self.WINDOW:
-            self._skipped += 1
-            if self._skipped % self.SAMPLE:
-                return
         recent.append(seconds)
-        self._new += 1
-        if len(recent) == self.ENOUGH or self._new >= self.REFIT:
-            self._fit()
+        self._new += 1 if len(recent) != self.ENOUGH else self.REFIT
 
     def known(self, sequences: int, units: int) -> int:
         """How many measurements are kept of exactly this point."""
@@ -68,6 +58,8 @@ class CostCurve:
 
     def estimate(self, sequences: int, units: int) -> float | None:
         """Seconds; None while no point has been measured often enough."""
+        if self._new >= self.REFIT:
+            self._fit()
         found = self._estimates.get((sequences, units))
         if found is not None or self._plane is None:
             return found
@@ -80,7 +72,7 @@ class CostCurve:
                     share = weight * exp(-0.5 * (off + ((u - units) / width_u) ** 2))
                     total += share
                     bend += share * residual
-        plane = sum(a * b for a, b in zip(self._plane, self.features(sequences, units)))
+        plane = _dot(self._plane, self.features(sequences, units))
         found = self._estimates[sequences, units] = max(plane + bend / total, 0.25 * self._lowest)
         return found
 
@@ -89,22 +81,49 @@ class CostCurve:
         sure = {point: sorted(recent) for point, recent in self.points.items() if len(recent) >= self.ENOUGH}
         if not sure:
             return
-        seconds = np.array([recent[(len(recent) - 1) // 4] for recent in sure.values()])
-        weights = np.array([float(len(recent)) for recent in sure.values()])
-        self._lowest = float(seconds.min())
-        design = np.array([self.features(*point) for point in sure])
-        prior = self._lowest * self.prior
-        weighed = design * weights[:, None]
+        values = [recent[(len(recent) - 1) // 4] for recent in sure.values()]
+        design = [self.features(*point) for point in sure]
+        self._lowest = min(values)
+        scale = min(value / _dot(row, self.prior) for value, row in zip(values, design))
+        prior = [scale * share for share in self.prior]
         # What the measurements leave open follows the prior's slopes, with the level that was measured; and noise
         # must not make more work look cheaper.
-        ridge = np.diag([1e-4, 1.0, 1.0])
-        plane = prior + np.linalg.solve(weighed.T @ design + ridge, weighed.T @ (seconds - design @ prior))
-        plane[1:] = np.maximum(plane[1:], 0.1 * prior[1:])
-        plane[0] = (weights @ (seconds - design[:, 1:] @ plane[1:])) / weights.sum()
-        self._plane = plane.tolist()
+        squares = [[1e-4, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+        sums = [0.0, 0.0, 0.0]
+        total = 0.0
+        weights = [float(len(recent)) for recent in sure.values()]
+        for row, value, weight in zip(design, values, weights):
+            total += weight
+            residual = weight * weight * (value - _dot(row, prior))
+            for i in range(3):
+                sums[i] += residual * row[i]
+                for j in range(3):
+                    squares[i][j] += weight * weight * row[i] * row[j]
+        plane = [p + step for p, step in zip(prior, _solve(squares, sums))]
+        plane[1:] = [max(slope, 0.1 * p) for slope, p in zip(plane[1:], prior[1:])]
+        plane[0] = sum(w * (v - _dot(r[1:], plane[1:])) for r, v, w in zip(design, values, weights)) / total
+        self._plane = plane
         self._near, self._estimates = {}, {}
-        for (n, u), weight, residual in zip(sure, weights.tolist(), (seconds - design @ plane).tolist()):
-            self._near.setdefault(n, []).append((u, weight, residual))
+        for (n, u), row, value, weight in zip(sure, design, values, weights):
+            self._near.setdefault(n, []).append((u, weight, value - _dot(row, plane)))
+
+
+def _dot(row: Seq[float], coefficients: Seq[float]) -> float:
+    return sum([a * b for a, b in zip(row, coefficients)])
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """The solution of a small system with a positive definite matrix; both arguments are overwritten."""
+    size = len(right)
+    for i in range(size):
+        for k in range(i + 1, size):
+            share = matrix[k][i] / matrix[i][i]
+            for j in range(i, size):
+                matrix[k][j] -= share * matrix[i][j]
+            right[k] -= share * right[i]
+    for i in reversed(range(size)):
+        right[i] = (right[i] - _dot(matrix[i][i + 1 :], right[i + 1 :])) / matrix[i][i]
+    return right
 
 
 class DraftCost:

@@ -28,8 +28,7 @@ class Planned(Adaptive):
     def _choose(self, sequences: Seq[Sequence]) -> list[int]:
         longest = [self.longest(sequence) for sequence in sequences]
         if any(cap and sequence.drafter not in self.plans for cap, sequence in zip(longest, sequences)):
-            rows = sum(sequence.scheduled for sequence in sequences)
-            return [0] * len(sequences) if self._calibrates(sequences, rows) else longest
+            return [0] * len(sequences) if self._calibrates(sequences) else longest
         return [
             min(cap, self.plans[sequence.drafter]) if cap and sequence.drafter else 0
             for cap, sequence in zip(longest, sequences)
@@ -51,8 +50,8 @@ class Planned(Adaptive):
         nodes = self.setting.nodes[method]
 
         def speed(depth: int) -> float:
-            drafting = self._draft_seconds(method, count, depth) if depth else 0.0
+            drafting = self.prices.drafting(method, count, depth) if depth else 0.0
             tokens = sum(rate**level for level in range(depth + 1))
-            return tokens / (self._seconds(count, count * (1 + nodes[depth])) + drafting)
+            return tokens / (self.prices.round(count, count * (1 + nodes[depth])) + drafting)
 
         return max(range(len(nodes)), key=speed)
