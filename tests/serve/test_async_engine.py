@@ -10,7 +10,8 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import RequestError
-from forerun.engine.async_engine import AsyncEngine, ClosedError, Delta, QueueFullError, TimeLimitError
+from forerun.engine.async_engine import AsyncEngine, ClosedError, QueueFullError, TimeLimitError
+from forerun.engine.stream import Delta
 
 PROMPT = "def parse("
 LONG = SamplingParams(temperature=0.9, seed=3, max_tokens=160, ignore_eos=True)
@@ -51,6 +52,39 @@ def test_streams_what_a_lone_decode_gives(engine: AsyncEngine, served: LLM) -> N
         assert joined(deltas) == (lone.outputs[0].text, lone.outputs[0].token_ids)
         assert [d.finish.reason for d in deltas if d.finish] == [lone.outputs[0].finish_reason]
         assert len(deltas) > 1
+
+
+@pytest.mark.parametrize(("delay", "together"), [(0.0, 1), (3.5, 3), (1e9, 16)])
+def test_short_rounds_are_handed_over_together(
+    served: LLM, monkeypatch: pytest.MonkeyPatch, delay: float, together: int
+) -> None:
+    """On a clock on which a round takes a second: first and last tokens at once, the others as late as allowed."""
+    rounds, batches = 0, []
+
+    class Noting(AsyncEngine):
+        def _deliver(self, batch: Any) -> None:
+            batches.append([(delta.seconds, len(delta.token_ids)) for _, delta in batch])
+            super()._deliver(batch)
+
+    def step() -> Any:
+        nonlocal rounds
+        rounds += 1
+        return type(served.engine).step(served.engine)
+
+    monkeypatch.setattr(served.engine, "clock", lambda: float(rounds))
+    monkeypatch.setattr(served.engine, "step", step)
+    engine = Noting(served.engine, max_backlog=64, max_delay=delay)
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=45, ignore_eos=True)
+
+    async def work() -> list[Delta]:
+        return await read(await engine.submit(served.tokenizer.encode(PROMPT), params, speculate=False))
+
+    deltas = run(work())
+    engine.close()
+    assert joined(deltas)[1] == served.generate([PROMPT], params, speculate=False)[0].outputs[0].token_ids
+    assert [len(batch) for batch in batches[:-1]] == [1] + [together] * (len(batches) - 2)
+    assert 1 <= len(batches[-1]) <= together
+    assert sum(count for batch in batches for _, count in batch) == 45
 
 
 def test_n_answers_share_a_stream(engine: AsyncEngine, served: LLM) -> None:
@@ -113,7 +147,8 @@ def test_a_slow_reader_is_set_aside_and_loses_nothing(engine: AsyncEngine, serve
         others = [await engine.submit(ids, SamplingParams(max_tokens=60, seed=1)) for _ in range(4)]
         await asyncio.gather(*map(read, others))
         # The others were not stalled, the slow one made nothing more, and its pages are free.
-        assert slow.backlog == backlog == engine.max_backlog
+        assert slow.backlog == backlog
+        assert engine.max_backlog <= backlog < engine.max_backlog + engine.max_backlog // 4
         assert not served.engine.target.cache.pool.tables
         assert engine.num_paused == 1
         return await read(slow)

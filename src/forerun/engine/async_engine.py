@@ -14,17 +14,14 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 from forerun.core.errors import RequestError
-from forerun.engine.engine import Engine, Job, Update
-from forerun.engine.logprobs import TokenLogprobs
-from forerun.engine.stop import Finish, held_back
-from forerun.engine.trace import TraceRound
-from forerun.models.tokenizer import Detokenizer
+from forerun.engine.engine import Engine, Update
+from forerun.engine.stream import Delta, ShownText, Stream
 from forerun.sampling.params import SamplingParams
 
 log = logging.getLogger("forerun")
@@ -43,155 +40,42 @@ class ClosedError(RequestError):
 
 
 @dataclass(slots=True)
-class Delta:
-    """What one round added to one of a request's n answers.
+class _Held:
+    """What the engine thread has not handed over yet. Times are on the engine's clock."""
 
-    ``text`` leaves out the end of the answer while it could still become a stop string. ``seconds`` is when the
-    round ended, on the engine's clock.
-    """
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    round: TraceRound | None
-    finish: Finish | None
-    seconds: float
-    text: str = ""
-
-
-class _Text:
-    """One answer's text as its reader gets to see it."""
-
-    def __init__(self, job: Job, tokenizer: Any) -> None:
-        sequence = job.sequence
-        self.params = sequence.params
-        prompt = sequence.tokens[: sequence.num_prompt]
-        self.detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=self.params.skip_special_tokens)
-        self.shown = 0
-
-    def after(self, tokens: Seq[int], finish: Finish | None) -> str:
-        """What can be shown once ``tokens`` have come."""
-        detokenizer = self.detokenizer
-        detokenizer.add(tokens if finish is None else finish.spoken(tokens))
-        if finish is not None:
-            detokenizer.finish()
-        text = detokenizer.text
-        end = len(text)
-        if finish is None:
-            end -= held_back(text, self.params)
-        elif finish.cut is not None:
-            end = finish.cut
-        start, self.shown = self.shown, max(self.shown, end)
-        return text[start:end]
-
-
-class Stream:
-    """One request: iterate over its deltas, in the event loop that submitted it. ``abort`` ends it at once."""
-
-    def __init__(self, owner: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
-        self.jobs: list[Job] = []
-        self.arrival = owner.engine.clock()
-        self.error: Exception | None = None
-        self._owner = owner
-        self._loop = loop
-        self._deltas: deque[Delta] = deque()
-        self._reader: asyncio.Future[None] | None = None
-        """What the reader waits for, if it waits."""
-        self._unfinished = 0
-        self._texts: list[_Text] = []
-        # One writer each, so that two threads can read the difference without a lock.
-        self._produced = 0
-        self._consumed = 0
-        self._paused = False
-        """The reader should ask for the request to go on, once it has caught up."""
-        self._aside = False
-        """The request is off the engine; the engine thread's own flag."""
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def backlog(self) -> int:
-        """Deltas made but not read yet."""
-        return self._produced - self._consumed
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.jobs[0].sequence.num_prompt
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if not await self._some():
-            raise StopAsyncIteration
-        return self._take()
-
-    async def read(self) -> list[Delta]:
-        """All that came since the last time, at least one delta; none at the end. One reader at a time."""
-        await self._some()
-        return [self._take() for _ in range(len(self._deltas))]
-
-    async def _some(self) -> bool:
-        """Wait for a delta; False: there will be none. Raises what ended the request."""
-        while not self._deltas:
-            if self.error is not None:
-                raise self.error
-            if not self._unfinished:
-                return False
-            self._reader = self._loop.create_future()
-            await self._reader
-        return True
-
-    def _take(self) -> Delta:
-        delta = self._deltas.popleft()
-        if self._texts:
-            delta.text = self._texts[delta.index].after(delta.token_ids, delta.finish)
-        self._consumed += 1
-        if self._paused and self.backlog <= self._owner.max_backlog // 2:
-            self._paused = False
-            self._owner.post(lambda: self._owner.resume(self))
-        return delta
-
-    def abort(self) -> None:
-        """End the request, if it has not ended; everything it holds is free before the next round."""
-        self._owner.forget(self)
-
-    def _deliver(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-        if delta.finish is not None:
-            self._unfinished -= 1
-        if not self._unfinished:
-            self._owner.forget(self)
-        self._notify()
-
-    def _fail(self, error: Exception) -> None:
-        self.error = error
-        self._owner.forget(self)
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    news: list[tuple[Stream, Delta]] = field(default_factory=list)
+    rounds: int = 0
+    since: float = 0.0
+    """When something was handed over last."""
+    latest: float = 0.0
+    """When the latest round ended."""
 
 
 class AsyncEngine:
     """Asyncio in front of an ``Engine``.
 
     ``max_queue`` bounds the requests that wait beyond those that can run (QueueFullError above it). A request whose
-    reader leaves ``max_backlog`` rounds unread is set aside until half of them are read. ``on_delta`` and ``on_forget``
-    may be set to see every delta and every request's end, in its reader's event loop.
+    reader leaves ``max_backlog`` rounds unread is set aside until half of them are read. Where rounds are short, those
+    of up to ``max_delay`` seconds are handed over together, because waking a reader may cost a tenth of one; first and
+    last tokens never wait. ``on_delta`` and ``on_forget`` may be set to see every delta and every request's end, in its
+    reader's event loop.
     """
 
-    def __init__(self, engine: Engine, *, max_queue: int = 1024, max_backlog: int = 64) -> None:
+    def __init__(
+        self, engine: Engine, *, max_queue: int = 1024, max_backlog: int = 64, max_delay: float = 0.01
+    ) -> None:
         self.engine = engine
         self.tokenizer = copy.deepcopy(engine.tokenizer)
         """For readers: a fast tokenizer must not be used from two threads at once."""
         self.max_queue = max_queue
         self.max_backlog = max_backlog
+        self.max_delay = max_delay
         self.on_delta: Callable[[Stream, Delta], None] | None = None
         self.on_forget: Callable[[Stream], None] | None = None
         self.streams: set[Stream] = set()
         self.draining = False
         self._by_job: dict[int, Stream] = {}
+        self._held = _Held()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._ending = False
@@ -311,7 +195,7 @@ class AsyncEngine:
         for job in stream.jobs:
             self._by_job[job.sequence.id] = stream
             if self.tokenizer is not None:
-                stream._texts.append(_Text(job, self.tokenizer))
+                stream._texts.append(ShownText(job, self.tokenizer))
         _post_to(stream._loop, partial(_settle, added))
 
     def _abort(self, stream: Stream) -> None:
@@ -320,9 +204,9 @@ class AsyncEngine:
             self.engine.abort(job)
 
     def _publish(self, updates: Seq[Update]) -> None:
-        """Hand every reader its news: one wake-up per event loop and round."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
-        now = self.engine.clock()
+        """Note what a round gave every reader; hand it over if it should not wait for the next round's."""
+        held, now = self._held, self.engine.clock()
+        urgent = False
         for update in updates:
             job, tokens = update.job, update.tokens
             stream = self._by_job.get(job.sequence.id)
@@ -330,11 +214,25 @@ class AsyncEngine:
                 continue
             logprobs = job.logprobs[-len(tokens) :] if job.logprobs and tokens else []
             trace = job.trace[-1] if job.trace and tokens else None
-            delta = Delta(job.index, tokens, logprobs, trace, update.finish, now)
+            held.news.append((stream, Delta(job.index, tokens, logprobs, trace, update.finish, now)))
+            urgent = urgent or update.finish is not None or job.sequence.num_output == len(tokens)
+            if update.finish is not None:
+                del self._by_job[job.sequence.id]
+        held.rounds += 1
+        ends_next = 2 * now - held.latest
+        held.latest = now
+        if urgent or ends_next - held.since > self.max_delay or held.rounds >= self.max_backlog // 4:
+            self._hand_over()
+            held.since = now
+
+    def _hand_over(self) -> None:
+        """What is held, to its readers: one wake-up per event loop."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
+        for stream, delta in self._held.news:
             stream._produced += 1
             batches.setdefault(stream._loop, []).append((stream, delta))
-            if update.finish is not None:
-                del self._by_job[update.job.sequence.id]
+        self._held.news.clear()
+        self._held.rounds = 0
         for loop, batch in batches.items():
             _post_to(loop, partial(self._deliver, batch))
         for stream in {stream for batch in batches.values() for stream, _ in batch}:

@@ -14,7 +14,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from forerun import __version__
-from forerun.engine.async_engine import AsyncEngine, Stream
+from forerun.engine.async_engine import AsyncEngine
+from forerun.engine.stream import Stream
 from forerun.sampling.params import SamplingParams
 from forerun.serve import errors, page
 from forerun.serve.errors import ApiError

@@ -15,10 +15,10 @@ from json.encoder import encode_basestring as quote
 from typing import Any
 
 from forerun.core.errors import ForerunError
-from forerun.engine.async_engine import Delta, Stream
 from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.stop import ERROR, Finish
+from forerun.engine.stream import Delta, Stream
 from forerun.models.tokenizer import Detokenizer
 from forerun.serve.errors import ApiError, as_api_error
 from forerun.serve.text import TextService
@@ -197,12 +197,17 @@ class Reply(ABC):
         yield "data: [DONE]\n\n"
 
     def _tell(self, batch: Seq[tuple[int, Delta]]) -> tuple[str, ApiError | None]:
-        """Events for deltas, up to one that failed."""
-        events = []
+        """Events for deltas, up to one that failed. What is nothing but text shares an event."""
+        events: list[str] = []
+        texts: dict[int, str] = {}
         for place, delta in batch:
+            index = place * self.per_prompt + delta.index
             if delta.finish is None and not (self.logprobs or self.traced or self.continuous_usage):
-                events.append(self._more_text(place, delta))
+                self.choices[index].num_tokens += len(delta.token_ids)
+                texts[index] = texts.get(index, "") + delta.text
                 continue
+            if index in texts:
+                events.append(self._more_text(index, texts.pop(index)))
             try:
                 new = self._read(place, delta)
             except ApiError as error:
@@ -212,21 +217,19 @@ class Reply(ABC):
                 if new.trace:
                     body["trace"] = new.trace
                 events.append(self._event([body]))
+        events.extend(self._more_text(index, text) for index, text in texts.items())
         return "".join(events), None
 
-    def _more_text(self, place: int, delta: Delta) -> str:
-        """The event of a delta that has nothing but text: the same for every such delta of a choice, but for it."""
-        index = place * self.per_prompt + delta.index
-        choice = self.choices[index]
-        choice.num_tokens += len(delta.token_ids)
-        if not delta.text:
+    def _more_text(self, index: int, text: str) -> str:
+        """The event of a choice that goes on; all of them are the same but for the text."""
+        if not text:
             return ""
-        choice.text += delta.text
+        self.choices[index].text += text
         frame = self._frames.get(index)
         if frame is None:
             before, _, after = self._event([self.piece(Choice(index, MARK))]).partition(quote(MARK))
             frame = self._frames[index] = (before, after)
-        return frame[0] + quote(delta.text) + frame[1]
+        return frame[0] + quote(text) + frame[1]
 
     def _event(self, choices: list[dict[str, Any]], **rest: Any) -> str:
         if self.continuous_usage:

@@ -1,0 +1,150 @@
+"""What a request's reader holds: its stream of deltas, and the text they make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forerun.engine.engine import Job
+from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.stop import Finish, held_back
+from forerun.engine.trace import TraceRound
+from forerun.models.tokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from forerun.engine.async_engine import AsyncEngine
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one round added to one of a request's n answers.
+
+    ``text`` leaves out the end of the answer while it could still become a stop string. ``seconds`` is when the
+    round ended, on the engine's clock.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    round: TraceRound | None
+    finish: Finish | None
+    seconds: float
+    text: str = ""
+
+
+class ShownText:
+    """One answer's text as its reader gets to see it."""
+
+    def __init__(self, job: Job, tokenizer: Any) -> None:
+        sequence = job.sequence
+        self.params = sequence.params
+        prompt = sequence.tokens[: sequence.num_prompt]
+        self.detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=self.params.skip_special_tokens)
+        self.shown = 0
+
+    def after(self, tokens: Seq[int], finish: Finish | None) -> str:
+        """What can be shown once ``tokens`` have come."""
+        detokenizer = self.detokenizer
+        detokenizer.add(tokens if finish is None else finish.spoken(tokens))
+        if finish is not None:
+            detokenizer.finish()
+        text = detokenizer.text
+        end = len(text)
+        if finish is None:
+            end -= held_back(text, self.params)
+        elif finish.cut is not None:
+            end = finish.cut
+        start, self.shown = self.shown, max(self.shown, end)
+        return text[start:end]
+
+
+class Stream:
+    """One request: iterate over its deltas, in the event loop that submitted it. ``abort`` ends it at once."""
+
+    def __init__(self, owner: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self.jobs: list[Job] = []
+        self.arrival = owner.engine.clock()
+        self.error: Exception | None = None
+        self._owner = owner
+        self._loop = loop
+        self._deltas: deque[Delta] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        """What the reader waits for, if it waits."""
+        self._unfinished = 0
+        self._texts: list[ShownText] = []
+        # One writer each, so that two threads can read the difference without a lock.
+        self._produced = 0
+        self._consumed = 0
+        self._paused = False
+        """The reader should ask for the request to go on, once it has caught up."""
+        self._aside = False
+        """The request is off the engine; the engine thread's own flag."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def backlog(self) -> int:
+        """Deltas made but not read yet."""
+        return self._produced - self._consumed
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.jobs[0].sequence.num_prompt
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if not await self._some():
+            raise StopAsyncIteration
+        return self._take()
+
+    async def read(self) -> list[Delta]:
+        """All that came since the last time, at least one delta; none at the end. One reader at a time."""
+        await self._some()
+        return [self._take() for _ in range(len(self._deltas))]
+
+    async def _some(self) -> bool:
+        """Wait for a delta; False: there will be none. Raises what ended the request."""
+        while not self._deltas:
+            if self.error is not None:
+                raise self.error
+            if not self._unfinished:
+                return False
+            self._reader = self._loop.create_future()
+            await self._reader
+        return True
+
+    def _take(self) -> Delta:
+        delta = self._deltas.popleft()
+        if self._texts:
+            delta.text = self._texts[delta.index].after(delta.token_ids, delta.finish)
+        self._consumed += 1
+        if self._paused and self.backlog <= self._owner.max_backlog // 2:
+            self._paused = False
+            self._owner.post(lambda: self._owner.resume(self))
+        return delta
+
+    def abort(self) -> None:
+        """End the request, if it has not ended; everything it holds is free before the next round."""
+        self._owner.forget(self)
+
+    def _deliver(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        if delta.finish is not None:
+            self._unfinished -= 1
+        if not self._unfinished:
+            self._owner.forget(self)
+        self._notify()
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        self._owner.forget(self)
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
