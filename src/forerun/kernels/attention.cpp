@@ -1,9 +1,9 @@
 // Attention of ragged rows over paged keys and values, and rotary positions.
 //
-// A row's keys are a list: the entries of its sequence from the first on, and for a node of a tree, behind the committed
-// entries, its own path. They are taken in that order, a block at a time, whatever lies beside the row, so a row of a
-// tree gets the bits of the same row decoded alone.
-#include "common.h"
+// A row's keys are a list: the entries of its sequence from the first on, and for a node of a tree, behind the
+// committed entries, its own path. They are taken in that order, a block at a time, whatever lies beside the row, so a
+// row of a tree gets the bits of the same row decoded alone.
+#include "blocks.h"
 
 #include <cmath>
 #include <limits>
@@ -11,99 +11,8 @@
 
 namespace {
 
-constexpr int64_t LANES = 16;
-constexpr int64_t BLOCK = LANES;   // keys between two looks at the largest score; more were slower
-constexpr int64_t TILE = 16;       // rows that share the keys brought in
-constexpr int64_t WIDEST = 256;    // numbers of a head, a multiple of 16
-constexpr double PARALLEL = 2e5;   // products worth a second thread
-
-// One layer's side of the pool, in numbers: [page][head][slot][width] or any strides with the width innermost.
-template <class T>
-struct Side {
-  T *base;
-  int64_t page, head, slot, width;
-  T *at(int64_t page_index, int64_t head_index, int64_t offset) const {
-    return base + page_index * page + head_index * head + offset * slot;
-  }
-};
-
-// Spans as Python lays them out, SPAN numbers each.
-struct Span {
-  int64_t first;   // its first row in the batch
-  int64_t count;   // rows
-  int64_t base;    // committed entries: the part of a path that is not listed
-  int64_t before;  // entries in the cache before this forward
-  int64_t table;   // where its page table begins in ``tables``
-  int64_t paths;   // where its rows' (begin, length) in ``paths`` begin; -1 for a chain
-};
-
-struct Plan {
-  const Span *spans;
-  int64_t count;
-  const int64_t *tables, *paths, *entries;
-  int64_t page_size;
-
-  int64_t seen(const Span &span, int64_t row) const {
-    return span.paths < 0 ? span.before + row + 1 : span.base + paths[span.paths + 2 * row + 1];
-  }
-  int64_t entry(const Span &span, int64_t row, int64_t index) const {
-    return span.paths < 0 || index < span.base ? index : entries[paths[span.paths + 2 * row] + index - span.base];
-  }
-};
-
-// sums[i] in lane i.
-inline __m512 across(const __m512 *sums) {
-  __m512 four[4];
-  for (int i = 0; i < 4; i++) {
-    const __m512 *s = sums + 4 * i;
-    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(s[0], s[1]), _mm512_unpackhi_ps(s[0], s[1]));
-    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(s[2], s[3]), _mm512_unpackhi_ps(s[2], s[3]));
-    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
-    four[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
-  }
-  const auto fold = [](__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  };
-  return fold(fold(four[0], four[1]), fold(four[2], four[3]));
-}
-
-// The keys of one block as float32 rows: in place where they are that already.
-template <class T>
-struct Rows {
-  alignas(64) float room[BLOCK][WIDEST];
-  const float *at[BLOCK];
-  void put(int64_t lane, const T *from, int64_t width) {
-    for (int64_t i = 0; i < width; i += LANES) _mm512_store_ps(room[lane] + i, load(from + i, 0xffff));
-    at[lane] = room[lane];
-  }
-};
-template <>
-struct Rows<float> {
-  const float *at[BLOCK];
-  void put(int64_t lane, const float *from, int64_t) { at[lane] = from; }
-};
-
-template <class T>
-struct Block {
-  Rows<T> keys, values;
-
-  void bring(const Plan &plan, const Span &span, int64_t row, int64_t begin, int64_t end, const Side<T> &k,
-             const Side<T> &v, int64_t head) {
-    int64_t last = -2, page = 0, offset = 0;
-    for (int64_t index = begin; index < end; index++) {
-      const int64_t entry = plan.entry(span, row, index);
-      if (entry == last + 1 && offset + 1 < plan.page_size) {
-        offset++;
-      } else {
-        page = plan.tables[span.table + entry / plan.page_size];
-        offset = entry % plan.page_size;
-      }
-      last = entry;
-      keys.put(index % BLOCK, k.at(page, head, offset), k.width);
-      values.put(index % BLOCK, v.at(page, head, offset), v.width);
-    }
-  }
-};
+constexpr int64_t TILE = 16;      // rows that share the keys brought in
+constexpr double PARALLEL = 2e5;  // products worth a second thread
 
 inline __m512 capped(__m512 scores, float softcap) {  // softcap * tanh(scores / softcap)
   const __m512 one = _mm512_set1_ps(1), two = _mm512_set1_ps(2), cap = _mm512_set1_ps(softcap);
@@ -111,20 +20,39 @@ inline __m512 capped(__m512 scores, float softcap) {  // softcap * tanh(scores /
   return _mm512_mul_ps(cap, _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(power, one))));
 }
 
-// A query's running softmax: its largest score and the sum of e^(score - largest); with it goes that sum weighted by
-// values.
+// Weights of values, as Block takes them.
+inline void keep_weights(float *to, __m512 weights) { _mm512_storeu_ps(to, weights); }
+#if defined(__AVX512BF16__)
+inline void keep_weights(uint16_t *to, __m512 weights) {
+  const __m256i high = (__m256i)_mm512_cvtneps_pbh(weights);
+  const __m512 kept = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), high);
+  const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(weights, kept));
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + LANES), low);
+}
+#endif
+
+// A query's running softmax: its largest score and, by lanes, the sum of e^(score - largest); with it goes that sum
+// weighted by values.
 struct State {
-  float top = -std::numeric_limits<float>::infinity(), total = 0;
+  __m512 total = _mm512_setzero_ps();
+  float top = -std::numeric_limits<float>::infinity();
 
   // From scores to weights of the values; returns by how much the sums so far shrink.
-  float weigh(__m512 scores, __mmask16 mask, float softcap, float *weights) {
+  template <class T>
+  float weigh(__m512 scores, __mmask16 mask, float scale, float softcap, T *weights) {
+    scores = _mm512_mul_ps(scores, _mm512_set1_ps(scale));
     if (softcap > 0) scores = capped(scores, softcap);
-    const float most = std::fmax(top, _mm512_mask_reduce_max_ps(mask, scores));
-    const __m512 found = _mm512_maskz_mov_ps(mask, exponential(_mm512_sub_ps(scores, _mm512_set1_ps(most))));
-    const float shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(top - most)));
-    total = total * shrink + _mm512_reduce_add_ps(found);
-    top = most;
-    _mm512_storeu_ps(weights, found);
+    float shrink = 1;
+    if (_mm512_mask_cmp_ps_mask(mask, scores, _mm512_set1_ps(top), _CMP_NLE_UQ)) {
+      const float most = std::fmax(top, _mm512_mask_reduce_max_ps(mask, scores));
+      shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(top - most)));
+      total = _mm512_mul_ps(total, _mm512_set1_ps(shrink));
+      top = most;
+    }
+    const __m512 found = _mm512_maskz_mov_ps(mask, exponential(_mm512_sub_ps(scores, _mm512_set1_ps(top))));
+    total = _mm512_add_ps(total, found);
+    keep_weights(weights, found);
     return shrink;
   }
 };
@@ -134,63 +62,45 @@ struct Task {
   int64_t query, begin, end;
 };
 
-template <int CHUNKS, class T>
-__m512 score(const float *query, const Block<T> &block, int64_t begin, int64_t end) {
-  __m512 products[LANES];
-  for (int64_t j = 0; j < LANES; j++) products[j] = _mm512_setzero_ps();
-  for (int64_t j = begin; j < end; j++) {
-    __m512 sum = _mm512_setzero_ps();
-#pragma GCC unroll 16
-    for (int64_t c = 0; c < CHUNKS; c++)
-      sum = _mm512_fmadd_ps(_mm512_loadu_ps(query + LANES * c), _mm512_loadu_ps(block.keys.at[j] + LANES * c), sum);
-    products[j] = sum;
-  }
-  return across(products);
-}
-
-template <int CHUNKS, class T>
-void gather(float *sums, const float *weights, float shrink, const Block<T> &block, int64_t begin, int64_t end) {
-  __m512 out[CHUNKS];
-  for (int64_t c = 0; c < CHUNKS; c++)
-    out[c] = _mm512_mul_ps(_mm512_loadu_ps(sums + LANES * c), _mm512_set1_ps(shrink));
-  for (int64_t j = begin; j < end; j++)
-#pragma GCC unroll 16
-    for (int64_t c = 0; c < CHUNKS; c++)
-      out[c] = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]), _mm512_loadu_ps(block.values.at[j] + LANES * c), out[c]);
-  for (int64_t c = 0; c < CHUNKS; c++) _mm512_storeu_ps(sums + LANES * c, out[c]);
-}
-
-// The queries of a tile: each one's numbers, CHUNKS registers of itself and CHUNKS of its sums, and its state. A block is
-// taken in three turns over all queries, because the steps of one query's softmax wait for each other.
-template <int CHUNKS>
+// The queries of a tile, their sums and states. A block is taken in three turns over all queries, because the steps of
+// one query's softmax wait for each other.
+template <class T, int CHUNKS>
 struct Queries {
   static constexpr int64_t WIDTH = LANES * CHUNKS;
-  std::vector<float> numbers, scores;
+  std::vector<const T *> queries;
+  std::vector<float> sums, scores, shrink;
+  std::vector<T> weights;
   std::vector<State> states;
   std::vector<Task> tasks;
 
-  float *query(int64_t index) { return numbers.data() + 2 * WIDTH * index; }
-  float *sums(int64_t index) { return query(index) + WIDTH; }
-
   void clear(int64_t count) {
-    numbers.assign(2 * WIDTH * count, 0);
+    queries.resize(count);
+    sums.assign(WIDTH * count, 0);
+    scores.resize(LANES * count);
+    weights.resize(2 * LANES * count);
+    shrink.resize(count);
     states.assign(count, State());
-    scores.resize((LANES + 1) * count);
     tasks.clear();
   }
 
-  template <class T>
-  void take(const Block<T> &block, float softcap) {
-    float *shrink = scores.data() + LANES * states.size(), *found = scores.data();
+  void take(const Block<T> &block, float scale, float softcap) {
     for (const Task &task : tasks)
-      _mm512_storeu_ps(found + LANES * task.query, score<CHUNKS>(query(task.query), block, task.begin, task.end));
+      _mm512_storeu_ps(scores.data() + LANES * task.query,
+                       block.template score<CHUNKS>(queries[task.query], task.begin, task.end));
     for (const Task &task : tasks) {
       const __mmask16 mask = first(task.end) & static_cast<__mmask16>(~first(task.begin));
-      float *own = found + LANES * task.query;
-      shrink[task.query] = states[task.query].weigh(_mm512_loadu_ps(own), mask, softcap, own);
+      const int64_t at = LANES * task.query;
+      shrink[task.query] =
+          states[task.query].weigh(_mm512_loadu_ps(scores.data() + at), mask, scale, softcap, weights.data() + 2 * at);
     }
-    for (const Task &task : tasks)
-      gather<CHUNKS>(sums(task.query), found + LANES * task.query, shrink[task.query], block, task.begin, task.end);
+    for (const Task &task : tasks) {
+      float *sum = sums.data() + WIDTH * task.query;
+      const __m512 less = _mm512_set1_ps(shrink[task.query]);
+      __m512 out[CHUNKS];
+      each<CHUNKS>([&](auto c) { out[c] = _mm512_mul_ps(_mm512_loadu_ps(sum + LANES * c), less); });
+      block.template gather<CHUNKS>(out, weights.data() + 2 * LANES * task.query, task.begin, task.end);
+      each<CHUNKS>([&](auto c) { _mm512_storeu_ps(sum + LANES * c, out[c]); });
+    }
     tasks.clear();
   }
 };
@@ -209,7 +119,7 @@ struct Call {
   void tile(const Span &span, int64_t from, int64_t to, int64_t head) const {
     const int64_t groups = heads / kv_heads;
     constexpr int64_t WIDTH = LANES * CHUNKS;
-    static thread_local Queries<CHUNKS> queries;
+    static thread_local Queries<T, CHUNKS> queries;
     static thread_local Block<T> block;
     queries.clear((to - from) * groups);
     int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
@@ -217,16 +127,16 @@ struct Call {
       const int64_t seen = plan.seen(span, row), begin = window > 0 && seen > window ? seen - window : 0;
       low = begin < low ? begin : low;
       high = seen > high ? seen : high;
-      for (int64_t group = 0; group < groups; group++) {
-        const T *query = q + (span.first + row) * q_stride + (head * groups + group) * WIDTH;
-        float *to_query = queries.query((row - from) * groups + group);
-        for (int64_t i = 0; i < WIDTH; i += LANES)
-          _mm512_storeu_ps(to_query + i, _mm512_mul_ps(load(query + i, 0xffff), _mm512_set1_ps(scale)));
-      }
+      for (int64_t group = 0; group < groups; group++)
+        queries.queries[(row - from) * groups + group] =
+            q + (span.first + row) * q_stride + (head * groups + group) * WIDTH;
     }
     for (int64_t at = low / BLOCK * BLOCK; at < high; at += BLOCK) {
       const bool shared = span.paths < 0 || at + BLOCK <= span.base;
-      if (shared) block.bring(plan, span, from, at, at + BLOCK < high ? at + BLOCK : high, keys, values, head);
+      const auto bring = [&](int64_t row, int64_t begin, int64_t end) {
+        block.bring(Places<T>(plan, span, row, begin, end, keys, values, head), WIDTH);
+      };
+      if (shared) bring(from, at, at + BLOCK < high ? at + BLOCK : high);
       for (int64_t row = from; row < to; row++) {
         const int64_t seen = plan.seen(span, row), least = window > 0 && seen > window ? seen - window : 0;
         const int64_t begin = least > at ? least : at, end = seen < at + BLOCK ? seen : at + BLOCK;
@@ -234,17 +144,17 @@ struct Call {
         for (int64_t group = 0; group < groups; group++)
           queries.tasks.push_back({(row - from) * groups + group, begin - at, end - at});
         if (shared) continue;
-        block.bring(plan, span, row, begin, end, keys, values, head);
-        queries.take(block, softcap);
+        bring(row, begin, end);
+        queries.take(block, scale, softcap);
       }
-      queries.take(block, softcap);
+      queries.take(block, scale, softcap);
     }
     for (int64_t index = 0; index < (to - from) * groups; index++) {
       const int64_t row = span.first + from + index / groups, query_head = head * groups + index % groups;
-      const __m512 share = _mm512_set1_ps(1 / queries.states[index].total);
+      const __m512 share = _mm512_set1_ps(1 / _mm512_reduce_add_ps(queries.states[index].total));
       T *to_row = out + (row * heads + query_head) * WIDTH;
       for (int64_t i = 0; i < WIDTH; i += LANES)
-        store(to_row + i, 0xffff, _mm512_mul_ps(_mm512_loadu_ps(queries.sums(index) + i), share));
+        store(to_row + i, 0xffff, _mm512_mul_ps(_mm512_loadu_ps(queries.sums.data() + WIDTH * index + i), share));
     }
   }
 
@@ -321,11 +231,16 @@ extern "C" {
     const Call<T> call{plan, q, out, sizes[6], sizes[0], sizes[1], sizes[5], scale, softcap, key_side, value_side};  \
     call.keep(k, v, sizes[7], sizes[8]);                                                                             \
     call.run(threads);                                                                                               \
-  }                                                                                                                  \
+  }
+#define TURN(KIND, T)                                                                                               \
   void turn_##KIND(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {          \
     turn<T>(x, stride, angles, rows, heads, width);                                                                  \
   }
 
 ATTENTION(float32, float)
+TURN(float32, float)
+TURN(bfloat16, uint16_t)
+#if defined(__AVX512BF16__)
 ATTENTION(bfloat16, uint16_t)
+#endif
 }
