@@ -54,6 +54,7 @@ SIGNATURES = {
     "decode_bfloat16": _DECODE,
     "gumbel": (_U, _P, _P, _N),
     "choose": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _I),
+    "draw": (_P, _N, _N, _P, _P),
     "overlaps": (_P, _N, _N, _P, _P, _P, _P, _I),
 }
 

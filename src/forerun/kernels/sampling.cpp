@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <vector>
 
 namespace {
 
@@ -95,9 +96,46 @@ struct Softmax {
   }
 };
 
+// The first id whose cumulative weight exceeds its share of the sum; never one of weight 0, unless all are. The sum runs
+// over blocks in double precision, so that rounding can at most leave the search at the end of the right block.
+int64_t invert(const float *weights, int64_t size, double spot) {
+  constexpr int64_t STEP = 128;
+  static thread_local std::vector<double> reach;
+  reach.clear();
+  double total = 0;
+  for (int64_t at = 0; at < size; at += STEP) {
+    __m512d sum = _mm512_setzero_pd();
+    for (int64_t i = at; i < at + STEP && i < size; i += 16) {
+      const __m512 v = load(weights + i, first(size - i));
+      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_castps512_ps256(v)));
+      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
+    }
+    total += _mm512_reduce_add_pd(sum);
+    reach.push_back(total);
+  }
+  const double goal = total * (spot < 1 - 0x1p-40 ? spot : 1 - 0x1p-40);
+  size_t block = 0;
+  while (block < reach.size() && !(reach[block] > goal)) block++;
+  if (block == reach.size()) return size - 1;  // nothing, or NaN
+  double sum = block ? reach[block - 1] : 0;
+  int64_t found = size - 1;
+  for (int64_t i = block * STEP; i < (static_cast<int64_t>(block) + 1) * STEP && i < size; i++)
+    if (weights[i] > 0) {
+      found = i;
+      sum += weights[i];
+      if (sum > goal) break;
+    }
+  return found;
+}
+
 }  // namespace
 
 extern "C" {
+
+// Per row of weights, the id at which its share ``spots`` of the sum is passed.
+void draw(const float *weights, int64_t rows, int64_t size, const double *spots, int64_t *out) {
+  for (int64_t r = 0; r < rows; r++) out[r] = invert(weights + r * size, size, spots[r]);
+}
 
 void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
   const Key noise(key);

@@ -22,7 +22,8 @@ class Compiled:
         assert found is not None
         self.ids = ids
         self._at = ids.data_ptr()
-        self._gumbel, self._choose, self._overlaps = found.gumbel, found.choose, found.overlaps
+        self._gumbel, self._choose = found.gumbel, found.choose
+        self._draw, self._overlaps = found.draw, found.overlaps
 
     def noise(self, keys: Seq[int], size: int) -> torch.Tensor:
         """Gumbel noise, float32 [len(keys), size]."""
@@ -48,6 +49,15 @@ class Compiled:
             torch.get_num_threads(),
         )  # fmt: skip
         return tops.tolist(), places.tolist(), softmax
+
+    def draw(self, weights: torch.Tensor, spots: Seq[float]) -> list[int]:
+        """Per row of ``weights`` [rows, vocabulary], the first id at which the cumulative share exceeds its spot, in
+        [0, 1); never an id of weight 0, unless the whole row is 0."""
+        weights = weights.float().contiguous()
+        count, size = weights.shape
+        numbers, places = array("d", spots), array("q", bytes(8 * count))
+        self._draw(weights.data_ptr(), count, size, numbers.buffer_info()[0], places.buffer_info()[0])
+        return places.tolist()
 
     def overlaps(
         self, scores: torch.Tensor, rows: Seq[int], tokens: Seq[int], qs: Seq[torch.Tensor | None]

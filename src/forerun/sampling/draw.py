@@ -53,6 +53,15 @@ class Sampler:
         top, ids = best(self.shared(warped, rows))
         return top.tolist(), ids.tolist(), probabilities(warped) if law else None
 
+    def law(self, warped: torch.Tensor) -> tuple[torch.Tensor, list[float], list[int]]:
+        """Softmax of each row, and its ``best`` on the host."""
+        if self.compiled is not None:
+            tops, ids, law = self.compiled.choose(warped, [None] * len(warped), law=True)
+            assert law is not None
+            return law, tops, ids
+        top, places = best(warped)
+        return probabilities(warped), top.tolist(), places.tolist()
+
     def perturb(self, warped: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
         """``warped`` plus the Gumbel row of each key; None: unchanged."""
         noisy = [i for i, key in enumerate(keys) if key is not None]
@@ -63,8 +72,10 @@ class Sampler:
     def draw(self, weights: torch.Tensor, keys: Seq[int]) -> torch.Tensor:
         """One id per row of unnormalised probabilities ``weights`` [rows, vocabulary]: where the row's cumulative
         sum passes the uniform of its key. An id of weight 0 is never drawn, unless its whole row is 0."""
-        spots = torch.tensor([uniform(key) for key in keys], dtype=torch.float64, device=weights.device)[:, None]
-        return invert(weights, spots)
+        spots = [uniform(key) for key in keys]
+        if self.compiled is not None and weights.dtype is torch.float32:
+            return torch.tensor(self.compiled.draw(weights, spots))
+        return invert(weights, torch.tensor(spots, dtype=torch.float64, device=weights.device)[:, None])
 
 
 def _add(warped: torch.Tensor, noisy: Seq[int], noise: torch.Tensor) -> torch.Tensor:

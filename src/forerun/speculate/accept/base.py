@@ -299,52 +299,58 @@ class RatioRule(Rule):
         trials = self.check(scores, flatten(scores))
         if self.lossless and all(row.heat == 0.0 for row in rows):
             return follow(scores, sampler)  # what p against q comes to, where p is a point mass
-        p, top, choice = self.target(scores, rows)
-        decision = self.decide(p, scores, trials)
-        keys = [
-            fold(sequence.seed, RESIDUAL, len(sequence.tokens), node)
-            for sequence, draft in zip(scores.sequences, scores.drafts)
-            for node in range(-1, len(draft))
-        ]
-        tested, shares = overlaps(scores, trials, rows, choice, p)
-        tops, chances, tokens, shared = fetch(top, decision.accept, sampler.draw(decision.residual, keys), shares)
-        overlap = dict(zip(tested, shared))
-        verdicts, fresh = [], []
+        p, tops, overlap, chances, residual = self._judge(scores, trials, rows, sampler)
+        verdicts, ends = [], []
         cursor = 0
         for index, draft in enumerate(scores.drafts):
             count = sum(map(len, draft.trials))
             path, again = self.walk(draft, self._test(scores, index, chances[cursor : cursor + count]))
             cursor += count
-            if again:
-                fresh.append(index)
             visited = [scores.row(index, node) for node in [-1, *path]]
+            ends.append((visited[-1], again))
             error = next((text for row in visited if (text := fault(tops[row]))), None)
-            verdict = Verdict(path=path, token=tokens[visited[-1]], error=error)
+            verdict = Verdict(path=path, error=error)
             measure(verdict, scores, index, overlap)
             verdicts.append(verdict)
-        if fresh:
-            ends = [scores.row(i, verdicts[i].path[-1]) for i in fresh]
-            for i, token in zip(fresh, sampler.draw(p[ends], [keys[row] for row in ends]).tolist()):
-                verdicts[i].token = token
+        laws = take(residual, [row for row, _ in ends])
+        if any(again for _, again in ends):
+            laws = torch.stack([(p if again else residual)[row] for row, again in ends])
+        keys = [
+            fold(sequence.seed, RESIDUAL, len(sequence.tokens), row - scores.row(index, -1) - 1)
+            for index, (sequence, (row, _)) in enumerate(zip(scores.sequences, ends))
+        ]
+        for verdict, token in zip(verdicts, sampler.draw(laws, keys).tolist()):
+            verdict.token = token
         return verdicts
+
+    def _judge(
+        self, scores: Scores, trials: Trials, rows: Seq[Row], sampler: Sampler
+    ) -> tuple[torch.Tensor, list[float], dict[int, float], list[float], torch.Tensor]:
+        """p [rows, vocabulary], a greedy row being a point mass; each row's best score; overlaps by row; and the
+        rule's decision."""
+        if sampler.compiled is not None:
+            p, tops, places = sampler.law(scores.warped)
+            choice = torch.tensor(places)
+        else:
+            p = probabilities(scores.warped)
+            top, choice = best(scores.warped)
+        greedy = [i for i, row in enumerate(rows) if row.heat == 0.0]
+        if greedy:
+            p[greedy] = 0.0
+            p[greedy, choice[greedy]] = 1.0
+        decision = self.decide(p, scores, trials)
+        if sampler.compiled is not None:
+            overlap = _quick_overlaps(scores, trials, rows, places, sampler.compiled)
+            return p, tops, overlap, decision.accept.tolist(), decision.residual
+        tested, shares = overlaps(scores, trials, rows, choice, p)
+        tops, chances, shared = fetch(top, decision.accept, shares)
+        return p, tops, dict(zip(tested, shared)), chances, decision.residual
 
     def check(self, scores: Scores, trials: Trials) -> Trials:
         if not self.trees and any(trials.rank):
             draft = scores.drafts[trials.index[trials.rank.index(1)]]
             raise ConfigError(f"accept={self.name!r} works on chains, but {draft.method or 'the drafter'} sent a tree")
         return trials
-
-    @staticmethod
-    def target(scores: Scores, rows: Seq[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """p [rows, vocabulary], a greedy row being a point mass; each row's best score, and, of greedy rows, its id."""
-        p = probabilities(scores.warped)
-        greedy = [i for i, row in enumerate(rows) if row.heat == 0.0]
-        if not greedy:
-            return p, scores.warped.amax(dim=1), torch.zeros(len(rows), dtype=torch.long, device=p.device)
-        top, choice = best(scores.warped)
-        p[greedy] = 0.0
-        p[greedy, choice[greedy]] = 1.0
-        return p, top, choice
 
     @staticmethod
     def _test(scores: Scores, index: int, chances: list[float]) -> list[list[bool]]:

@@ -232,9 +232,10 @@ class Chooser:
         if shared and width == 1:
             values, tokens, q = self.sampler.pick(warped, rows, law=hot)
             return [[t] if value > float("-inf") else [] for value, t in zip(values, tokens)], q, q_rows
-        q = probabilities(warped) if hot else None
-        if shared or q is None:
+        if shared:
+            q = probabilities(warped) if hot else None
             return self._top(self.sampler.shared(warped, rows), width), q, q_rows
+        q, tops, greedy = self.sampler.law(warped)
         roots = [len(row.sequence.tokens) for row in rows]
 
         def keys(trial: int) -> list[int]:
@@ -244,9 +245,10 @@ class Chooser:
             noisy = [key if row.heat > 0.0 else None for key, row in zip(keys(0), rows)]
             return self._top(self.sampler.perturb(warped, noisy), width), q, q_rows
         draws = [self.sampler.draw(q, keys(trial)).tolist() for trial in range(width)]
-        top = self._top(warped, width)
-        ids = [[d[i] for d in draws] if row.heat > 0.0 and top[i] else top[i] for i, row in enumerate(rows)]
-        return ids, q, q_rows
+        cold = any(row.heat == 0.0 for row in rows) and width > 1
+        top = self._top(warped, width) if cold else [[token] for token in greedy]
+        ids = [[d[i] for d in draws] if row.heat > 0.0 else top[i] for i, row in enumerate(rows)]
+        return [each if value > float("-inf") else [] for each, value in zip(ids, tops)], q, q_rows
 
     def rank(self, logits: torch.Tensor, rows: Seq[Row], count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The best ``count`` ids of each row, best first, and the log-probabilities to rank paths by.
