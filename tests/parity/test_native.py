@@ -222,7 +222,7 @@ ONE_CALL = [dtype for dtype in (torch.float32, torch.bfloat16) if kernels.has(f"
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoints, monkeypatch, dtype, name, quantization):
     monkeypatch.setattr("forerun.models.quantize.pays", lambda weight: True)
     model = native(checkpoints(name), dtype, quantization=quantization)
-    assert model._fused is not None
+    assert model.fused is not None
     prompts, nodes = [ids(30), ids(9, 1)], ids(6, 2)
     embeds = torch.randn(2, model.info.hidden_size)
     found = []
@@ -236,7 +236,7 @@ def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoints, mon
             run(model, cache, [Span(1, 12, [6, 7], logits=[1])], layers=(0, 2), hidden=(2, 3)),
             run(model, cache, [Span(1, 12, [6, 7, 8], logits=[0, 1, 2])], embeds=embeds, embed_rows=[0, 2]),
         ])  # fmt: skip
-        model._fused = None
+        model.fused = None
     for one, many in zip(*found):
         assert torch.equal(one.logits, many.logits)
         assert one.hidden.keys() == many.hidden.keys()

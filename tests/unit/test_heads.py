@@ -65,11 +65,12 @@ def test_medusa_drafts_the_argmax_of_its_heads(tiny_target, tmp_path, reference)
     assert drafted == wanted
 
 
+@pytest.mark.parametrize("width", [8, 16])  # 16: in one call, where there are kernels
 @torch.no_grad()
-def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp_path, reference):
+def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp_path, reference, width):
     """Independent form: the whole sequence at once, its own outputs appended as features, dense causal attention."""
     sizes = sizes_of(Path(tiny_target))
-    sizes = Sizes(**{**vars(sizes), "options": {"heads": 4, "kv_heads": 2, "width": 8, "inner_size": 24}})
+    sizes = Sizes(**{**vars(sizes), "options": {"heads": 4, "kv_heads": 2, "width": width, "inner_size": 24}})
     head = EagleHead(sizes)
     scramble(head)
     head.save(tmp_path)
@@ -83,7 +84,7 @@ def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp
         count = feature.shape[0]
         embedded = reference.get_input_embeddings()(torch.tensor(tokens))
         q, k, v = saved.qkv(embedded, feature, torch.arange(count))
-        scores = torch.einsum("qhw,khw->hqk", q, k.repeat_interleave(2, 1)) / 8**0.5
+        scores = torch.einsum("qhw,khw->hqk", q, k.repeat_interleave(2, 1)) / width**0.5
         scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), float("-inf"))
         mixed = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
         state = saved.finish(feature, mixed)[-1]
@@ -112,7 +113,7 @@ def test_parallel_drafts_what_a_whole_block_says_however_few_tokens_are_asked_fo
         normed = block.norm(x)
         places = count + torch.arange(4)
         k, v = (torch.cat(pair) for pair in zip(block.keys(features, torch.arange(count)), block.keys(normed, places)))
-        scores = torch.einsum("qhw,khw->hqk", block.queries(normed, places), k.repeat_interleave(2, 1)) / 8**0.5
+        scores = torch.einsum("qhw,khw->hqk", block.queries(normed, places), k.repeat_interleave(2, 1)) / width**0.5
         mixed = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
         x = x + block.o_proj(mixed)
         x = x + block.mlp(block.norm_mlp(x))

@@ -45,6 +45,7 @@ struct Linear {
 
 struct Layer {
   const float *norm_attention, *norm_qk, *norm_mlp;
+  const float *norm_token;  // not null: attention reads the token's embedding, normed by this, beside the normed input
   int64_t rope, window;
   Linear qkv, out, gate_up, down;
 };
@@ -60,13 +61,13 @@ struct Model {
 template <class T>
 struct Call {
   int64_t rows, threads;
-  const int64_t *ids;        // tokens, where ``given`` is null
-  const T *given;            // [rows, hidden]
+  const int64_t *ids;        // tokens
+  const T *given;            // [rows, hidden], or null: the tokens' embeddings
   const int64_t *positions;  // [rows]
   const float *angles;       // [positions, width]
   const int64_t *which;      // the layers to run
   int64_t count;
-  T *const *keep;       // for each of them where its input goes, or null; behind them, where the normed output goes
+  T *const *keep;  // for each of them where its input goes, or null; then where the output goes, normed and as it is
   const int64_t *rows_out;  // the rows whose logits are wanted, ascending; read if they are not all
   int64_t num_out;
   T *room;
@@ -91,7 +92,7 @@ class Decoder {
       return found;
     };
     x = take(c.rows * m.hidden);
-    normed = take(c.rows * m.hidden);
+    normed = take(c.rows * layers[0].qkv.inputs);
     qkv = take(c.rows * qkv_width);
     attended = take(c.rows * m.heads * m.width);
     wide = take(c.rows * 2 * m.inner);
@@ -119,6 +120,7 @@ class Decoder {
       }
       if (rows) rest(layer, rows);
     }
+    if (c.keep[c.count + 1]) std::memcpy(c.keep[c.count + 1], x, rows * m.hidden * sizeof(T));
     Kernels<T>::norm(x, m.norm, normed, rows, 1, m.hidden, eps);
     if (output) {
       std::memcpy(output, normed, rows * m.hidden * sizeof(T));
@@ -147,7 +149,15 @@ class Decoder {
   }
 
   void attend(const Layer &layer, int64_t index) const {
-    Kernels<T>::norm(x, layer.norm_attention, normed, c.rows, 1, m.hidden, eps);
+    if (layer.norm_token) {
+      for (int64_t row = 0; row < c.rows; row++) {
+        T *const to = normed + row * 2 * m.hidden;
+        Kernels<T>::norm(m.embedding + c.ids[row] * m.hidden, layer.norm_token, to, 1, 1, m.hidden, eps);
+        Kernels<T>::norm(x + row * m.hidden, layer.norm_attention, to + m.hidden, 1, 1, m.hidden, eps);
+      }
+    } else {
+      Kernels<T>::norm(x, layer.norm_attention, normed, c.rows, 1, m.hidden, eps);
+    }
     linear(layer.qkv, normed, qkv, nullptr, c.rows);
     const int64_t turned = m.heads + m.kv_heads;
     for (int64_t row = 0; layer.norm_qk && row < c.rows; row++)

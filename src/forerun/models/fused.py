@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +18,57 @@ from forerun.models.streamed import Norm, Streamed, StreamedInt8
 
 ALIGNED = 32
 """Numbers to which a piece of the working room is rounded up, as in the kernel."""
+RAW = -1
+"""Names, in ``Output.hidden``, the last layer's output before the final norm."""
 
 
-def can_fuse(dtype: torch.dtype, device: torch.device, layers: Seq[Any], norms: Seq[Any]) -> bool:
-    """Whether the call is here and every linear layer and norm has a kernel."""
-    able = device.type == "cpu" and kernels.has(f"decode_{kernels.dtype_name(dtype)}")
-    return (
-        able and all(isinstance(x, Streamed | StreamedInt8) for x in layers) and all(isinstance(x, Norm) for x in norms)
-    )
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer's weights; ``norm_token``: its attention reads [normed embedding of the token, normed input]
+    (EAGLE-3, arXiv 2503.01840)."""
+
+    qkv: Any
+    out: Any
+    gate_up: Any
+    down: Any
+    norm_attention: Any
+    norm_mlp: Any
+    norm_qk: Any = None
+    norm_token: Any = None
+    rope: bool = True
+    window: int | None = None
+
+    def linears(self) -> tuple[Any, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def norms(self) -> tuple[Any, ...]:
+        optional = (self.norm_qk, self.norm_token)
+        return (self.norm_attention, self.norm_mlp, *(norm for norm in optional if norm is not None))
+
+
+@dataclass(slots=True)
+class Decoder:
+    """What a call needs: sizes of a head, embeddings [vocabulary, hidden], layers, the final norm and output layer."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    embedding: torch.Tensor
+    layers: Seq[Layer]
+    norm: Any
+    head: Any
+    rotary: Rotary
+
+    def can_fuse(self) -> bool:
+        """Whether the call is here and every linear layer and norm has a kernel."""
+        linears = [self.head, *(linear for layer in self.layers for linear in layer.linears())]
+        norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms())]
+        return (
+            self.embedding.device.type == "cpu"
+            and kernels.has(f"decode_{kernels.dtype_name(self.embedding.dtype)}")
+            and all(isinstance(linear, Streamed | StreamedInt8) for linear in linears)
+            and all(isinstance(norm, Norm) for norm in norms)
+        )
 
 
 def _linear(layer: Streamed | StreamedInt8) -> list[int]:
@@ -33,41 +77,47 @@ def _linear(layer: Streamed | StreamedInt8) -> list[int]:
     return [weight or 0, bias or 0, scales or 0, offsets or 0, layer.outputs, layer.inputs]
 
 
-class Fused:
-    """The layers of a ``NativeModel`` whose parts all have kernels. Keeps addresses: the model keeps the tensors."""
+def _norm(norm: Norm | None) -> int:
+    return norm.pointer if norm is not None else 0
 
-    def __init__(self, model: Any) -> None:
-        self.info, self.rotary, self.dtype = model.info, model._rotary, model.dtype
-        self.embedding: torch.Tensor = model._embedding
-        self.eps, self.scale = model._norm.eps, model.scale
+
+class Fused:
+    """A ``Decoder`` all of whose parts have kernels."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder  # it keeps what the addresses below point to
+        self.dtype = decoder.embedding.dtype
+        self.eps, self.scale = decoder.norm.eps, decoder.width**-0.5
         self.call = getattr(kernels.library(), f"decode_{kernels.dtype_name(self.dtype)}")
-        self.hidden, inner = self.info.hidden_size, model._layers[0].down.inputs
-        sizes = (model.heads, model.kv_heads, model.width, self.hidden, inner)
-        self.model = array("q", (*sizes, self.embedding.data_ptr(), model._norm.pointer, *_linear(model._head)))
+        self.hidden, self.vocab_size = decoder.embedding.shape[1], decoder.head.outputs
+        inner, attended = decoder.layers[0].down.inputs, decoder.heads * decoder.width
+        sizes = (decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner)
+        ends = decoder.embedding.data_ptr(), decoder.norm.pointer
+        self.model = array("q", (*sizes, *ends, *_linear(decoder.head)))
         self.layers = array("q")
-        for layer in model._layers:
-            of_heads = layer.norm_qk.pointer if layer.norm_qk is not None else 0
-            self.layers.extend((layer.norm_attention.pointer, of_heads, layer.norm_mlp.pointer))
-            self.layers.extend((int(layer.rope), layer.window or 0))
-            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+        for layer in decoder.layers:
+            norms = layer.norm_attention, layer.norm_qk, layer.norm_mlp, layer.norm_token
+            self.layers.extend((*map(_norm, norms), int(layer.rope), layer.window or 0))
+            for linear in layer.linears():
                 self.layers.extend(_linear(linear))
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
-        attended = model.heads * model.width
-        angles = model.width * (4 // self.dtype.itemsize)
-        qkv = attended + 2 * model.kv_heads * model.width
-        self.row = self.hidden, self.hidden, qkv, attended, 2 * inner, inner, angles
+        angles = decoder.width * (4 // self.dtype.itemsize)
+        qkv = attended + 2 * decoder.kv_heads * decoder.width
+        self.row = self.hidden, decoder.layers[0].qkv.inputs, qkv, attended, 2 * inner, inner, angles
         """Numbers per row of every piece of the working room."""
-        self.all = array("q", range(self.info.num_layers))
+        self.all = array("q", range(len(decoder.layers)))
 
-    def __call__(self, batch: Batch, cache: StreamedAttention) -> Output:
+    def __call__(self, batch: Batch, cache: StreamedAttention, given: torch.Tensor | None = None) -> Output:
+        """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden]: the first layer's input."""
         cache.begin(batch)
         plan = cache.plan(batch)
         rows, wanted = batch.num_rows, batch.num_logits
-        given = self._given(batch)
+        if given is None:
+            given = self._given(batch)
         angles, positions = self._angles(batch)
         which = self.all if batch.layers is None else array("q", batch.layers)
         hidden, keep = self._keep(batch, which)
-        logits = torch.empty(wanted, self.info.vocab_size)
+        logits = torch.empty(wanted, self.vocab_size)
         room = self._room(rows, wanted)
         ids = array("q", [token for span in batch.spans for token in span.tokens])
         out = array("q", _wanted(batch) if 0 < wanted < rows else ())
@@ -87,7 +137,7 @@ class Fused:
         """Input rows that are not all embeddings of tokens."""
         if batch.embeds is None:
             return None
-        x = self.embedding.index_select(0, batch.input_ids)
+        x = self.decoder.embedding.index_select(0, batch.input_ids)
         x[batch.embed_rows] = batch.embeds.to(x.dtype)
         return x
 
@@ -95,22 +145,26 @@ class Fused:
         positions = array("q")
         for span in batch.spans:
             positions.extend(span.positions())
-        rotary: Rotary = self.rotary
-        return rotary.table(max(span.end for span in batch.spans)), positions
+        return self.decoder.rotary.table(max(span.end for span in batch.spans)), positions
 
     def _keep(self, batch: Batch, which: Seq[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
-        """Room for the hidden states that the batch asked for, and where each layer's input goes."""
-        last = self.info.num_layers
+        """Room for the hidden states that the batch asked for, and where each layer's input and the output go. The
+        raw output has the rows alone whose logits are wanted, unless the normed one is asked for too."""
+        if not batch.hidden:
+            return {}, array("q", bytes(8 * (len(which) + 2)))
+        last = len(self.decoder.layers)
+        rows = dict.fromkeys((*which, last), batch.num_rows)
+        rows[RAW] = batch.num_rows if last in batch.hidden else batch.num_logits
         hidden = {
-            layer: torch.empty(batch.num_rows, self.hidden, dtype=self.dtype)
-            for layer in (*which, last)
+            layer: torch.empty(count, self.hidden, dtype=self.dtype)
+            for layer, count in rows.items()
             if layer in batch.hidden
         }
-        return hidden, array("q", (hidden[i].data_ptr() if i in hidden else 0 for i in (*which, last)))
+        return hidden, array("q", (hidden[i].data_ptr() if i in hidden else 0 for i in (*which, last, RAW)))
 
     def _room(self, rows: int, wanted: int) -> torch.Tensor:
         numbers = sum(-(-rows * width // ALIGNED) * ALIGNED for width in self.row)
-        return torch.empty(numbers + wanted * self.info.vocab_size, dtype=self.dtype)
+        return torch.empty(numbers + wanted * self.vocab_size, dtype=self.dtype)
 
 
 def _wanted(batch: Batch) -> list[int]:

@@ -21,7 +21,7 @@ from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.models import activations, quantize
 from forerun.models.base import INVARIANT_KEYS, PACKED_ROWS, ModelInfo, pad_rows
-from forerun.models.fused import Fused, can_fuse
+from forerun.models.fused import Decoder, Fused, Layer
 from forerun.models.linear import Linear, choose, describe, make_linear, quickest_rows
 from forerun.models.rotary import ROPE_TYPES, Rotary
 from forerun.models.streamed import Norm, SiluTimes
@@ -86,22 +86,6 @@ class _SiluTimes:
         return self.silu(gate).mul_(up)
 
 
-class _Layer:
-    """One decoder layer's weights."""
-
-    __slots__ = ("down", "gate_up", "norm_attention", "norm_mlp", "norm_qk", "out", "qkv", "rope", "window")
-
-    norm_attention: RMSNorm | Norm
-    norm_mlp: RMSNorm | Norm
-    norm_qk: RMSNorm | Norm | None
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
-    rope: bool
-    window: int | None
-
-
 class NativeModel:
     """A decoder of the Llama family behind the engine's protocol. Takes over the weights of ``module``, emptying it."""
 
@@ -134,6 +118,7 @@ class NativeModel:
             quantize.check(quantization, self.device, invariant=invariant)
         self._quantization = quantization
         self._rotary = Rotary(config, self.width, self.device, self.dtype)
+        self._turned = self.heads + self.kv_heads
         eps = config.rms_norm_eps
         with torch.inference_mode():
             backbone: Any = module.model
@@ -160,61 +145,51 @@ class NativeModel:
             device=self.device,
             eos_ids=eos_ids,
         )
-        able = can_fuse(self.dtype, self.device, list(self.linears()), list(self._norms()))
-        self._fused = Fused(self) if able else None
+        sizes = self.heads, self.kv_heads, self.width
+        decoder = Decoder(*sizes, self._embedding, self._layers, self._norm, self._head, self._rotary)
+        self.fused = Fused(decoder) if decoder.can_fuse() else None
+        """All layers in one call, where every part has a kernel."""
 
-    def _layer(self, module: Any, config: PretrainedConfig, eps: float) -> _Layer:
-        layer = _Layer()
+    def _layer(self, module: Any, config: PretrainedConfig, eps: float) -> Layer:
         attention, mlp = module.self_attn, module.mlp
-        layer.window = getattr(attention, "sliding_window", None)
-        if config.model_type == "mistral":
-            layer.window = config.sliding_window
-        layer.rope = bool(getattr(attention, "use_rope", True))
-        layer.norm_qk = None
+        window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
+        norm_qk = None
         if hasattr(attention, "q_norm"):
             query, key = _take([attention.q_norm.weight, attention.k_norm.weight])
             stacked = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
-            layer.norm_qk = self._make_norm(self._rotary.arrange(stacked), eps)
+            norm_qk = self._make_norm(self._rotary.arrange(stacked), eps)
         query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
         bias = _bias([query, key, value])
-        weight = self._arrange(torch.cat(_take([query.weight, key.weight, value.weight])))
-        layer.qkv = self._linear(weight, bias if bias is None else self._arrange(bias))
-        layer.out = self._linear(_take([attention.o_proj.weight])[0], _bias([attention.o_proj]))
-        bias = _bias([mlp.gate_proj, mlp.up_proj])
-        layer.gate_up = self._linear(torch.cat(_take([mlp.gate_proj.weight, mlp.up_proj.weight])), bias)
-        layer.down = self._linear(_take([mlp.down_proj.weight])[0], _bias([mlp.down_proj]))
-        layer.norm_attention = self._make_norm(_take([module.input_layernorm.weight])[0], eps)
-        layer.norm_mlp = self._make_norm(_take([module.post_attention_layernorm.weight])[0], eps)
-        return layer
+        weight = self._rotary.arrange_rows(torch.cat(_take([query.weight, key.weight, value.weight])), self._turned)
+        if bias is not None:
+            bias = self._rotary.arrange_rows(bias, self._turned)
+        gate_up = torch.cat(_take([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        return Layer(
+            qkv=self._linear(weight, bias),
+            out=self._linear(_take([attention.o_proj.weight])[0], _bias([attention.o_proj])),
+            gate_up=self._linear(gate_up, _bias([mlp.gate_proj, mlp.up_proj])),
+            down=self._linear(_take([mlp.down_proj.weight])[0], _bias([mlp.down_proj])),
+            norm_attention=self._make_norm(_take([module.input_layernorm.weight])[0], eps),
+            norm_mlp=self._make_norm(_take([module.post_attention_layernorm.weight])[0], eps),
+            norm_qk=norm_qk,
+            rope=bool(getattr(attention, "use_rope", True)),
+            window=window,
+        )
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         if self._quantization is not None and quantize.pays(weight):
             return quantize.quantize(weight, bias, self._quantization)
         return make_linear(weight, bias, self._how)
 
-    def _arrange(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the joint qkv matrix (or its bias) with each query and key head in the rotary table's order."""
-        turned = (self.heads + self.kv_heads) * self.width
-        heads = rows[:turned].view(self.heads + self.kv_heads, self.width, -1).transpose(1, 2)
-        heads = self._rotary.arrange(heads).transpose(1, 2).reshape(rows[:turned].shape)
-        return torch.cat([heads, rows[turned:]])
-
     def linears(self) -> Iterable[Linear]:
         for layer in self._layers:
-            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+            yield from layer.linears()
         yield self._head
-
-    def _norms(self) -> Iterable[RMSNorm | Norm]:
-        for layer in self._layers:
-            yield from (layer.norm_attention, layer.norm_mlp)
-            if layer.norm_qk is not None:
-                yield layer.norm_qk
-        yield self._norm
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: Attention) -> Output:
-        if self._fused is not None and isinstance(cache, StreamedAttention):
-            return self._fused(batch, cache)
+        if self.fused is not None and isinstance(cache, StreamedAttention):
+            return self.fused(batch, cache)
         cache.begin(batch)
         x = self._inputs(batch)
         angles = self._rotary.angles(batch)
@@ -262,7 +237,7 @@ class NativeModel:
 
     def _run(
         self,
-        layer: _Layer,
+        layer: Layer,
         index: int,
         x: torch.Tensor,
         angles: torch.Tensor,
@@ -283,7 +258,7 @@ class NativeModel:
         return layer.down(self._silu_times(layer.gate_up(layer.norm_mlp(x))), x)
 
     def _heads(
-        self, layer: _Layer, qkv: torch.Tensor, angles: torch.Tensor
+        self, layer: Layer, qkv: torch.Tensor, angles: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [rows, heads, width]."""
         sizes = self._sizes

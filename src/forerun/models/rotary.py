@@ -35,6 +35,13 @@ class Rotary:
         half = self.width // 2
         return torch.stack([heads[..., :half], heads[..., half:]], dim=-1).flatten(-2)
 
+    def arrange_rows(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """Rows of a joint qkv matrix (or its bias) with each of the first ``count`` heads in that order."""
+        turned = count * self.width
+        heads = rows[:turned].view(count, self.width, -1).transpose(1, 2)
+        heads = self.arrange(heads).transpose(1, 2).reshape(rows[:turned].shape)
+        return torch.cat([heads, rows[turned:]])
+
     def _grow(self, size: int) -> None:
         positions = torch.arange(-(-size // GROWTH) * GROWTH, dtype=torch.float32)
         angles = positions[:, None] * self.frequencies

@@ -10,18 +10,27 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forerun.attention.base import Query
+from forerun.attention.base import Attention, Query
 from forerun.attention.sdpa import SdpaAttention
+from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ModelError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
+from forerun.models import streamed
+from forerun.models.base import Model
+from forerun.models.fused import RAW, Decoder, Fused, Layer
+from forerun.models.linear import make_linear
+from forerun.models.native import NativeModel
+from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
@@ -131,6 +140,37 @@ class EagleHead(Head):
         assert isinstance(d2t, torch.Tensor)
         return torch.arange(d2t.shape[0], device=d2t.device) + d2t
 
+    @torch.no_grad()
+    def fuse(self, target: Model) -> Fused | None:
+        """The layer, the norm behind it and the output layer in one call, where ``target`` runs so."""
+        if not isinstance(target, NativeModel) or target.fused is None:
+            return None
+        whole = target.fused.decoder
+        rope: Any = SimpleNamespace(rope_parameters={"rope_theta": self.options["theta"]})
+        rotary = Rotary(rope, self.width, target.device, target.dtype)
+
+        def linear(*parts: nn.Linear) -> Any:
+            return make_linear(torch.cat([part.weight for part in parts]), None, "streamed")
+
+        def norm(part: Norm) -> Any:
+            return streamed.Norm(part.weight, part.eps)
+
+        qkv = torch.cat([part.weight for part in (self.q_proj, self.k_proj, self.v_proj)])
+        layer = Layer(
+            qkv=make_linear(rotary.arrange_rows(qkv, self.heads + self.kv_heads), None, "streamed"),
+            out=linear(self.o_proj),
+            gate_up=linear(self.mlp.gate_proj, self.mlp.up_proj),
+            down=linear(self.mlp.down_proj),
+            norm_attention=norm(self.hidden_norm),
+            norm_mlp=norm(self.post_attention_layernorm),
+            norm_token=norm(self.input_layernorm),
+        )
+        head = whole.head if self.lm_head is None else linear(self.lm_head)
+        sizes = self.heads, self.kv_heads, self.width
+        decoder = Decoder(*sizes, whole.embedding, [layer], norm(self.norm), head, rotary)
+        shape = KVShape(self.kv_heads, self.width, self.width)
+        return Fused(decoder) if decoder.can_fuse() and can_attend(target.dtype, target.device, (shape,)) else None
+
     @classmethod
     def load(cls, folder: Path, num_layers: int = 0) -> Head:
         """A head of ours, or a public EAGLE-3 checkpoint for a target of ``num_layers`` layers."""
@@ -164,12 +204,19 @@ class Eagle(HeadDrafter[EagleConfig]):
         longest = context.max_model_len + config.rows_by_depth()[-1]
         page_size = (context.options or {}).get("page_size") or longest
         pages = context.max_num_seqs * -(-longest // page_size)
-        self.cache = SdpaAttention(Pool([shape], pages, page_size, info.dtype, info.device))
+        self.fused, self.packed = head.fuse(context.target), head.packed
+        attention: type[Attention] = SdpaAttention if self.fused is None else StreamedAttention
+        self.cache = attention(Pool([shape], pages, page_size, info.dtype, info.device))
         self.pending: dict[int, list[torch.Tensor]] = {}
 
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
         """Rows wait here until the token behind each of them is known and the layer has read them."""
         self.pending.setdefault(sequence.id, []).append(rows.clone())
+
+    def learn(self) -> None:
+        super().learn()
+        if self.packed != self.eagle.packed and self.fused is not None:
+            self.fused, self.packed = self.eagle.fuse(self.context.target), self.eagle.packed
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
@@ -186,11 +233,11 @@ class Eagle(HeadDrafter[EagleConfig]):
 
         def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
             if depth == 0:
-                out = self._catch_up([sequences[index] for index in ready])
+                out, logits = self._catch_up([sequences[index] for index in ready])
             else:
-                out = self._step(sequences, frontier, drafts, states)
-            states.update({place: out[i] for i, place in enumerate(frontier)})
-            return self._predict(out)
+                out, logits = self._step(sequences, frontier, drafts, states)
+            states.update(zip(frontier, out))
+            return logits
 
         drafts, _ = grow(sequences, ready, budgets, self.config, self.chooser, score)
         for index in ready:
@@ -198,40 +245,46 @@ class Eagle(HeadDrafter[EagleConfig]):
         return drafts
 
     def _predict(self, out: torch.Tensor) -> torch.Tensor:
-        """Float32 logits over the target's vocabulary; tokens outside a reduced one are impossible."""
         normed = self.eagle.norm(out)
         if self.eagle.lm_head is None:
             return self.context.target.lm_head(normed)
-        logits = self.eagle.lm_head(normed).float()
+        return self.eagle.lm_head(normed).float()
+
+    def _widen(self, logits: torch.Tensor) -> torch.Tensor:
+        """Float32 logits over the target's vocabulary; tokens outside a reduced one are impossible."""
         if not hasattr(self.eagle, "d2t"):
             return logits
         full = logits.new_full((logits.shape[0], self.eagle.sizes.vocab_size), float("-inf"))
         full[:, self.eagle.token_ids()] = logits
         return full
 
-    def _run(self, spans: list[Span], feature: torch.Tensor) -> torch.Tensor:
-        """One pass of the layer over ragged rows: ``feature`` [rows, hidden], tokens in the spans."""
-        batch = Batch(spans, self.context.target.info.device)
+    def _run(self, spans: list[Span], feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass of the layer over ragged rows: ``feature`` [rows, hidden], tokens in the spans. Its output and the
+        logits, for the rows whose logits the spans ask for."""
+        batch = Batch(spans, self.context.target.info.device, hidden=(RAW,))
+        if self.fused is not None:
+            assert isinstance(self.cache, StreamedAttention)
+            out = self.fused(batch, self.cache, feature.contiguous())
+            return out.hidden[RAW], self._widen(out.logits)
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
         q, k, v = self.eagle.qkv(embedded, feature, batch.positions)
         self.cache.begin(batch)
         attended = self.cache.run(Query(0, q, k, v, self.eagle.width**-0.5), batch)
         self.cache.finish(batch)
-        return self.eagle.finish(feature, attended)
+        states = self.eagle.finish(feature, attended)[batch.logit_rows]
+        return states, self._widen(self._predict(states))
 
-    def _catch_up(self, sequences: Seq[Sequence]) -> torch.Tensor:
-        """Read the waiting features, each with the token behind it; the last row of each sequence."""
+    def _catch_up(self, sequences: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the waiting features, each with the token behind it; state and logits of each sequence's last row."""
         spans: list[Span] = []
         rows: list[torch.Tensor] = []
-        last: list[int] = []
         for sequence in sequences:
             waiting = self.pending.pop(sequence.id, [])
             start = self.cache.pool.length(sequence.id)
             tokens = sequence.tokens[start + 1 :]
-            spans.append(Span(sequence.id, start, tokens))
+            spans.append(Span(sequence.id, start, tokens, logits=[len(tokens) - 1]))
             rows.extend(waiting)
-            last.append((last[-1] if last else -1) + len(tokens))
-        return self._run(spans, self.eagle.fc(torch.cat(rows)))[last]
+        return self._run(spans, self.eagle.fc(torch.cat(rows)))
 
     def _step(
         self,
@@ -239,13 +292,15 @@ class Eagle(HeadDrafter[EagleConfig]):
         frontier: Frontier,
         drafts: Seq[Draft],
         states: dict[tuple[int, int], torch.Tensor],
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         spans: list[Span] = []
         for index in dict.fromkeys(index for index, _ in frontier):
             draft, start = drafts[index], len(sequences[index].tokens) - 1
             stored = next(node for i, node in frontier if i == index)
             parents = None if draft.is_chain else draft.parents
-            spans.append(Span(sequences[index].id, start, draft.tokens[stored:], parents, stored))
+            tokens = draft.tokens[stored:]
+            wanted = list(range(len(tokens)))
+            spans.append(Span(sequences[index].id, start, tokens, parents, stored, logits=wanted))
         feature = torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
         return self._run(spans, feature)
 

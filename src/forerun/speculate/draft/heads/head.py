@@ -60,6 +60,8 @@ class Head(nn.Module, ABC):
         self.sizes = sizes
         self.record: dict[str, Any] = {}
         """What its file says of it besides its sizes: how it was trained, and with which target."""
+        self.packed = 0
+        """How often its weights have been packed."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -73,6 +75,7 @@ class Head(nn.Module, ABC):
     def pack(self) -> None:
         """Run linear layers from packed copies of their weights, where this machine has a use for them; to be called
         again after the weights change."""
+        self.packed += 1
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 weight, bias = module.weight.detach(), module.bias
