@@ -28,12 +28,18 @@ class Arrival:
 
     before: float
     """Time per token of one running request, before the prompt came."""
+    without: float
+    """The same in the rounds after that, in a run in which no prompt comes: their contexts grow all the same."""
     during: float
-    """The same while it was read."""
+    """The same while the prompt was read."""
     slowdown: float
+    """during / without."""
+    since_before: float
     """during / before."""
     slowest: float
-    """95th percentile of a round's time while it was read, over the mean round before."""
+    """95th percentile of a round's time while it was read, over that of the same rounds without it."""
+    slowest_since: float
+    """The same over the mean round before."""
     rounds: int
     """How many rounds it was read in."""
     first_token: float
@@ -43,24 +49,54 @@ class Arrival:
 
 
 def arrival(engine: Engine, running: Seq[Seq[int]], prompt: Seq[int]) -> Arrival:
-    """Serve the prompts ``running``; when all of them decode, add ``prompt``. The engine must be idle."""
+    """Serve the prompts ``running``; when all of them decode, add ``prompt``. Then the same without it, for as many
+    rounds. The engine must be idle."""
     alone = _first_token(engine, prompt)
-    jobs = [engine.add(ids, ENDLESS)[0] for ids in running]
-    while any(not job.sequence.num_output for job in jobs):
-        engine.step()
-    _rounds(engine, jobs, SETTLE)
+    jobs = _settled(engine, running)
     before = _rounds(engine, jobs, ROUNDS)
     arrived = engine.clock()
     long = engine.add(prompt, ENDLESS)[0]
     during = _rounds(engine, jobs, len(prompt), lambda: long.sequence.num_output > 0)
     first = engine.clock() - arrived
-    for job in [*jobs, long]:
-        engine.abort(job)
+    _end(engine, [*jobs, long])
+    jobs = _settled(engine, running)
+    without = _rounds(engine, jobs, ROUNDS + len(during))[ROUNDS:]
+    _end(engine, jobs)
+    at_first, alike, beside = (
+        len(running) * sum(s for s, _ in rounds) / sum(n for _, n in rounds) for rounds in (before, without, during)
+    )
     usual = mean(seconds for seconds, _ in before)
-    slow = sorted(seconds for seconds, _ in during)
-    rates = [len(running) * sum(s for s, _ in rounds) / sum(n for _, n in rounds) for rounds in (before, during)]
-    worst = slow[int(0.95 * (len(slow) - 1))] / usual
-    return Arrival(rates[0], rates[1], rates[1] / rates[0], worst, len(during), first, alone)
+    return Arrival(
+        before=at_first,
+        without=alike,
+        during=beside,
+        slowdown=beside / alike,
+        since_before=beside / at_first,
+        slowest=_slowest(during) / _slowest(without),
+        slowest_since=_slowest(during) / usual,
+        rounds=len(during),
+        first_token=first,
+        alone=alone,
+    )
+
+
+def _settled(engine: Engine, prompts: Seq[Seq[int]]) -> list[Job]:
+    """Requests that have decoded for a while."""
+    jobs = [engine.add(ids, ENDLESS)[0] for ids in prompts]
+    while any(not job.sequence.num_output for job in jobs):
+        engine.step()
+    _rounds(engine, jobs, SETTLE)
+    return jobs
+
+
+def _end(engine: Engine, jobs: Seq[Job]) -> None:
+    for job in jobs:
+        engine.abort(job)
+
+
+def _slowest(rounds: Seq[tuple[float, int]]) -> float:
+    """95th percentile of the rounds' seconds."""
+    return sorted(seconds for seconds, _ in rounds)[int(0.95 * (len(rounds) - 1))]
 
 
 def _first_token(engine: Engine, prompt: Seq[int]) -> float:

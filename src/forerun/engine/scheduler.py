@@ -16,21 +16,28 @@ SMALLEST_CHUNK = 16
 """Prompt tokens that are read in every round whatever else there is to do, if no fewer prompts wait than decode."""
 FEWEST_TOKENS = 4
 """The same for one prompt among many who decode: each of them waits for it."""
+DEPTH_SPREAD = 30.0
+"""Depths that differ by less tell little of what depth costs."""
 
 
 class Pace:
     """How many prompt tokens may ride in a round with decoding sequences, so that it takes at most about twice as
     long as one without.
 
-    ``fixed`` decides it beforehand; None: from recent rounds. Which round a prompt's tokens are read in changes
-    no token of any request.
+    A prompt token's price is base + slope * depth, the tokens before it: both are fitted to recent rounds (least
+    squares, older rounds fading), of any prompt, so that the next one begins with what the last one taught. A chunk is
+    at most twice the last one, and the smallest while there is no price. ``fixed`` decides it all beforehand. Which
+    round a prompt's tokens are read in changes no token of any request.
     """
 
-    UNKNOWN = 32
     STRETCH = 0.7
     """Share of a plain round's time that prompt tokens may add."""
     WEIGHT = 0.2
     """Of the latest round, in the running means."""
+    FADE = 0.99
+    """What is left of a round's weight in the fit, a round later."""
+    LEAST_BASE = 0.2
+    """Of the mean price: what a token costs however near the beginning."""
     STALE = 64
     """After so many rounds beside prompts, one is spent on decoding alone, to compare with."""
 
@@ -39,18 +46,32 @@ class Pace:
         self.rounds = 0
         self.plain: dict[int, tuple[float, int]] = {}
         """Decoding sequences -> mean seconds of rounds without prompt tokens, and when there was one."""
-        self.per_token: float | None = None
+        self._given = 0
+        self._moments = [0.0] * 5
+        """Of (tokens, tokens * depth, seconds) over rounds: 11, 12, 22, 13, 23."""
 
-    def allowance(self, decoding: int, least: int = SMALLEST_CHUNK) -> int:
-        """Prompt tokens for a round in which ``decoding`` sequences decode, ``least`` of them whatever they cost."""
+    def allowance(self, decoding: int, depth: int = 0, least: int = SMALLEST_CHUNK) -> int:
+        """Prompt tokens for a round in which ``decoding`` sequences decode, ``depth`` tokens into their prompt;
+        ``least`` of them whatever they cost."""
         if self.fixed is not None:
             return self.fixed
         plain = self._plain(decoding)
         if plain is None:
             return 0
-        if self.per_token is None:
-            return self.UNKNOWN
-        return max(least, int(self.STRETCH * plain / self.per_token))
+        price = self.price(depth)
+        wanted = 0 if price is None else int(self.STRETCH * plain / price)
+        self._given = max(least, min(wanted, 2 * self._given))
+        return self._given
+
+    def price(self, depth: float) -> float | None:
+        """Seconds that a prompt token adds to a round; None: no prompt was read yet."""
+        tokens, mixed, deep, seconds, weighted = self._moments
+        if not tokens:
+            return None
+        determinant = tokens * (deep + tokens * DEPTH_SPREAD**2) - mixed * mixed
+        slope = max(0.0, (tokens * weighted - mixed * seconds) / determinant)
+        base = max(self.LEAST_BASE * seconds, seconds - slope * mixed) / tokens
+        return max(base + slope * depth, 1e-9)
 
     def _plain(self, decoding: int) -> float | None:
         """Mean seconds of recent rounds without prompt tokens and with about as many sequences."""
@@ -58,22 +79,23 @@ class Pace:
         known = [n for n, (_, at) in self.plain.items() if abs(n - decoding) <= near and self.rounds - at <= self.STALE]
         return self.plain[min(known, key=lambda n: abs(n - decoding))][0] if known else None
 
-    def observe(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
-        """Learn from a round."""
+    def observe(self, decoding: int, prompt_tokens: int, seconds: float, depth: float = 0.0) -> None:
+        """Learn from a round; ``depth`` is its prompt tokens' mean."""
         if not decoding or self.fixed is not None:
             return
         plain = self._plain(decoding)
         self.rounds += 1
         if not prompt_tokens:
             mean = self.plain.get(decoding, (seconds, 0))[0]
-            self.plain[decoding] = self._mean(mean, seconds), self.rounds
+            self.plain[decoding] = mean + self.WEIGHT * (min(seconds, 2 * mean) - mean), self.rounds
         elif plain is not None:
-            cost = max(seconds - plain, 0.02 * plain, 1e-9) / prompt_tokens
-            self.per_token = self._mean(self.per_token or cost, cost)
-
-    def _mean(self, known: float, latest: float) -> float:
-        """One slow round, on a busy machine, must not count for much."""
-        return known + self.WEIGHT * (min(latest, 2 * known) - known)
+            added = max(seconds - plain, 0.02 * plain)
+            known = self.price(depth)
+            if known is not None:  # one slow round, on a busy machine, must not count for much
+                added = min(added, 2 * known * prompt_tokens)
+            pair = prompt_tokens, prompt_tokens * depth
+            latest = pair[0] * pair[0], pair[0] * pair[1], pair[1] * pair[1], pair[0] * added, pair[1] * added
+            self._moments = [self.FADE * old + new for old, new in zip(self._moments, latest)]
 
 
 class Scheduler:
@@ -115,6 +137,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.clock = 0
         self._decoding = self._prompt_tokens = 0
+        self._depth = 0.0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestError if it could never fit."""
@@ -151,12 +174,14 @@ class Scheduler:
         rows = self.max_rows - len(decoding)
         prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
         self._decoding, self._prompt_tokens = len(decoding), sum(sequence.scheduled for sequence in prompts)
+        depths = sum(sequence.scheduled * (sequence.cached + sequence.scheduled / 2) for sequence in prompts)
+        self._depth = depths / max(1, self._prompt_tokens)
         self._draft(decoding, rows - self._prompt_tokens)
         return decoding + prompts
 
     def observe(self, seconds: float) -> None:
         """A round is over: its committed tokens are cached, and it took so long."""
-        self.pace.observe(self._decoding, self._prompt_tokens, seconds)
+        self.pace.observe(self._decoding, self._prompt_tokens, seconds, self._depth)
         if self.tree is not None:
             for sequence in self.running:
                 self.tree.commit(sequence.id, sequence.tokens, len(sequence.tokens))
@@ -166,7 +191,8 @@ class Scheduler:
         drafts = sum(self.draft_rows(sequence) for sequence in decoding)
         prompts = len(self.running) - len(decoding) + len(self.waiting)
         least = min(SMALLEST_CHUNK, max(FEWEST_TOKENS, SMALLEST_CHUNK * prompts // len(decoding)))
-        return min(rows, self.pace.allowance(len(decoding), least), max(SMALLEST_CHUNK, rows - drafts))
+        depth = next((sequence.cached for sequence in self.running if not sequence.scheduled), 0)
+        return min(rows, self.pace.allowance(len(decoding), depth, least), max(SMALLEST_CHUNK, rows - drafts))
 
     def _secure(self, sequence: Sequence) -> None:
         """Reserve entries for all tokens of a running sequence; the last ones are preempted where it needs pages."""
