@@ -25,6 +25,7 @@ class Router:
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self.drafters = dict(drafters)
         self.failures: dict[int, str] = {}
+        self._watched = any(type(drafter).observe is not Drafter.observe for drafter in self.drafters.values())
 
     @property
     def hidden(self) -> tuple[int, ...]:
@@ -39,6 +40,8 @@ class Router:
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = [Draft() for _ in sequences]
+        if not any(budgets):
+            return drafts
         for name, indices in self._groups(sequences).items():
             drafter = self.drafters[name]
             asked = [(i, budgets[i]) for i in indices if budgets[i] > 0]
@@ -59,6 +62,8 @@ class Router:
     def observe(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
     ) -> None:
+        if not self._watched:
+            return
         for name, indices in self._groups(sequences).items():
             drafter = self.drafters[name]
             chosen = [sequences[i] for i in indices]

@@ -84,10 +84,12 @@ class Adaptive(LengthPolicy):
     """Most sequences that take part in a trial."""
     TRIAL = 2
     """Rounds that a trial lasts, unless the account says no before."""
-    REST = (32, 256)
+    REST = (64, 256)
     """Fewest and most rounds without a thought of drafts."""
     HORIZON = 32
     """Rounds over which the price of a drafter's catching up is spread."""
+    AFTERMATH = 5.0
+    """Plain rounds that are slow as if the first one's chill lasted so long."""
     LITTLE = 8
     """Fewer tokens to catch up on than so many are not counted."""
     CHECKS = (4, 128)
@@ -193,7 +195,8 @@ class Adaptive(LengthPolicy):
                 best.left = max(1, min(self.REPLAN, self._check - self.prices.since))
                 return best
         trial = self._trial(sequences, longest)
-        lacking = min(self.TRIAL * self._excess(sequences, trial), self.SAVED) - self.balance
+        price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self._aftermath()
+        lacking = min(price, self.SAVED) - self.balance
         if lacking <= 0.0:
             return _Plan(trial, self.TRIAL)
         for belief in self.beliefs.values():
@@ -237,7 +240,11 @@ class Adaptive(LengthPolicy):
                 rows += made * self.setting.nodes[sequence.drafter][depth]
         cost = self.prices.round(len(sequences), rows)
         cost += sum(self.prices.drafting(*part) for part in self._drafting(sequences, budgets))
-        return min(max(cost + self.host / self.prices.pace, plain) / plain - 1.0, self.SAVED)
+        return min(max(cost + self.host / self.prices.pace, plain) / plain - 1.0 + self._aftermath(), self.SAVED)
+
+    def _aftermath(self) -> float:
+        """What plain rounds after drafts are going to lose that a plan or trial begins."""
+        return self.AFTERMATH * ((self.prices.chill or 1.0) - 1.0) if self.prices.rested else 0.0
 
     def _trial(self, sequences: Seq[Sequence], longest: Seq[int]) -> dict[int, int]:
         """Short drafts for a few sequences whose drafters have least to catch up on."""
@@ -313,13 +320,16 @@ class Adaptive(LengthPolicy):
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
         if not self._groups:
             # In a long rest only the last rounds are looked at: this costs host time too.
+            self.prices.streak += 1
             if (self._plan.left < self.prices.RECENT or self.prices.wait) and _decodes(verdicts):
                 self.prices.plain(len(sequences), seconds.verify + seconds.accept)
-            self._book(self.SPEND)
+            if self.balance is not None:
+                self.balance = min(self.balance + self.SPEND, self.SAVED)
             return
         began = self.clock()
         if _decodes(verdicts):
             rows = len(sequences) + sum([len(draft) for draft in drafts])
+            self._book(-self._aftermath())
             self.prices.drafted(len(sequences), rows, seconds, self._groups)
             self._settle(len(sequences), rows, sum([len(verdict.tokens) for verdict in verdicts]), seconds)
         for part in self._groups:

@@ -35,8 +35,12 @@ class Prices:
     """The present pace is the median of so many plain rounds."""
     BLOCK = 8
     """Of a row of rounds with drafts the last so many count. A longer one's start was too long ago to compare."""
-    AGREE = 0.15
-    """How much the pace may differ before and after such a row."""
+    AGREE = (0.85, 1.4)
+    """How the pace after such a row may compare with the one before."""
+    SETTLED = 8
+    """Plain rounds after which it no longer shows that there were drafts before."""
+    CHILL = (1.0, 1.5)
+    """Limits of what is believed of the first plain rounds."""
 
     def __init__(self, setting: Setting) -> None:
         self.multiple = setting.row_multiple
@@ -46,9 +50,14 @@ class Prices:
         """How slow the machine is at present; prices are what they would be at 1."""
         self.since = 0
         """Rounds with drafts since the last plain one."""
+        self.streak = 0
+        """Plain rounds since the last one with drafts."""
+        self.chill: float | None = None
+        """How much slower the first plain rounds after drafts are than later ones: a drafter fills the processor's
+        caches with its own things."""
+        self._cold: float | None = None
         self._recent: deque[float] = deque(maxlen=self.RECENT)
         self._block: list[tuple[int, int, float, float, Seq[Drafting]]] = []
-        self._length = 0
         self._before = 1.0
 
     def rows(self, count: float) -> int:
@@ -78,40 +87,62 @@ class Prices:
     @property
     def wait(self) -> bool:
         """Whether measured drafts wait for plain rounds."""
-        return bool(self._block)
+        return bool(self._block) or (self._cold is not None and self.chill is None)
+
+    @property
+    def rested(self) -> bool:
+        """Whether the last rounds were plain, more of them than it takes to price drafts."""
+        return not self.since and self.streak > 2
 
     def plain(self, count: int, seconds: float) -> None:
-        """A plain round was measured."""
+        """A plain round was measured; ``streak`` says which one after drafts it is."""
         rows = self.rows(count)
         if self.since:
             self._recent.clear()
             self.since = 0
         known = self.verify.known(count, rows)
         if known >= self.SURE or (not known and self.sure(count)):
-            self._recent.append(seconds / self.round(count, rows))
-            self.pace = sorted(self._recent)[(len(self._recent) - 1) // 2]
-            if self._block and len(self._recent) > 1:
-                self._commit()
+            self._track(seconds / self.round(count, rows))
         if known < self.verify.WINDOW:
             self.verify.add(count, rows, seconds / self.pace)
+
+    def _track(self, ratio: float) -> None:
+        settled = self.streak > self.SETTLED
+        if 2 < self.streak <= self.SETTLED:
+            return
+        if self.streak == self.SETTLED + 1:
+            self._recent.clear()
+        self._recent.append(ratio)
+        pace = sorted(self._recent)[(len(self._recent) - 1) // 2]
+        if settled:
+            self.pace = pace
+            if self._cold is not None and len(self._recent) == self.RECENT:
+                chill = min(max(self._cold / pace, self.CHILL[0]), self.CHILL[1])
+                self.chill = chill if self.chill is None else self.chill + 0.3 * (chill - self.chill)
+                self._cold = None
+        elif self.streak == 2:
+            self._cold = pace
+            if self.chill is not None:
+                self.pace = pace / self.chill
+        if self._block and self.chill is not None and self.streak > 1:
+            self._commit()
 
     def drafted(self, count: int, rows: int, seconds: Seconds, parts: Seq[Drafting]) -> None:
         """A round with drafts was measured."""
         self.since += 1
+        self.streak = 0
         if not self._block:
-            self._before, self._length = self.pace, 0
-        self._length += 1
+            self._before = self.pace
         self._block.append((count, self.rows(rows), seconds.verify + seconds.accept, seconds.draft, parts))
         if len(self._block) > 2 * self.BLOCK:
             del self._block[: self.BLOCK]
 
     def _commit(self) -> None:
         block, self._block = self._block[-self.BLOCK :], []
-        pace = self.pace
-        if self._length <= self.BLOCK:
-            if abs(pace / self._before - 1.0) > self.AGREE:
-                return
-            pace = (pace * self._before) ** 0.5
+        change = self.pace / self._before
+        if not self.AGREE[0] <= change <= self.AGREE[1]:
+            return
+        pace = min(self.pace, self._before)
         for count, rows, verified, drafted, parts in block:
             # More rows never cost less than none.
             self.verify.add(count, rows, max(verified / pace, self.round(count, count)))
