@@ -113,7 +113,7 @@ def test_parallel_drafts_what_a_whole_block_says_however_few_tokens_are_asked_fo
         normed = block.norm(x)
         places = count + torch.arange(4)
         k, v = (torch.cat(pair) for pair in zip(block.keys(features, torch.arange(count)), block.keys(normed, places)))
-        scores = torch.einsum("qhw,khw->hqk", block.queries(normed, places), k.repeat_interleave(2, 1)) / width**0.5
+        scores = torch.einsum("qhw,khw->hqk", block.queries(normed, places), k.repeat_interleave(2, 1)) / 8**0.5
         mixed = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
         x = x + block.o_proj(mixed)
         x = x + block.mlp(block.norm_mlp(x))
