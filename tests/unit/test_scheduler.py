@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -370,6 +371,33 @@ def test_where_prompt_tokens_are_dear_the_fewer_wait_for_the_more(decoding: int,
         scheduler.add(sequence(key, 60, output=4))
     rounds.step()  # nothing is known of the price yet
     assert sum(one.scheduled for one in rounds.step() if one.id >= decoding) == tokens
+
+
+def read_prompt(pace: Pace, plain: float, base: float, slope: float) -> list[tuple[int, float]]:
+    """Chunks of a prompt of 1,500 tokens, each with its round's time over a plain one."""
+    depth, chunks = 0, []
+    while depth < 1500:
+        tokens = min(1500 - depth, pace.allowance(7, depth, least=4))
+        seconds = plain + sum(base + slope * (depth + i) for i in range(tokens))
+        pace.observe(7, tokens, seconds, depth + tokens / 2)
+        if tokens:
+            chunks.append((tokens, seconds / plain))
+        depth += tokens
+    return chunks
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.0002, 0.0005])
+def test_pace_knows_what_depth_costs(slope: float) -> None:
+    """The first prompt begins with the smallest chunk, the second with what the first one taught of its beginning."""
+    pace, plain = Pace(), 4.0
+    for _ in range(20):
+        pace.observe(7, 0, plain)
+    first, second = (read_prompt(pace, plain, 0.05, slope) for _ in range(2))
+    assert first[0][0] == 4
+    for chunks in (first, second):
+        assert max(ratio for _, ratio in chunks) <= 2.0
+        assert all(after <= 2 * max(4, before) for (before, _), (after, _) in pairwise(chunks))
+    assert min(ratio for _, ratio in second[5:-1]) >= 1.4
 
 
 def test_pace_under_a_stream_of_prompts() -> None:

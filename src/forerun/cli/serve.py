@@ -39,6 +39,9 @@ def serve(
     ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
     max_queue: Annotated[int, typer.Option(help="requests that may wait before 429", min=1)] = 1024,
+    max_delay: Annotated[
+        float, typer.Option(help="seconds for which tokens may be held back, to be sent together", min=0)
+    ] = 0.01,
     max_body_bytes: Annotated[int, typer.Option(help="largest request", min=1024)] = 4 << 20,
     request_timeout: Annotated[float, typer.Option(help="seconds from arrival to the last token", min=1)] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
@@ -75,7 +78,7 @@ def serve(
     )
     if api_key is None and not local:
         warn(f"{host} can be reached from outside and there is no --api-key")
-    asynchronous = AsyncEngine(llm.engine, max_queue=max_queue)
+    asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
     app = create_app(asynchronous, options)
     address = f"[{host}]" if ":" in host else host
     methods = ", ".join(llm.engine.router.drafters) or "none"

@@ -48,11 +48,13 @@ class ShownText:
 
     def after(self, tokens: Seq[int], finish: Finish | None) -> str:
         """What can be shown once ``tokens`` have come."""
-        detokenizer = self.detokenizer
-        detokenizer.add(tokens if finish is None else finish.spoken(tokens))
-        if finish is not None:
-            detokenizer.finish()
-        text = detokenizer.text
+        if finish is None:
+            fresh = self.detokenizer.push(tokens)
+        else:
+            fresh = self.detokenizer.push(finish.spoken(tokens)) + self.detokenizer.finish()
+        if not self.params.stop:
+            return fresh
+        text = self.detokenizer.text
         end = len(text)
         if finish is None:
             end -= held_back(text, self.params)

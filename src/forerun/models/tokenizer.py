@@ -126,30 +126,27 @@ class Detokenizer:
         self._mark = len(self._window)
 
     def _next(self, token: int) -> None:
-        self._window.append(token)
-        decoded = self._decode(self._window)
-        if not decoded.endswith(REPLACEMENT):
-            self._open = 0
-            self._emit(decoded)
-            self._shorten()
+        window = self._window
+        window.append(token)
+        decoded = self._decode(window)
+        if decoded.endswith(REPLACEMENT):
+            self._open += 1
+            if self._open >= LONGEST_CHARACTER:
+                self._emit(decoded[:-1])  # of bytes that are no character, only the last may still become one
+                if len(window) > 2 * WINDOW:
+                    self._restart(len(window) - LONGEST_CHARACTER)
             return
-        self._open += 1
-        if self._open >= LONGEST_CHARACTER:
-            self._emit(decoded[:-1])  # of bytes that are no character, only the last may still become one
-            if len(self._window) > 2 * WINDOW:
-                self._restart(len(self._window) - LONGEST_CHARACTER)
+        self._open = 0
+        self._emit(decoded)
+        if len(window) <= WINDOW // 2:  # the text is complete here: note it
+            self._mark = len(window)
+        elif len(window) > WINDOW:  # or drop what lies before an earlier such point
+            self._restart(self._mark)
 
     def _emit(self, decoded: str) -> None:
         known = self._known or 0
         self._text += decoded[known:]
         self._known = max(known, len(decoded))
-
-    def _shorten(self) -> None:
-        """The text is complete here: note it, or drop what lies before an earlier such point."""
-        if len(self._window) <= WINDOW // 2:
-            self._mark = len(self._window)
-        elif len(self._window) > WINDOW:
-            self._restart(self._mark)
 
     def _restart(self, first: int) -> None:
         self._window = self._window[first:]
