@@ -82,7 +82,7 @@ class Adaptive(LengthPolicy):
     """Most that is kept in the account, or owed."""
     TRIED = 4
     """Most sequences that take part in a trial."""
-    TRIAL = 2
+    TRIAL = 4
     """Rounds that a trial lasts, unless the account says no before."""
     REST = (64, 256)
     """Fewest and most rounds without a thought of drafts."""

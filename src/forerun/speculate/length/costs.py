@@ -132,7 +132,7 @@ class DraftCost:
     def __init__(self) -> None:
         self.curve = CostCurve(drafting, (0.3, 0.6, 0.1))
         self.per_token = 0.0
-        self._measured = False
+        self._extras: deque[float] = deque(maxlen=9)
 
     def add(self, sequences: int, levels: int, behind: int, guess: float, seconds: float) -> None:
         """A measurement. ``behind``: committed tokens that were new to the drafter beyond the last round's; ``guess``:
@@ -140,7 +140,6 @@ class DraftCost:
         if not behind:
             self.curve.add(sequences, levels, seconds)
             return
-        extra = max(0.0, seconds - guess) / behind
-        if self._measured:
-            extra = self.per_token + 0.3 * (min(extra, 2 * self.per_token) - self.per_token)
-        self.per_token, self._measured = extra, True
+        self._extras.append(max(0.0, seconds - guess) / behind)
+        # The first ones may have had to build things, or to wake them.
+        self.per_token = sorted(self._extras)[(len(self._extras) - 1) // 4]

@@ -39,6 +39,8 @@ class Prices:
     """How the pace after such a row may compare with the one before."""
     SETTLED = 8
     """Plain rounds after which it no longer shows that there were drafts before."""
+    WAKING = 2
+    """Rounds with drafts, after a rest, that are dearer than later ones."""
     CHILL = (1.0, 1.5)
     """Limits of what is believed of the first plain rounds."""
 
@@ -59,6 +61,7 @@ class Prices:
         self._recent: deque[float] = deque(maxlen=self.RECENT)
         self._block: list[tuple[int, int, float, float, Seq[Drafting]]] = []
         self._before = 1.0
+        self._waking = 0
 
     def rows(self, count: float) -> int:
         """What so many rows are padded to."""
@@ -129,11 +132,20 @@ class Prices:
 
     def drafted(self, count: int, rows: int, seconds: Seconds, parts: Seq[Drafting]) -> None:
         """A round with drafts was measured."""
+        cold = self.rested
         self.since += 1
         self.streak = 0
         if not self._block:
             self._before = self.pace
-        self._block.append((count, self.rows(rows), seconds.verify + seconds.accept, seconds.draft, parts))
+        if cold:
+            self._waking = self.WAKING
+        self._waking -= 1
+        # Of the first rounds only what they caught up on is kept.
+        late = self._waking < 0
+        if late or any(part.behind for part in parts):
+            self._block.append(
+                (count, self.rows(rows), seconds.verify + seconds.accept if late else 0.0, seconds.draft, parts)
+            )
         if len(self._block) > 2 * self.BLOCK:
             del self._block[: self.BLOCK]
 
@@ -144,8 +156,9 @@ class Prices:
             return
         pace = min(self.pace, self._before)
         for count, rows, verified, drafted, parts in block:
-            # More rows never cost less than none.
-            self.verify.add(count, rows, max(verified / pace, self.round(count, count)))
+            if verified:
+                # More rows never cost less than none.
+                self.verify.add(count, rows, max(verified / pace, self.round(count, count)))
             guesses = [self.drafting(*part[:3]) for part in parts]
             for part, guess in zip(parts, guesses):
                 # Methods that drafted together share the time as their estimates say.
