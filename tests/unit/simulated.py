@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from forerun import SamplingParams
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length import LengthPolicy, Seconds, Setting, policies
+from forerun.speculate.length.adaptive import Adaptive
 
 
 @dataclass
@@ -29,6 +31,10 @@ class Machine:
     """Share of rounds that take three times as long."""
     slow: Callable[[int], float] = lambda seconds: 1.0
     multiple: int = 2
+    chill: float = 0.0
+    """How much slower the target's first round after drafts is; later ones less and less."""
+    host: float = 0.0
+    """What the policy and the drafter's bookkeeping take in a round with drafts."""
 
     def verify(self, sequences: int, rows: int) -> float:
         padded = -(-rows // self.multiple) * self.multiple
@@ -50,6 +56,10 @@ class Play:
     """Tokens and seconds of a run, and what it drafted."""
 
     seconds: float = 0.0
+    work: float = 0.0
+    """Seconds that it would have taken on a machine that nothing disturbs."""
+    plain_work: float = 0.0
+    """The same if each token had come from a plain round of as many sequences."""
     rounds: int = 0
     drafted: list[int] = field(default_factory=list)
     """Per round, drafted tokens."""
@@ -85,7 +95,10 @@ def play(
     """
     draw = random.Random(seed)
     decides: LengthPolicy = policies[policy or "fixed"](Setting({"m": list(range(depth + 1))}, machine.multiple))
-    found, drawn_until = Play(), {}
+    ticks = itertools.count()
+    if isinstance(decides, Adaptive):
+        decides.clock = lambda: next(ticks) * 0.5e-3 * machine.host
+    found, drawn_until, silent = Play(), {}, 99
     todo = [_request(i, prompt, length, policy) for i in range(max(requests, count))][::-1]
     running: list[Sequence] = []
     while todo or running:
@@ -102,18 +115,21 @@ def play(
         drafts = [Draft.chain([0] * budget if draw.random() < exists else []) for budget in budgets]
         verdicts = [_verdict(sequence, draft, accepts, draw) for sequence, draft in zip(running, drafts)]
         rows = len(running) + sum(len(draft) for draft in drafts)
+        silent = 0 if drafting else silent + 1
+        cold = 1.0 + (machine.chill * math.exp((1 - silent) / 6.0) if silent else 0.0)
+        work = machine.drafting(len(drafting), max(budgets), behind), cold * machine.verify(len(running), rows)
         slow = machine.disturb(draw, found.seconds)
-        parts = (
-            slow * machine.drafting(len(drafting), max(budgets), behind),
-            slow * machine.verify(len(running), rows),
-        )
+        parts = slow * work[0], slow * work[1]
+        found.work += sum(work) + (1e-3 * machine.host if drafting else 0.0)
+        emitted = sum(len(verdict.tokens) for verdict in verdicts)
+        found.plain_work += emitted * machine.verify(len(running), len(running)) / len(running)
         for sequence, verdict in zip(running, verdicts):
             sequence.tokens.extend(verdict.tokens)
             if sequence.id in drawn_until:
                 drawn_until[sequence.id] += len(verdict.tokens)
         decides.observe(running, drafts, verdicts, Seconds(*parts, 0.0))
         found.seconds += sum(parts)
-        found.emitted.append(sum(len(verdict.tokens) for verdict in verdicts))
+        found.emitted.append(emitted)
         found.rounds += 1
         found.drafted.append(rows - len(running))
         for sequence in running:
