@@ -59,6 +59,7 @@ class EngineContender:
         del self.engine
         self.engine = self._new_engine()
         self.engine.policy = policy
+        self.engine.scheduler.draft_rows = policy.longest_nodes
 
     def facts(self) -> dict[str, Any]:
         speculative = self.engine.speculative
