@@ -243,6 +243,18 @@ def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoints, mon
         assert all(torch.equal(one.hidden[layer], many.hidden[layer]) for layer in one.hidden)
 
 
+@pytest.mark.parametrize("dtype", ONE_CALL)
+def test_the_one_call_refuses_what_it_would_misread(checkpoints, dtype):
+    model = native(checkpoints("llama"), dtype)
+    cache = new_cache(model, max_seqs=1, max_len=64)
+    for token in (-1, 101):
+        with pytest.raises(IndexError, match="from 0 to 100"):
+            run(model, cache, [Span(0, 0, [5, token])])
+    with pytest.raises(ValueError, match="ascend"):
+        run(model, cache, [Span(0, 0, [5, 6, 7], logits=[1, 0])])
+    assert cache.pool.length(0) == 0
+
+
 def test_the_module_is_emptied(checkpoints):
     module = load(checkpoints("llama"))
     NativeModel(module, name="t", eos_ids=frozenset(), invariant=False)

@@ -15,7 +15,7 @@ class Span:
     The cache holds ``start`` committed entries, visible to every row, then ``stored`` tree nodes fed earlier.
     ``tokens`` are the rows to feed. ``parents`` is None for a chain; otherwise it names the parent of every node
     behind ``start``, the stored ones first (-1: the last committed entry), and a row sees its ancestors only.
-    ``logits`` lists the rows, counted within this span, whose logits are wanted.
+    ``logits`` lists the rows, counted within this span, whose logits are wanted, in ascending order.
     """
 
     key: int

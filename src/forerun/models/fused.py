@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,7 +109,8 @@ class Fused:
         self.all = array("q", range(len(decoder.layers)))
 
     def __call__(self, batch: Batch, cache: StreamedAttention, given: torch.Tensor | None = None) -> Output:
-        """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden]: the first layer's input."""
+        """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden]: the first layer's input. Raises
+        IndexError for a token without an embedding."""
         cache.begin(batch)
         plan = cache.plan(batch)
         rows, wanted = batch.num_rows, batch.num_logits
@@ -119,7 +121,7 @@ class Fused:
         hidden, keep = self._keep(batch, which)
         logits = torch.empty(wanted, self.vocab_size)
         room = self._room(rows, wanted)
-        ids = array("q", [token for span in batch.spans for token in span.tokens])
+        ids = self._ids(batch)
         out = array("q", _wanted(batch) if 0 < wanted < rows else ())
         lists = (ids, positions, which, keep, out)
         at = [numbers.buffer_info()[0] for numbers in lists]
@@ -132,6 +134,14 @@ class Fused:
         self.call(*self.addresses, call.buffer_info()[0], self.eps, self.scale)
         cache.finish(batch)
         return Output(logits, hidden)
+
+    def _ids(self, batch: Batch) -> array[int]:
+        """The call checks nothing."""
+        ids = array("q", [token for span in batch.spans for token in span.tokens])
+        least, most, size = min(ids), max(ids), len(self.decoder.embedding)
+        if least < 0 or most >= size:
+            raise IndexError(f"tokens must be from 0 to {size - 1}, not {least if least < 0 else most}")
+        return ids
 
     def _given(self, batch: Batch) -> torch.Tensor | None:
         """Input rows that are not all embeddings of tokens."""
@@ -168,4 +178,7 @@ class Fused:
 
 
 def _wanted(batch: Batch) -> list[int]:
-    return [offset + row for span, offset in zip(batch.spans, batch.offsets) for row in span.logits]
+    rows = [offset + row for span, offset in zip(batch.spans, batch.offsets) for row in span.logits]
+    if any(after <= before for before, after in pairwise(rows)):
+        raise ValueError("the rows of a span whose logits are wanted must ascend")
+    return rows
