@@ -129,6 +129,13 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 class DraftCost:
     """What drafting with one method costs: a curve, and a price for each token it has to catch up on first."""
 
+    MANY = 32
+    """From so many tokens on catching up is measured; fewer drown in what disturbs a measurement."""
+    SURE = 3
+    """Measurements of it that are believed whatever they say."""
+    DEAR = 0.03
+    """Before, a token costs at most this share of the shortest draft's price."""
+
     def __init__(self) -> None:
         self.curve = CostCurve(drafting, (0.3, 0.6, 0.1))
         self.per_token = 0.0
@@ -139,7 +146,9 @@ class DraftCost:
         the price without them."""
         if not behind:
             self.curve.add(sequences, levels, seconds)
-            return
-        self._extras.append(max(0.0, seconds - guess) / behind)
-        # The first ones may have had to build things, or to wake them.
-        self.per_token = sorted(self._extras)[(len(self._extras) - 1) // 4]
+        elif behind >= self.MANY:
+            self._extras.append(max(0.0, seconds - guess) / behind)
+            # The first ones may have had to build things, or to wake them.
+            self.per_token = sorted(self._extras)[(len(self._extras) - 1) // 4]
+            if len(self._extras) < self.SURE:
+                self.per_token = min(self.per_token, self.DEAR * guess)
