@@ -32,7 +32,7 @@ def test_engine_and_server_answer_the_same_requests(llm, monkeypatch, stream):
     monkeypatch.setattr(overhead, "served", served)
     found = overhead.measure(model, 2, requests=3, tokens=5, temperature=0.5, stream=stream, repeats=2)
     assert found == overhead.Overhead(
-        2, alone=15 / 8, served=1.5, wall=pytest.approx(0.2), processor=pytest.approx(0.2)
+        2, alone=15 / 8, served=1.5, wall=pytest.approx(0.2), processor=pytest.approx(0.2), of_round=None
     )
     assert {(params.temperature, params.max_tokens, speculate) for _, params, speculate in seen} == {(0.5, 5, True)}
     model.engine.check()
@@ -50,3 +50,21 @@ def test_the_engine_alone_answers_every_prompt(llm):
 def test_a_refused_request_is_an_error(llm):
     with pytest.raises(ForerunError, match=r"load client failed: RuntimeError: status 400: .*unknown field"):
         overhead.served(llm(max_num_seqs=2).engine, [{"prompt": [5], "foo": 1}], 1)
+
+
+def test_rounds_are_compared_where_everybody_decodes(llm, monkeypatch):
+    """Three sequences of 6, 4 and 9 tokens, two at a time, on a clock that ticks when it is read."""
+    engine, ticks = llm(max_num_seqs=2).engine, iter(range(10_000))
+    monkeypatch.setattr(overhead, "perf_counter", lambda: float(next(ticks)))
+    rounds = []
+    for prompt, tokens in (([5, 6], 6), ([7, 8], 4), ([8, 9, 10], 9)):
+        engine.add(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), speculate=False)
+    with overhead.Beats(engine, 2) as beats:
+        while engine.busy:
+            engine.step()
+            rounds.append(len(beats.between))
+    # Prompts in round 1; both decode in 2 to 4; the third prompt joins in 5; both decode in 6; one is left.
+    assert rounds[:6] == [0, 0, 1, 2, 2, 2]
+    assert beats.between == [1.0] * 2
+    assert all(seconds > 0 for seconds in beats.inside)
+    assert engine.on_round is None

@@ -24,6 +24,7 @@ from forerun.engine.llm import LLM
 from forerun.sampling.params import SamplingParams
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.run import DrainingServer, open_socket
+from forerun.speculate.round import Round
 
 CLIENT = Path(__file__).with_name("load.py")
 
@@ -41,6 +42,39 @@ class Overhead:
     """Share of the served time that the engine alone does not need: 1 - served / alone."""
     processor: float
     """Share of the server's processor time, all its threads together, that the engine alone does not need."""
+    of_round: float | None
+    """Share of a served round, from one's end to the next one's, that drafting, verification and acceptance do not take
+    on the engine alone: scheduler, text and server. Medians over rounds in which all streams decode and no prompt is
+    read; None: there were none. The other shares hold the gaps between a client's requests too."""
+
+
+class Beats:
+    """Sees an engine's rounds while it is entered: seconds between the ends of two rounds in a row in which ``streams``
+    sequences decode and nothing else happens, and of drafting, verification and acceptance in the second."""
+
+    def __init__(self, engine: Engine, streams: int) -> None:
+        self.engine = engine
+        self.streams = streams
+        self.between: list[float] = []
+        self.inside: list[float] = []
+        self._latest: float | None = None
+
+    def __enter__(self) -> Beats:
+        self._latest = None
+        self.engine.on_round = self.see
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.on_round = None
+
+    def see(self, done: Round) -> None:
+        now = perf_counter()
+        alike = len(done.verdicts) == self.streams and all(verdict.fed == 1 for verdict in done.verdicts)
+        if alike and self._latest is not None:
+            seconds = done.seconds
+            self.between.append(now - self._latest)
+            self.inside.append(seconds.draft + seconds.verify + seconds.accept)
+        self._latest = now if alike else None
 
 
 def alone(engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams, speculate: bool) -> tuple[float, float]:
@@ -94,11 +128,14 @@ def measure(
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
     bodies = [{"prompt": prompt, **asked} for prompt in prompts]
     engine, turns = llm.engine, []
+    lone_rounds, served_rounds = Beats(engine, concurrency), Beats(engine, concurrency)
     for _ in range(repeats + 1):
         _forget(engine)
-        lone = alone(engine, prompts, params, speculate)
+        with lone_rounds:
+            lone = alone(engine, prompts, params, speculate)
         _forget(engine)
-        through = served(engine, bodies, concurrency)
+        with served_rounds:
+            through = served(engine, bodies, concurrency)
         if through[2] != requests * tokens:
             raise ForerunError(f"{through[2]} tokens came through the server instead of {requests * tokens}")
         turns.append((*lone, *through[:2]))
@@ -110,7 +147,12 @@ def measure(
         served=median(count / through for _, _, through, _ in turns),
         wall=median(1 - lone / through for lone, _, through, _ in turns),
         processor=median(1 - spent / total for _, spent, _, total in turns),
+        of_round=_share(lone_rounds, served_rounds),
     )
+
+
+def _share(lone: Beats, served: Beats) -> float | None:
+    return 1 - median(lone.inside) / median(served.between) if lone.inside and served.between else None
 
 
 def _forget(engine: Engine) -> None:
