@@ -123,7 +123,7 @@ class Norm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32; weight [width], or [heads,
     width] for x [rows, heads, width]."""
 
-    __slots__ = ("call", "eps", "kinds", "pointer", "weight", "width")
+    __slots__ = ("call", "dtype", "eps", "kinds", "pointer", "weight", "width")
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight = weight.float().contiguous()
@@ -131,9 +131,12 @@ class Norm:
         self.kinds = weight.numel() // self.width
         self.eps = eps
         self.pointer = self.weight.data_ptr()
+        self.dtype = weight.dtype
         self.call = getattr(kernels.library(), f"norm_{kernels.dtype_name(weight.dtype)}")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not self.dtype:
+            raise TypeError(f"rows in {x.dtype} for a norm in {self.dtype}")
         if not x.is_contiguous():
             x = x.contiguous()
         y = torch.empty_like(x)

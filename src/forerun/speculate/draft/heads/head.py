@@ -15,6 +15,7 @@ from torch import nn
 
 from forerun.core.errors import ModelError
 from forerun.models.linear import choose, make_linear
+from forerun.speculate.draft.heads.layers import FeedForward, Norm
 
 FORMAT = "forerun_head"
 
@@ -73,13 +74,19 @@ class Head(nn.Module, ABC):
         """Mean training loss of a batch, a scalar."""
 
     def pack(self) -> None:
-        """Run linear layers from packed copies of their weights, where this machine has a use for them; to be called
-        again after the weights change."""
+        """Run linear layers from packed copies of their weights, and norms on kernels, where this machine has a use for
+        them; to be called again after the weights change."""
         self.packed += 1
         for module in self.modules():
-            if isinstance(module, nn.Linear):
-                weight, bias = module.weight.detach(), module.bias
-                how = choose(weight.dtype, weight.device, "auto")
+            if not isinstance(module, nn.Linear | Norm | FeedForward):
+                continue
+            weight = next(module.parameters()).detach()
+            how = choose(weight.dtype, weight.device, "auto")
+            if not isinstance(module, nn.Linear):
+                if how == "streamed":
+                    module.stream()
+            else:
+                bias = module.bias
                 layer = make_linear(weight, None if bias is None else bias.detach(), how)
                 module.forward = layer.__call__  # type: ignore[assignment, method-assign]
 

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.models import streamed
+from forerun.models.linear import make_linear
+
 
 class Norm(nn.Module):
     """RMS norm over the last dimension, computed in float32."""
@@ -22,6 +25,10 @@ class Norm(nn.Module):
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight.to(x.dtype)
 
+    def stream(self) -> None:
+        """Run on the CPU kernel from now on."""
+        self.forward = streamed.Norm(self.weight.detach(), self.eps).__call__  # type: ignore[method-assign]
+
 
 class FeedForward(nn.Module):
     """Gated: down(silu(gate x) * up x). ``down`` starts at zero, so that a fresh layer changes nothing."""
@@ -35,6 +42,17 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def stream(self) -> None:
+        """Run on the CPU kernels from now on."""
+        weight = torch.cat([self.gate_proj.weight, self.up_proj.weight]).detach()
+        gate_up, silu_times = make_linear(weight, None, "streamed"), streamed.SiluTimes(weight.dtype)
+        down = make_linear(self.down_proj.weight.detach(), None, "streamed")
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return down(silu_times(gate_up(x.flatten(0, -2)))).unflatten(0, x.shape[:-1])
+
+        self.forward = forward  # type: ignore[method-assign]
 
 
 @cache
