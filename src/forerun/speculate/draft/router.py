@@ -25,7 +25,6 @@ class Router:
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self.drafters = dict(drafters)
         self.failures: dict[int, str] = {}
-        self._watched = any(type(drafter).observe is not Drafter.observe for drafter in self.drafters.values())
 
     @property
     def hidden(self) -> tuple[int, ...]:
@@ -62,8 +61,8 @@ class Router:
     def observe(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
     ) -> None:
-        if not self._watched:
-            return
+        if all(getattr(drafter.observe, "__func__", None) is Drafter.observe for drafter in self.drafters.values()):
+            return  # nobody watches
         for name, indices in self._groups(sequences).items():
             drafter = self.drafters[name]
             chosen = [sequences[i] for i in indices]
