@@ -71,6 +71,9 @@ class Adaptive(LengthPolicy):
     """Rows that drafts get in a round while a method has not been tested as often, or its price is not known."""
     MARGIN = 1.02
     """A draft must promise this much more than plain decoding."""
+    STAY = 0.95
+    """And this much where it has been kept up so far: beliefs have their ups and downs, and the account says when it is
+    enough."""
     REPLAN = 8
     """Rounds that a plan with drafts holds: planning costs host time, and beliefs move slowly."""
     SPEND = 0.01
@@ -189,12 +192,13 @@ class Adaptive(LengthPolicy):
         if self.balance is None:
             self.balance = self.START * luck
         best = self._best(sequences, self._affordable(sequences, longest))
-        if best.budgets:
-            goes_on = self._plan.promise > 1.0
-            if self.balance >= (-self.LOAN * luck if goes_on else self._excess(sequences, best.budgets)):
-                best.left = max(1, min(self.REPLAN, self._check - self.prices.since))
-                return best
-        trial = self._trial(sequences, longest)
+        goes_on = self._plan.promise > 1.0
+        needed = -self.LOAN * luck if goes_on else self._excess(sequences, best.budgets)
+        if best.promise > (self.STAY if goes_on else self.MARGIN) and self.balance >= needed:
+            best.left = max(1, min(self.REPLAN, self._check - self.prices.since))
+            best.promise = max(best.promise, self.MARGIN)
+            return best
+        trial = best.budgets if len(sequences) == 1 and any(best.budgets.values()) else self._trial(sequences, longest)
         price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self._aftermath()
         lacking = min(price, self.SAVED) - self.balance
         if lacking <= 0.0:
@@ -248,11 +252,10 @@ class Adaptive(LengthPolicy):
 
     def _trial(self, sequences: Seq[Sequence], longest: Seq[int]) -> dict[int, int]:
         """Short drafts for a few sequences whose drafters have least to catch up on."""
-        depth = max(1, self.setting.row_multiple - 1) if len(sequences) == 1 else 1
         able = sorted((i for i, cap in enumerate(longest) if cap), key=lambda i: self._lag(sequences[i]))
         budgets = dict.fromkeys((sequence.id for sequence in sequences), 0)
         for index in able[: self.TRIED]:
-            budgets[sequences[index].id] = min(longest[index], depth)
+            budgets[sequences[index].id] = 1
         return budgets
 
     def _offers(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[Offer]:
@@ -276,11 +279,11 @@ class Adaptive(LengthPolicy):
         return offers
 
     def _best(self, sequences: Seq[Sequence], longest: Seq[int]) -> _Plan:
-        """The admission prefix with the most expected tokens per second; nobody drafts if none is worth it."""
+        """The admission prefix with the most expected tokens per second among those that are not empty."""
         count, rows = len(sequences), float(sum(sequence.scheduled for sequence in sequences))
         offers = self._offers(sequences, longest)
         plain = self.prices.round(count, rows)
-        best, chosen = self.MARGIN * count / plain, 0
+        best, chosen = 0.0, 0
         tokens, extra = float(count), self.host / self.prices.pace
         drafting: dict[str, tuple[int, int]] = {}
         costs: dict[str, float] = {}
@@ -301,9 +304,10 @@ class Adaptive(LengthPolicy):
         budgets = dict.fromkeys((sequence.id for sequence in sequences), 0)
         for _, depth, index, _ in offers[:chosen]:
             budgets[sequences[index].id] = depth
-        self._forget(budgets, {sequences[index].drafter for _, _, index, _ in offers[:chosen]})
         promise = best * plain / count
-        return _Plan(budgets if chosen else {}, self.REPLAN, promise)
+        pays = promise > self.MARGIN
+        self._forget(budgets if pays else {}, {sequences[index].drafter for _, _, index, _ in offers[:chosen] if pays})
+        return _Plan(budgets, self.REPLAN, promise)
 
     def _forget(self, budgets: Mapping[int, int], active: set[str | None]) -> None:
         """Hold less against those whom a plan leaves out."""

@@ -35,7 +35,7 @@ class Prices:
     """The present pace is the median of so many plain rounds."""
     BLOCK = 8
     """Of a row of rounds with drafts the last so many count. A longer one's start was too long ago to compare."""
-    AGREE = (0.85, 1.4)
+    AGREE = (0.8, 1.25)
     """How the pace after such a row may compare with the one before."""
     SETTLED = 8
     """Plain rounds after which it no longer shows that there were drafts before."""
@@ -154,7 +154,7 @@ class Prices:
         change = self.pace / self._before
         if not self.AGREE[0] <= change <= self.AGREE[1]:
             return
-        pace = min(self.pace, self._before)
+        pace = (self.pace * self._before) ** 0.5
         for count, rows, verified, drafted, parts in block:
             if verified:
                 # More rows never cost less than none.
