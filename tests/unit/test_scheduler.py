@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -335,29 +334,6 @@ def test_urgent_requests_are_admitted_first_and_preempted_last():
     assert [one.id for one in rounds.done] == [3, 2, 1]
 
 
-class Clock:
-    """Seconds of a round on a machine where each decoding row and each prompt token has a price."""
-
-    def __init__(self, base: float, row: float, token: float) -> None:
-        self.base, self.row, self.token = base, row, token
-
-    def seconds(self, decoding: int, tokens: int) -> float:
-        return self.base + self.row * decoding + self.token * tokens
-
-
-@pytest.mark.parametrize("machine", [Clock(2.0, 0.3, 0.15), Clock(4.0, 0.01, 0.005), Clock(0.5, 0.5, 0.5)])
-def test_pace_at_most_doubles_a_round(machine: Clock) -> None:
-    pace = Pace()
-    for _ in range(20):
-        pace.observe(7, 0, machine.seconds(7, 0))
-    for _ in range(40):
-        tokens = pace.allowance(7)
-        pace.observe(7, tokens, machine.seconds(7, tokens))
-    ratio = machine.seconds(7, pace.allowance(7)) / machine.seconds(7, 0)
-    assert ratio <= 2.0 or pace.allowance(7) == 16
-    assert ratio >= 1.5, "prompts are read no slower than the bound asks for"
-
-
 @pytest.mark.parametrize(("decoding", "prompts", "tokens"), [(7, 1, 4), (7, 2, 4), (4, 2, 8), (2, 2, 16), (1, 6, 16)])
 def test_where_prompt_tokens_are_dear_the_fewer_wait_for_the_more(decoding: int, prompts: int, tokens: int) -> None:
     """A prompt token costs as much as a round: many who decode wait for a few at a time, few for more."""
@@ -371,54 +347,3 @@ def test_where_prompt_tokens_are_dear_the_fewer_wait_for_the_more(decoding: int,
         scheduler.add(sequence(key, 60, output=4))
     rounds.step()  # nothing is known of the price yet
     assert sum(one.scheduled for one in rounds.step() if one.id >= decoding) == tokens
-
-
-def read_prompt(pace: Pace, plain: float, base: float, slope: float) -> list[tuple[int, float]]:
-    """Chunks of a prompt of 1,500 tokens, each with its round's time over a plain one."""
-    depth, chunks = 0, []
-    while depth < 1500:
-        tokens = min(1500 - depth, pace.allowance(7, depth, least=4))
-        seconds = plain + sum(base + slope * (depth + i) for i in range(tokens))
-        pace.observe(7, tokens, seconds, depth + tokens / 2)
-        if tokens:
-            chunks.append((tokens, seconds / plain))
-        depth += tokens
-    return chunks
-
-
-@pytest.mark.parametrize("slope", [0.0, 0.0002, 0.0005])
-def test_pace_knows_what_depth_costs(slope: float) -> None:
-    """The first prompt begins with the smallest chunk, the second with what the first one taught of its beginning."""
-    pace, plain = Pace(), 4.0
-    for _ in range(20):
-        pace.observe(7, 0, plain)
-    first, second = (read_prompt(pace, plain, 0.05, slope) for _ in range(2))
-    assert first[0][0] == 4
-    for chunks in (first, second):
-        assert max(ratio for _, ratio in chunks) <= 2.0
-        assert all(after <= 2 * max(4, before) for (before, _), (after, _) in pairwise(chunks))
-    assert min(ratio for _, ratio in second[5:-1]) >= 1.4
-
-
-def test_pace_under_a_stream_of_prompts() -> None:
-    """Prompt tokens in every round from the first on: decoding alone is still measured now and then, and no more."""
-    pace, machine = Pace(), Clock(2.0, 0.3, 0.15)
-    given = []
-    for decoding in [1, 2, 3, 4, 5, 6, 7, *[7] * 300]:
-        tokens = pace.allowance(decoding)
-        pace.observe(decoding, tokens, machine.seconds(decoding, tokens))
-        given.append(tokens)
-    assert given[0] == 0
-    assert given[-200:].count(0) in (2, 3, 4)
-    assert machine.seconds(7, max(given[-200:])) <= 2.0 * machine.seconds(7, 0)
-    assert machine.seconds(7, max(given[-200:])) >= 1.5 * machine.seconds(7, 0)
-
-
-def test_one_slow_round_does_not_open_the_gate() -> None:
-    pace, machine = Pace(), Clock(2.0, 0.3, 0.15)
-    for _ in range(20):
-        pace.observe(7, 0, machine.seconds(7, 0))
-        pace.observe(7, 16, machine.seconds(7, 16))
-    before = pace.allowance(7)
-    pace.observe(7, 0, 100.0)
-    assert pace.allowance(7) <= 1.5 * before
