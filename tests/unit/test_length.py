@@ -11,6 +11,7 @@ from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length import Seconds, Setting, policies
 from forerun.speculate.length.beliefs import Belief, MethodBelief
 from forerun.speculate.length.costs import CostCurve, DraftCost, drafting, verification
+from forerun.speculate.length.prices import Drafting, Prices
 
 COUNTS = (1, 4, 8, 16)
 LOOKUP = {"draft": 0.03, "per_level": 0.0, "per_draft_token": 0.005, "per_token_behind": 0.0}
@@ -189,6 +190,25 @@ def test_catching_up_has_a_price_of_its_own() -> None:
     cost.add(2, 3, 100, 1.0, 3.0)
     assert cost.per_token == pytest.approx(0.02)
     assert cost.curve.estimate(2, 3) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("unseen", [0, 5])
+def test_drafts_get_their_price_from_the_plain_rounds_after_them(unseen: int) -> None:
+    """Also where a prompt was read right after them, so that the first of these rounds were no plain ones."""
+    prices = Prices(Setting({"m": [0, 1, 2, 3]}, 1))
+    for _ in range(12):
+        prices.streak += 1
+        prices.plain(1, 1.0)
+    for _ in range(6):
+        prices.drafted(1, 4, Seconds(0.5, 1.5, 0.1), [Drafting("m", 1, 3, 0)])
+    assert prices.round(1, 4) != pytest.approx(1.6, rel=0.01)
+    prices.streak = unseen
+    for _ in range(14 - unseen):
+        prices.streak += 1
+        prices.plain(1, 1.0)
+    assert not prices.wait
+    assert prices.round(1, 4) == pytest.approx(1.6, rel=0.01)
+    assert prices.drafting("m", 1, 3) == pytest.approx(0.5, rel=0.01)
 
 
 def test_beliefs_follow_what_was_tested() -> None:

@@ -127,7 +127,8 @@ class Prices:
             self._cold = pace
             if self.chill is not None:
                 self.pace = pace / self.chill
-        if self._block and self.chill is not None and self.streak > 1:
+        missed = settled and self._cold is None
+        if self._block and self.streak > 1 and (missed or self.chill is not None):
             self._commit()
 
     def drafted(self, count: int, rows: int, seconds: Seconds, parts: Seq[Drafting]) -> None:
