@@ -94,10 +94,7 @@ def play(
     chance ``exists``. ``policy`` None: plain decoding.
     """
     draw = random.Random(seed)
-    decides: LengthPolicy = policies[policy or "fixed"](Setting({"m": list(range(depth + 1))}, machine.multiple))
-    ticks = itertools.count()
-    if isinstance(decides, Adaptive):
-        decides.clock = lambda: next(ticks) * 0.5e-3 * machine.host
+    decides = _policy(machine, policy, depth)
     found, drawn_until, silent = Play(), {}, 99
     todo = [_request(i, prompt, length, policy) for i in range(max(requests, count))][::-1]
     running: list[Sequence] = []
@@ -137,6 +134,14 @@ def play(
                 decides.release(sequence)
         running = [sequence for sequence in running if sequence.remaining]
     return found
+
+
+def _policy(machine: Machine, policy: str | None, depth: int) -> LengthPolicy:
+    decides: LengthPolicy = policies[policy or "fixed"](Setting({"m": list(range(depth + 1))}, machine.multiple))
+    ticks = itertools.count()
+    if isinstance(decides, Adaptive):
+        decides.clock = lambda: next(ticks) * 0.5e-3 * machine.host
+    return decides
 
 
 def _request(number: int, prompt: int, length: int, policy: str | None) -> Sequence:

@@ -81,7 +81,7 @@ class Adaptive(LengthPolicy):
     """The account's first balance for one sequence. Luck evens out over n: they get it divided by the root of n."""
     LOAN = 0.25
     """How far below zero, likewise, a plan that goes on may take it."""
-    SAVED = 4.0
+    SAVED = 5.0
     """Most that is kept in the account, or owed."""
     TRIED = 4
     """Most sequences that take part in a trial."""
@@ -200,7 +200,7 @@ class Adaptive(LengthPolicy):
             return best
         trial = best.budgets if len(sequences) == 1 and any(best.budgets.values()) else self._trial(sequences, longest)
         price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self._aftermath()
-        lacking = min(price, self.SAVED) - self.balance
+        lacking = min(price, self.START * luck) - self.balance
         if lacking <= 0.0:
             return _Plan(trial, self.TRIAL)
         for belief in self.beliefs.values():
@@ -328,7 +328,7 @@ class Adaptive(LengthPolicy):
             if (self._plan.left < self.prices.RECENT or self.prices.wait) and _decodes(verdicts):
                 self.prices.plain(len(sequences), seconds.verify + seconds.accept)
             if self.balance is not None:
-                self.balance = min(self.balance + self.SPEND, self.SAVED)
+                self.balance = max(self.balance, min(self.balance + self.SPEND, self.START))
             return
         began = self.clock()
         if _decodes(verdicts):

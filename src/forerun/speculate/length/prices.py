@@ -35,7 +35,7 @@ class Prices:
     """The present pace is the median of so many plain rounds."""
     BLOCK = 8
     """Of a row of rounds with drafts the last so many count. A longer one's start was too long ago to compare."""
-    AGREE = (0.8, 1.25)
+    AGREE = (0.6, 1.7)
     """How the pace after such a row may compare with the one before."""
     SETTLED = 8
     """Plain rounds after which it no longer shows that there were drafts before."""
