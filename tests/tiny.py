@@ -14,15 +14,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 EOS, UNKNOWN = "<eos>", "<unk>"
 ALPHABET = [EOS, UNKNOWN, "\n", " ", *string.ascii_letters, *string.digits, *string.punctuation]
 CONTEXT = 256
+HEAD = 16
+"""Numbers in a head, so that the kernels serve it."""
+NARROW = 8
+"""Heads that the attention kernel does not serve: such a model runs layer by layer."""
 
 
-def save_tokenizer(folder: Path, alphabet: list[str] = ALPHABET) -> None:
+def save_tokenizer(folder: Path, alphabet: list[str] = ALPHABET, unknown: str = UNKNOWN) -> None:
     """One token per character: text is readable, and a stop string crosses tokens."""
-    model = WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token=UNKNOWN)
+    model = WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token=unknown)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, unk_token=UNKNOWN)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, unk_token=unknown)
     fast.save_pretrained(folder)
 
 
@@ -31,7 +35,7 @@ def tiny_llama(layers: int = 2, **options: Any) -> LlamaForCausalLM:
     adds less than the one before, so that a model of the first layers resembles it."""
     sizes = {
         "vocab_size": len(ALPHABET), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD, "max_position_embeddings": CONTEXT,
         "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None, "initializer_range": 0.3,
     }  # fmt: skip
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.draft import drafters
+from tiny import NARROW, save_tokenizer, tiny_llama
 
 COLLECTED = pytest.StashKey[int]()
 
@@ -27,16 +28,29 @@ def parts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def narrow_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a ``tiny_target`` with heads that the attention kernel does not serve."""
+    folder = tmp_path_factory.mktemp("narrow_target")
+    tiny_llama(head_dim=NARROW).save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def engine(tiny_target: str) -> Callable[..., Engine]:
-    """``engine(speculative_config=None, path="native", **options)``: a fresh engine on a shared tiny model."""
-    models: dict[str, Any] = {}
+    """``engine(speculative_config=None, path="native", model=None, **options)``: a fresh engine on a shared model,
+    ``tiny_target`` or that of another folder with its tokenizer."""
+    models: dict[tuple[str, str], Any] = {}
     tokenizer = load_tokenizer(tiny_target)
 
-    def build(config: dict[str, Any] | None = None, path: str = "native", **options: Any) -> Engine:
-        if path not in models:
-            models[path] = load_model(tiny_target, invariant=True, model_path=path)
-        engine_config = EngineConfig(model=tiny_target, model_path=path, **{"max_model_len": LONGEST, **options})
-        return Engine(models[path], tokenizer, engine_config, SpeculativeConfig.parse(config))
+    def build(
+        config: dict[str, Any] | None = None, path: str = "native", model: str | None = None, **options: Any
+    ) -> Engine:
+        folder = model or tiny_target
+        if (folder, path) not in models:
+            models[folder, path] = load_model(folder, invariant=True, model_path=path)
+        engine_config = EngineConfig(model=folder, model_path=path, **{"max_model_len": LONGEST, **options})
+        return Engine(models[folder, path], tokenizer, engine_config, SpeculativeConfig.parse(config))
 
     return build
 

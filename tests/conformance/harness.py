@@ -30,7 +30,7 @@ def options(**given: Any) -> SamplingParams:
 
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
 BIAS = {"logit_bias": {40: 1.5, 41: -100.0, 3: 2.0}}
-STOPS = {"stop": ["3h?R", "RRRR", "S"], "min_tokens": 3}
+STOPS = {"stop": ["/e/[", "@@@@", "2"], "min_tokens": 3}
 STOP_TOKEN = {"stop_token_ids": [ALPHABET.index("*")]}
 EOS_SOON = {"ignore_eos": False, "logit_bias": {0: 3.0}, "min_tokens": 3}
 

@@ -17,7 +17,7 @@ from tiny import ALPHABET
 REQUESTS = 400
 TOKENS = 4
 PROMPT = "hello world, hello"
-BIAS = {ALPHABET.index("l"): 4.0, ALPHABET.index("o"): 4.0}
+BIAS = {ALPHABET.index("l"): 5.0, ALPHABET.index("o"): 5.0}
 """So that answers repeat what is in the prompt, and there is something to copy."""
 PARAMS = {"logit_bias": BIAS, "temperature": 1.2, "top_k": 2, "max_tokens": TOKENS, "ignore_eos": True}
 DRAFTERS = [case for case in CHAINS if case.method in list(drafters) and not drafters[case.method].needs.grammar]

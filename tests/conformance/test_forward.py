@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
 from matrix import PATHS
 
+from forerun import kernels
 from forerun.attention.base import Attention
+from forerun.attention.streamed import StreamedAttention
 from forerun.core.batch import Batch, Span
 from forerun.core.tree import Draft
 from forerun.models.base import Model, new_cache
 from forerun.models.load import load_model
+from tiny import HEAD, NARROW
 
 PROMPT = 23
 LAYOUTS = [None, 4, 16]
@@ -24,13 +28,15 @@ def some_tokens(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_target: str) -> Callable[[str, bool], Model]:
-    loaded: dict[tuple[str, bool], Model] = {}
+def model(tiny_target: str, narrow_target: str) -> Callable[[str, bool, int], Model]:
+    folders = {HEAD: tiny_target, NARROW: narrow_target}
+    loaded: dict[tuple[str, bool, int], Model] = {}
 
-    def get(path: str, invariant: bool) -> Model:
-        if (path, invariant) not in loaded:
-            loaded[path, invariant] = load_model(tiny_target, model_path=path, invariant=invariant)
-        return loaded[path, invariant]
+    def get(path: str, invariant: bool, head: int) -> Model:
+        key = path, invariant, head
+        if key not in loaded:
+            loaded[key] = load_model(folders[head], model_path=path, invariant=invariant)
+        return loaded[key]
 
     return get
 
@@ -61,8 +67,9 @@ class Feeder:
         return fresh.decode(0, start, tokens[start:])
 
 
-@pytest.fixture(params=[(path, exact) for path in PATHS for exact in (True, False)], ids=str)
-def backend(request) -> tuple[str, bool]:
+@pytest.fixture(params=[*product(PATHS, (True, False), (HEAD,)), ("native", True, NARROW)], ids=str)
+def backend(request) -> tuple[str, bool, int]:
+    """How the model is run, whether to the bit, and its heads' width."""
     return request.param
 
 
@@ -117,6 +124,14 @@ SHAPES = shapes()
 def behind(key: int, start: int, last: int, draft: Draft) -> Span:
     """As verification lays it out: the last committed token is the root, the draft's nodes follow."""
     return Span(key, start, [last, *draft.tokens], [-1, *[parent + 1 for parent in draft.parents]])
+
+
+def test_the_models_take_the_paths_that_they_are_for(model):
+    """All layers in one call where there are kernels for it, otherwise one layer after the other."""
+    wide, narrow = (model("native", True, head) for head in (HEAD, NARROW))
+    assert isinstance(new_cache(wide, max_seqs=1, max_len=8), StreamedAttention) == kernels.has("decode_float32")
+    assert (wide.fused is not None) == kernels.has("decode_float32")
+    assert not isinstance(new_cache(narrow, max_seqs=1, max_len=8), StreamedAttention)
 
 
 @pytest.mark.parametrize("page_size", LAYOUTS)

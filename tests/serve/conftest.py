@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from running import Running, run_server
 from forerun import LLM, pretrained
 from forerun.models.tokenizer import load_tokenizer
 from tiny import tiny_llama
+
+ROUND = 0.01
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +37,18 @@ def served(model_folder: Path) -> LLM:
         {"method": "pattern"},
     ]
     return LLM(str(model_folder), speculative_config=drafters, max_num_seqs=4)
+
+
+@pytest.fixture
+def slow_rounds(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round takes ``ROUND`` seconds and more, so that a long answer outlasts a short limit on any machine."""
+    step = served.engine.step
+
+    def slow() -> Any:
+        time.sleep(ROUND)
+        return step()
+
+    monkeypatch.setattr(served.engine, "step", slow)
 
 
 @pytest.fixture(scope="module")

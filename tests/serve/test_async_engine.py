@@ -231,6 +231,7 @@ def test_a_bad_request_fails_alone(engine: AsyncEngine, served: LLM) -> None:
     run(work())
 
 
+@pytest.mark.usefixtures("slow_rounds")
 def test_a_request_has_so_much_time(engine: AsyncEngine, served: LLM) -> None:
     async def work() -> None:
         ids = served.tokenizer.encode(PROMPT)
@@ -256,6 +257,7 @@ def test_draining_finishes_what_runs(engine: AsyncEngine, served: LLM) -> None:
     run(work())
 
 
+@pytest.mark.usefixtures("slow_rounds")
 def test_draining_gives_up_in_time(engine: AsyncEngine, served: LLM) -> None:
     async def work() -> None:
         stream = await engine.submit(served.tokenizer.encode(PROMPT), LONG)

@@ -210,6 +210,7 @@ def test_bodies_are_bounded_in_size_and_time(strict: Running) -> None:
     check(answer, 408, "did not arrive within 0.5 seconds")
 
 
+@pytest.mark.usefixtures("slow_rounds")
 def test_a_full_queue_and_a_late_answer(served: LLM) -> None:
     options = ServerOptions(model_name="tiny", chat_template=TEMPLATE, request_timeout=0.3)
     body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "speculative": {"enabled": False}}

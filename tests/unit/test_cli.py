@@ -117,8 +117,8 @@ def test_trace_shows_every_round_with_marks_on_a_plain_terminal(forerun, pair):
     assert sum(int(count[0]) for _, count, _ in lines if count != "-") == wanted["metrics"]["num_accepted_draft_tokens"]
     token = r"(\\n|<unk>|.)"
     marks = re.compile(rf"~{token}~|\[{token}\]|<{token}>|\+{token}\+")
-    kept = ["".join(m[2] or m[3] or m[4] or "" for m in marks.finditer(line)) for _, _, line in lines[1:]]
-    text = lines[0][2] + "".join(kept)
+    drafted = ["".join(m[2] or m[3] or m[4] or "" for m in marks.finditer(line)) for _, _, line in lines]
+    text = "".join(line if count == "-" else kept for kept, (_, count, line) in zip(drafted, lines))
     assert text.replace("\\n", "\n").replace("<unk>", "") == wanted["text"]
     assert all(f"{look.left}{kind}{look.right}: {look.meaning}" in out for kind, look in KINDS.items())
 

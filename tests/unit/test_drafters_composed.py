@@ -305,6 +305,24 @@ def test_reading_only_grows() -> None:
         before = list(reading.tokens)
 
 
+def test_special_tokens_that_both_have_are_read_where_they_stand() -> None:
+    target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
+    bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+    reading = Reading(bridge)
+    reading.follow(bridge.target.encode("def "))
+    wanted = list(reading.tokens)
+    foreseen = [*bridge.draft.encode("path"), 0]
+    assert reading.adopt(foreseen, [*bridge.target.encode("path"), 0, 0]) == len(foreseen)
+    wanted += [*foreseen, 0]
+    assert reading.tokens == wanted
+    unforeseen = bridge.draft.encode("path")
+    assert reading.adopt(unforeseen, [0, *bridge.target.encode("path")]) == 0
+    wanted += [0, *unforeseen]
+    assert reading.tokens == wanted
+    assert reading.adopt([0], bridge.target.encode("path")) == 0
+    assert reading.tokens == wanted + unforeseen
+
+
 def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed() -> None:
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
     bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))

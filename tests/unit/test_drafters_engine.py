@@ -254,6 +254,21 @@ def test_a_copy_of_the_target_is_accepted_whole_through_every_composition(llm, t
         assert [answer.metrics.match_rate for answer in answers] == [1.0] * len(PROMPTS), config
 
 
+@pytest.mark.parametrize("method", ["tli", "slem"])
+def test_a_token_that_a_draft_cannot_read_costs_others_no_draft(llm, tiny_draft: str, tmp_path: Path, method) -> None:
+    alphabet = ["<nothing>" if token == UNKNOWN else token for token in ALPHABET]
+    LlamaForCausalLM.from_pretrained(tiny_draft).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, alphabet, unknown="<nothing>")
+    config = {"method": "draft_model", "model": str(tmp_path), "use_heterogeneous_vocab": True}
+    speculative = llm({**config, "heterogeneous_vocab_method": method})
+    silent = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={ALPHABET.index(UNKNOWN): 99.0})
+    reader = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    (alone,) = speculative.generate(PROMPTS[:1], reader)
+    beside, _ = speculative.generate(PROMPTS[:2], [reader, silent])
+    assert alone.metrics.num_draft_tokens > 0
+    assert beside.metrics.num_draft_tokens == alone.metrics.num_draft_tokens
+
+
 def test_a_checkpoint_without_shared_tokens_is_refused(tmp_path: Path, tiny_target: str) -> None:
     from forerun import ConfigError
 

@@ -155,7 +155,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             missing = len(known) - length
             count = missing if missing <= self.config.num_speculative_tokens + 1 else min(missing, left)
             if not count:
-                break
+                continue
             left -= min(left, count)
             reaches = count == missing
             tokens = known[length : length + count]

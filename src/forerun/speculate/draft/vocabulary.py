@@ -103,20 +103,28 @@ class Reading:
             self.extend(token)
 
     def _begin(self, tokens: Seq[int]) -> None:
-        text = b""
         whole = True
-        for token in [*tokens, None]:
-            if token is not None and token in self.bridge.target.bytes:
-                text += self.bridge.target.bytes[token]
-                continue
-            if text:
-                self.tokens += self.bridge.draft.encode(text.decode("utf-8", "replace"), whole=whole)
-                whole, text = False, b""
-            if token is not None and token in self.bridge.shared:
-                self.tokens.append(self.bridge.shared[token])
-                whole = False
+        for piece in self._pieces(tokens):
+            if isinstance(piece, bytes):
+                self.tokens += self.bridge.draft.encode(piece.decode("utf-8", "replace"), whole=whole)
+            else:
+                self.tokens.append(piece)
+            whole = False
         self.read = len(tokens)
         self.ends = [0] * (len(tokens) - 1) + [len(self.tokens)] if tokens else []
+
+    def _pieces(self, tokens: Seq[int]) -> list[bytes | int]:
+        """The target's tokens as runs of text and, between them, the draft's ids of special tokens that it has too."""
+        pieces: list[bytes | int] = []
+        text = b""
+        for token in tokens:
+            if token in self.bridge.target.bytes:
+                text += self.bridge.target.bytes[token]
+                continue
+            pieces += [text] if text else []
+            pieces += [self.bridge.shared[token]] if token in self.bridge.shared else []
+            text = b""
+        return [*pieces, text] if text else pieces
 
     def extend(self, token: int) -> None:
         """Read one more token: as the same token if the draft has it, else spelled out with the draft's. Bytes that
@@ -133,16 +141,25 @@ class Reading:
     def adopt(self, drafted: Seq[int], tokens: Seq[int]) -> int:
         """Read the target's ``tokens``, whose text may begin like the draft's own ``drafted`` tokens: those that agree
         are kept as they are. Returns how many."""
-        text = self.bridge.target.spell(tokens)
+        pieces = self._pieces(tokens)
         kept = 0
         for own in drafted if not self._pending else ():
-            piece = self.bridge.draft.bytes.get(own, b"")
-            if not piece or not text.startswith(piece):
+            text = self.bridge.draft.bytes.get(own)
+            first = pieces[0] if pieces else None
+            if isinstance(first, bytes) and text and first.startswith(text):
+                pieces[0:1] = [first[len(text) :]] if first != text else []
+            elif first == own and text is None:
+                del pieces[0]
+            else:
                 break
             self.tokens.append(own)
-            text = text[len(piece) :]
             kept += 1
-        self._spell(text)
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                self._spell(piece)
+            else:
+                self.tokens.append(piece)
+                self._pending = b""
         self.read += len(tokens)
         self.ends += [0] * (len(tokens) - 1) + [len(self.tokens)] if tokens else []
         return kept
