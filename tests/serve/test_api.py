@@ -174,6 +174,7 @@ def test_cancelling_a_stream_frees_the_request(client: openai.OpenAI, server: Ru
     wait_idle(server)
 
 
+@pytest.mark.usefixtures("slow_rounds")
 def test_hanging_up_frees_a_request_that_does_not_stream(server: Running) -> None:
     with pytest.raises(Exception, match=r"(?i)time"):
         server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True}, timeout=0.2)
