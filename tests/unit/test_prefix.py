@@ -266,20 +266,21 @@ def test_the_draft_starts_on_its_prefix_too(paged: LLM) -> None:
     fresh(paged)
     drafter = paged.engine.router.drafters["draft_model"]
     rows: list[int] = []
-    forward = drafter.model.forward
+    missing = drafter._missing
 
-    def counting(batch, cache):
-        rows.append(batch.num_rows)
-        return forward(batch, cache)
+    def counting(*given):
+        spans, ready = missing(*given)
+        rows.extend(span.count for span in spans)
+        return spans, ready
 
-    drafter.model.forward = counting
+    drafter._missing = counting
     try:
         paged.generate(TEXT, GREEDY)
         cold = max(rows)
         rows.clear()
         paged.generate(TEXT, GREEDY)
     finally:
-        drafter.model.forward = forward
+        drafter._missing = missing
     assert cold >= len(TEXT)
     assert max(rows) <= 8
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from forerun import LLM
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.models import quantize
@@ -114,3 +115,18 @@ def test_unknown_kinds_are_refused():
             model(kind)
     with pytest.raises(ConfigError, match="int8_rows"):
         quantize.check("int8_rows", torch.device("cuda"), invariant=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "quantized"),
+    [
+        ({}, True),
+        ({"quantization": "none"}, False),
+        ({"dtype": "bfloat16"}, False),
+        ({"model": "forerun:target"}, False),
+    ],
+)
+def test_the_bundled_draft_runs_in_8_bits_unless_told_otherwise(options, quantized):
+    llm = LLM("forerun:target", dtype="bfloat16", speculative_config={"method": "draft_model", **options})
+    (drafter,) = llm.engine.router.drafters.values()
+    assert ("int8" in drafter.model.info.path) == (quantized and can_stream(torch.int8))

@@ -21,7 +21,7 @@ import torch
 
 log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
-SOURCES = (HERE / "linear.cpp", HERE / "attention.cpp", HERE / "decoder.cpp", HERE / "sampling.cpp")
+SOURCES = (HERE / "linear.cpp", HERE / "attention.cpp", HERE / "decoder.cpp", HERE / "sampling.cpp", HERE / "warp.cpp")
 HEADERS = (HERE / "common.h", HERE / "blocks.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 COMPILERS = ("c++", "g++", "clang++")
@@ -36,6 +36,7 @@ _SILU_TIMES = (_P, _P, _N, _N)
 _ATTEND = (_P, _P, _P, _P, _P, _P, _P, _P, _N, _P, _P, _P, _F, _F, _I)
 _TURN = (_P, _N, _P, _N, _N, _N)
 _DECODE = (_P, _P, _P, _F, _F)
+_DRAFT = (_P, _P, _P, _P, _F, _F)
 SIGNATURES = {
     "advise": (_P, _N),
     "linear_float32": _LINEAR,
@@ -52,9 +53,13 @@ SIGNATURES = {
     "turn_bfloat16": _TURN,
     "decode_float32": _DECODE,
     "decode_bfloat16": _DECODE,
+    "draft_float32": _DRAFT,
+    "draft_bfloat16": _DRAFT,
     "gumbel": (_U, _P, _P, _N),
     "choose": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _I),
     "draw": (_P, _N, _N, _P, _P),
+    "restrict_rows": (_P, _N, _N, _P, _P, _P, _I),
+    "penalise": (_P, _N, _P, _N, _N, _F, _F, _F),
     "overlaps": (_P, _N, _N, _P, _P, _P, _P, _I),
 }
 

@@ -49,4 +49,8 @@ extern "C" {
 DECLARE(float32, float)
 DECLARE(bfloat16, uint16_t)
 #undef DECLARE
+void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
+            const int64_t *noisy, float *tops, int64_t *places, float *softmax, int threads);
+void restrict_row(float *row, int64_t size, float heat, float min_p, int64_t top_k, float top_p);
+void draw(const float *weights, int64_t rows, int64_t size, const double *spots, int64_t *out);
 }

@@ -2,7 +2,10 @@
 // the same bits. For models whose layer takes microseconds, most of the time would go into the calls.
 #include "common.h"
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
+#include <vector>
 
 namespace {
 
@@ -189,6 +192,104 @@ class Decoder {
   float *angles;
 };
 
+// A chain of drafted tokens for each sequence: choose a token from its row of logits, feed it, and so on.
+template <class T>
+struct Chains {
+  int64_t count, longest;  // sequences, each with a row of the first call's logits, in order; the most tokens of one
+  const int64_t *depths;   // [count] tokens wanted
+  const int64_t *starts;   // [count] entries of the cache before the first drafted token's
+  const int64_t *tables;   // [count] where its pages begin in the call's tables
+  const float *heats;      // [count] its temperature; 0: the likeliest token
+  const float *shares;     // [count, 2] its min-p and top-p
+  const int64_t *top_ks;   // [count]
+  const int32_t *words;    // for noise
+  const uint64_t *keys;    // [longest, count] of each choice's noise, or null: drawn from the softmax
+  const double *spots;     // [longest, count] where in its cumulative sum
+  int64_t *tokens;         // [longest, count] what was chosen; -1: nothing, where no id is permitted or one is NaN
+  float *q;                // [longest, count, vocabulary] softmax of each row with a temperature, or null
+  int64_t feeds;           // whether the output before the last norm is the next input, beside the token (EAGLE)
+};
+
+template <class T>
+class Drafting {
+ public:
+  Drafting(const Model<T> &model, const Layer *layers, const Call<T> &first, const Chains<T> &chains, float eps,
+           float scale)
+      : model(model), layers(layers), first(first), d(chains), eps(eps), scale(scale), size(model.head.outputs),
+        active(d.count), ids(d.count), positions(d.count), spans(6 * d.count), keep(first.count + 2),
+        states(d.feeds ? d.count * model.hidden : 0) {
+    for (int64_t i = 0; i < d.count; i++) active[i] = i;
+    std::fill(d.tokens, d.tokens + d.longest * d.count, -1);
+  }
+
+  void run() {
+    Decoder<T>(model, layers, first, eps, scale).run();
+    for (int64_t step = 0; step < d.longest; step++) {
+      const int64_t rows = active.size();
+#pragma omp parallel for num_threads(first.threads) if (first.threads > 1 && rows * size > 1000000)
+      for (int64_t row = 0; row < rows; row++) choose_token(step, active[row], first.logits + row * size);
+      if (!advance(step)) return;
+      Decoder<T>(model, layers, next(), eps, scale).run();
+    }
+  }
+
+ private:
+  void choose_token(int64_t step, int64_t sequence, float *row) const {
+    const int64_t at = step * d.count + sequence;
+    const float heat = d.heats[sequence];
+    const int64_t noisy = heat != 0 && d.keys;
+    const uint64_t key = d.keys ? d.keys[at] : 0;
+    float *const law = heat != 0 && d.q ? d.q + at * size : nullptr;
+    if (heat != 0)
+      restrict_row(row, size, heat, d.shares[2 * sequence], d.top_ks[sequence], d.shares[2 * sequence + 1]);
+    float top;
+    int64_t place;
+    choose(row, 1, size, d.words, &key, &noisy, &top, &place, law, 1);
+    if (!(top > -std::numeric_limits<float>::infinity())) return;
+    if (law && d.spots) draw(law, 1, size, d.spots + at, &place);
+    d.tokens[at] = place;
+  }
+
+  // Lays out the next rows, and returns how many there are.
+  size_t advance(int64_t step) {
+    std::vector<int64_t> on;
+    for (size_t row = 0; row < active.size(); row++) {
+      const int64_t sequence = active[row], token = d.tokens[step * d.count + sequence];
+      if (token < 0 || d.depths[sequence] <= step + 1) continue;
+      const int64_t n = on.size(), start = d.starts[sequence];
+      if (d.feeds) std::memcpy(&states[n * model.hidden], first.room + row * model.hidden, model.hidden * sizeof(T));
+      ids[n] = token;
+      positions[n] = start + step;
+      const int64_t span[] = {n, 1, start, start + step, d.tables[sequence], -1};
+      std::memcpy(&spans[6 * n], span, sizeof(span));
+      on.push_back(sequence);
+    }
+    active.swap(on);
+    return active.size();
+  }
+
+  Call<T> next() const {
+    Call<T> call = first;
+    call.rows = call.num_out = call.num_spans = active.size();
+    call.ids = ids.data();
+    call.given = d.feeds ? states.data() : nullptr;
+    call.positions = positions.data();
+    call.spans = spans.data();
+    call.keep = keep.data();
+    return call;
+  }
+
+  const Model<T> &model;
+  const Layer *const layers;
+  const Call<T> &first;
+  const Chains<T> &d;
+  const float eps, scale;
+  const int64_t size;
+  std::vector<int64_t> active, ids, positions, spans;
+  std::vector<T *> keep;  // nothing
+  std::vector<T> states;
+};
+
 }  // namespace
 
 extern "C" {
@@ -197,6 +298,12 @@ extern "C" {
   void decode_##KIND(const void *model, const void *layers, const void *call, float eps, float scale) {              \
     Decoder<T>(*static_cast<const Model<T> *>(model), static_cast<const Layer *>(layers),                           \
                *static_cast<const Call<T> *>(call), eps, scale)                                                     \
+        .run();                                                                                                     \
+  }                                                                                                                 \
+  void draft_##KIND(const void *model, const void *layers, const void *call, const void *chains, float eps,          \
+                    float scale) {                                                                                  \
+    Drafting<T>(*static_cast<const Model<T> *>(model), static_cast<const Layer *>(layers),                          \
+                *static_cast<const Call<T> *>(call), *static_cast<const Chains<T> *>(chains), eps, scale)           \
         .run();                                                                                                     \
   }
 

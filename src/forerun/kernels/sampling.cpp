@@ -34,22 +34,32 @@ struct Key {
   explicit Key(uint64_t key)
       : odd(_mm512_set1_epi32(static_cast<int32_t>(key | 1))), plus(_mm512_set1_epi32(static_cast<int32_t>(key >> 32))) {}
 
-  // -ln(-ln(1 - u)), where u is one of 2^31 numbers in (0, 1); ``ids`` are well-mixed words, one for each entry.
-  __m512 noise(__m512i ids) const {
+  // One of 2^31 numbers in (0, 1) each; ``ids`` are well-mixed words, one for each entry.
+  __m512 uniform(__m512i ids) const {
     const auto fold = [](__m512i x) { return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16)); };
     __m512i x = fold(_mm512_add_epi32(_mm512_mullo_epi32(ids, odd), plus));
     x = fold(_mm512_mullo_epi32(x, _mm512_set1_epi32(0x7FEB352D)));
+    const __m512 u = _mm512_add_ps(_mm512_abs_ps(_mm512_cvtepi32_ps(x)), _mm512_set1_ps(0.5f));
+    return _mm512_min_ps(_mm512_mul_ps(u, _mm512_set1_ps(4.656612873e-10f)), _mm512_set1_ps(1 - 5.9604645e-8f));
+  }
+
+  // -ln(-ln(1 - u))
+  static __m512 noise(__m512 u) {
     const __m512 one = _mm512_set1_ps(1);
-    __m512 u = _mm512_add_ps(_mm512_abs_ps(_mm512_cvtepi32_ps(x)), _mm512_set1_ps(0.5f));
-    u = _mm512_min_ps(_mm512_mul_ps(u, _mm512_set1_ps(4.656612873e-10f)), _mm512_set1_ps(1 - 5.9604645e-8f));
     const __m512 w = _mm512_sub_ps(one, u), lost = _mm512_sub_ps(_mm512_sub_ps(one, w), u);  // of u, in w
     const __m512 wait = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_add_ps(logarithm(w), _mm512_div_ps(lost, w)));
     return _mm512_sub_ps(_mm512_setzero_ps(), logarithm(wait));
+  }
+
+  // What the noise does not exceed, from the exponent alone: -ln u, rounded up.
+  static __m512 bound(__m512 u) {
+    return _mm512_fnmadd_ps(_mm512_getexp_ps(u), _mm512_set1_ps(0.69314718f), _mm512_set1_ps(0.001f));
   }
 };
 
 // Where a row's largest number is.
 struct Best {
+  __m512 floor = _mm512_set1_ps(-std::numeric_limits<float>::infinity());  // the largest of all lanes
   __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __mmask16 broken = 0;
@@ -62,6 +72,14 @@ struct Best {
     place = _mm512_mask_add_epi32(place, more, lanes, _mm512_set1_epi32(static_cast<int32_t>(at)));
   }
 
+  // The same for v + noise, which is computed only where it may be the largest so far.
+  void see(__m512 v, __mmask16 mask, int64_t at, const Key &key, const int32_t *ids) {
+    const __m512 u = key.uniform(_mm512_maskz_loadu_epi32(mask, ids + at));
+    if (!_mm512_mask_cmp_ps_mask(mask, _mm512_add_ps(v, Key::bound(u)), floor, _CMP_NLT_UQ)) return;
+    see(_mm512_add_ps(v, Key::noise(u)), mask, at);
+    floor = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+  }
+
   // The first of equals; NaN if one was seen.
   void end(float *value, int64_t *id) const {
     *value = broken ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(top);
@@ -70,29 +88,32 @@ struct Best {
   }
 };
 
-// Softmax of a row: e^(v - top), whose sum is 1 / share.
+// Softmax of a row: ``powers``, e^(v - top), times ``share``, one over their sum.
 struct Softmax {
-  __m512 top;
+  float *const powers;
   float share;
 
-  Softmax(const float *row, int64_t size) {
+  Softmax(const float *row, int64_t size, float *powers) : powers(powers) {
     __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     for (int64_t i = 0; i < size; i += 16) {
       const __mmask16 mask = first(size - i);
       most = _mm512_mask_max_ps(most, mask, most, load(row + i, mask));
     }
-    top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < size; i += 16) {
       const __mmask16 mask = first(size - i);
-      sum = _mm512_add_ps(sum, power(load(row + i, mask), mask));
+      const __m512 x = _mm512_sub_ps(load(row + i, mask), top);
+      const __mmask16 counts = mask & _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87), _CMP_NLT_UQ);
+      const __m512 power = _mm512_maskz_mov_ps(counts, exponential(x));
+      store(powers + i, mask, power);
+      sum = _mm512_add_ps(sum, power);
     }
     share = 1 / _mm512_reduce_add_ps(sum);
   }
 
-  __m512 power(__m512 v, __mmask16 mask) const {
-    const __m512 x = _mm512_sub_ps(v, top);
-    return _mm512_maskz_mov_ps(mask & _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87), _CMP_NLT_UQ), exponential(x));
+  __m512 operator()(int64_t at, __mmask16 mask) const {
+    return _mm512_mul_ps(load(powers + at, mask), _mm512_set1_ps(share));
   }
 };
 
@@ -141,7 +162,7 @@ void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
   const Key noise(key);
   for (int64_t i = 0; i < size; i += 16) {
     const __mmask16 mask = first(size - i);
-    store(out + i, mask, noise.noise(_mm512_maskz_loadu_epi32(mask, ids + i)));
+    store(out + i, mask, Key::noise(noise.uniform(_mm512_maskz_loadu_epi32(mask, ids + i))));
   }
 }
 
@@ -155,18 +176,16 @@ void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids,
     Best best;
     for (int64_t i = 0; i < size; i += 16) {
       const __mmask16 mask = first(size - i);
-      __m512 v = load(row + i, mask);
-      if (noisy[r]) v = _mm512_add_ps(v, noise.noise(_mm512_maskz_loadu_epi32(mask, ids + i)));
-      best.see(v, mask, i);
+      const __m512 v = load(row + i, mask);
+      if (noisy[r])
+        best.see(v, mask, i, noise, ids);
+      else
+        best.see(v, mask, i);
     }
     best.end(tops + r, places + r);
     if (!softmax) continue;
-    const Softmax law(row, size);
-    for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 mask = first(size - i);
-      store(softmax + r * size + i, mask,
-            _mm512_mul_ps(law.power(load(row + i, mask), mask), _mm512_set1_ps(law.share)));
-    }
+    const Softmax law(row, size, softmax + r * size);
+    for (int64_t i = 0; i < size; i += 16) store(law.powers + i, first(size - i), law(i, first(size - i)));
   }
 }
 
@@ -175,22 +194,18 @@ void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *
               const int64_t *tokens, float *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && static_cast<double>(trials) * size > PARALLEL)
   for (int64_t t = 0; t < trials; t++) {
-    const float *row = scores + rows[t] * size, *q = qs[t];
-    const Softmax law(row, size);
-    const __m512 share = _mm512_set1_ps(law.share);
+    static thread_local std::vector<float> room;
+    if (static_cast<int64_t>(room.size()) < size) room.resize(size);
+    const Softmax law(scores + rows[t] * size, size, room.data());
+    const float *const q = qs[t];
     if (!q) {
-      const int64_t at = tokens[t] / 16 * 16;
-      alignas(64) float p[16];
-      const __mmask16 mask = first(size - at);
-      _mm512_store_ps(p, _mm512_mul_ps(law.power(load(row + at, mask), mask), share));
-      out[t] = p[tokens[t] - at];
+      out[t] = law.powers[tokens[t]] * law.share;
       continue;
     }
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < size; i += 16) {
       const __mmask16 mask = first(size - i);
-      const __m512 p = _mm512_mul_ps(law.power(load(row + i, mask), mask), share);
-      sum = _mm512_add_ps(sum, _mm512_min_ps(p, load(q + i, mask)));
+      sum = _mm512_add_ps(sum, _mm512_min_ps(law(i, mask), load(q + i, mask)));
     }
     out[t] = _mm512_reduce_add_ps(sum);
   }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from forerun import kernels
-from forerun.attention.streamed import StreamedAttention
+from forerun.attention.streamed import Plan, StreamedAttention
 from forerun.core.batch import Batch, Output
 from forerun.models.rotary import Rotary
 from forerun.models.streamed import Norm, Streamed, StreamedInt8
@@ -82,6 +82,18 @@ def _norm(norm: Norm | None) -> int:
     return norm.pointer if norm is not None else 0
 
 
+@dataclass(slots=True)
+class Prepared:
+    """A call's arguments, and where its results will be."""
+
+    address: int
+    logits: torch.Tensor
+    hidden: dict[int, torch.Tensor]
+    plan: Plan
+    kept: tuple[Any, ...]
+    """What the arguments point to."""
+
+
 class Fused:
     """A ``Decoder`` all of whose parts have kernels."""
 
@@ -89,7 +101,8 @@ class Fused:
         self.decoder = decoder  # it keeps what the addresses below point to
         self.dtype = decoder.embedding.dtype
         self.eps, self.scale = decoder.norm.eps, decoder.width**-0.5
-        self.call = getattr(kernels.library(), f"decode_{kernels.dtype_name(self.dtype)}")
+        kind = kernels.dtype_name(self.dtype)
+        self.call, self.draft = (getattr(kernels.library(), f"{verb}_{kind}") for verb in ("decode", "draft"))
         self.hidden, self.vocab_size = decoder.embedding.shape[1], decoder.head.outputs
         inner, attended = decoder.layers[0].down.inputs, decoder.heads * decoder.width
         sizes = (decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner)
@@ -111,12 +124,21 @@ class Fused:
     def __call__(self, batch: Batch, cache: StreamedAttention, given: torch.Tensor | None = None) -> Output:
         """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden]: the first layer's input. Raises
         IndexError for a token without an embedding."""
+        call = self.prepare(batch, cache, given)
+        self.call(*self.addresses, call.address, self.eps, self.scale)
+        cache.finish(batch)
+        return Output(call.logits, call.hidden)
+
+    def prepare(
+        self, batch: Batch, cache: StreamedAttention, given: torch.Tensor | None = None, ahead: int = 0
+    ) -> Prepared:
+        """A call's arguments; positions up to ``ahead`` behind the batch's have angles too."""
         cache.begin(batch)
         plan = cache.plan(batch)
         rows, wanted = batch.num_rows, batch.num_logits
         if given is None:
             given = self._given(batch)
-        angles, positions = self._angles(batch)
+        angles, positions = self._angles(batch, ahead)
         which = self.all if batch.layers is None else array("q", batch.layers)
         hidden, keep = self._keep(batch, which)
         logits = torch.empty(wanted, self.vocab_size)
@@ -131,9 +153,7 @@ class Fused:
             at[2], len(which), at[3], at[4], wanted, room.data_ptr(), logits.data_ptr(), sides, strides,
             plan.addresses[0], len(batch.spans), *plan.addresses[1:],
         ))  # fmt: skip
-        self.call(*self.addresses, call.buffer_info()[0], self.eps, self.scale)
-        cache.finish(batch)
-        return Output(logits, hidden)
+        return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, angles, room, lists))
 
     def _ids(self, batch: Batch) -> array[int]:
         """The call checks nothing."""
@@ -151,11 +171,11 @@ class Fused:
         x[batch.embed_rows] = batch.embeds.to(x.dtype)
         return x
 
-    def _angles(self, batch: Batch) -> tuple[torch.Tensor, array[int]]:
+    def _angles(self, batch: Batch, ahead: int) -> tuple[torch.Tensor, array[int]]:
         positions = array("q")
         for span in batch.spans:
             positions.extend(span.positions())
-        return self.decoder.rotary.table(max(span.end for span in batch.spans)), positions
+        return self.decoder.rotary.table(max(span.end for span in batch.spans) + ahead), positions
 
     def _keep(self, batch: Batch, which: Seq[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
         """Room for the hidden states that the batch asked for, and where each layer's input and the output go. The

@@ -28,8 +28,8 @@ KINDS = {"int8": "int8", "int8_rows": "int8 by rows"}
 CPU_KINDS = tuple(KINDS)
 GPU_KINDS = ("int8", "fp8")
 LEAST_SIDE, LEAST_WEIGHTS = 256, 1 << 18
-"""A layer is worth 8 bits if both its sides, or else its weights, are at least so many: an int8 call has some 10 us of
-fixed cost."""
+"""Without kernels of ours a layer is worth 8 bits if both its sides, or else its weights, are at least so many: an int8
+call has some 10 us of fixed cost."""
 
 
 def check(kind: str, device: torch.device, *, invariant: bool) -> None:
@@ -51,7 +51,8 @@ def check(kind: str, device: torch.device, *, invariant: bool) -> None:
 
 
 def pays(weight: torch.Tensor) -> bool:
-    return min(weight.shape) >= LEAST_SIDE or weight.numel() >= LEAST_WEIGHTS
+    ours = weight.device.type == "cpu" and can_stream(torch.int8)
+    return ours or min(weight.shape) >= LEAST_SIDE or weight.numel() >= LEAST_WEIGHTS
 
 
 def quantize(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Linear:

@@ -8,10 +8,31 @@ from collections.abc import Sequence as Seq
 import torch
 
 from forerun import kernels
+from forerun.sampling.params import SamplingParams
 
 
 def can_sample(device: torch.device) -> bool:
     return device.type == "cpu" and kernels.has("choose")
+
+
+def restrict(logits: torch.Tensor, heats: Seq[float], shares: Seq[float], top_ks: Seq[int]) -> torch.Tensor:
+    """Each row of float32 ``logits`` [rows, vocabulary] divided by its temperature, -inf where its min-p, top-k or
+    top-p leaves a token out. ``shares`` holds min-p and top-p of each row in turn; rows of temperature 0 stay."""
+    rows = logits.contiguous().clone()
+    lists = array("f", heats), array("f", shares), array("q", top_ks)
+    kernels.library().restrict_rows(  # type: ignore[union-attr]
+        rows.data_ptr(), *rows.shape, *(numbers.buffer_info()[0] for numbers in lists), torch.get_num_threads()
+    )
+    return rows
+
+
+def penalise(row: torch.Tensor, text: Seq[int], output: int, params: SamplingParams) -> None:
+    """Penalties on one row of float32 logits [vocabulary], in place, for a text whose output begins at ``output``."""
+    tokens = array("q", text)
+    kernels.library().penalise(  # type: ignore[union-attr]
+        row.data_ptr(), len(row), tokens.buffer_info()[0], len(tokens), output,
+        params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
+    )  # fmt: skip
 
 
 class Compiled:

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from forerun.core.sequence import Sequence
+from forerun.sampling import compiled
 
 NEG_INF = float("-inf")
 
@@ -43,6 +44,8 @@ def warp(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
     filtered: its argmax is what is sampled.
     """
     logits = edit(logits, rows)
+    if logits.dtype == torch.float32 and compiled.can_sample(logits.device):
+        return _restrict(logits, rows)
     hot = [i for i, row in enumerate(rows) if row.heat not in (0.0, 1.0)]
     if hot:
         scale = torch.ones(len(rows), 1)
@@ -58,6 +61,16 @@ def warp(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
         logits = logits.clone() if not hot else logits
         logits[chosen] = kept
     return logits
+
+
+def _restrict(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+    """Temperature and filters through our own kernel."""
+    heats = [row.heat for row in rows]
+    params = [row.sequence.params for row in rows]
+    if not any(heat != 1.0 or each.filters for heat, each in zip(heats, params) if heat):
+        return logits
+    shares = [share for each in params for share in (each.min_p, each.top_p)]
+    return compiled.restrict(logits, heats, shares, [each.top_k for each in params])
 
 
 def edit(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
@@ -122,6 +135,9 @@ def _output_tail(row: Row, count: int) -> list[int]:
 
 def _penalise(logits: torch.Tensor, row: Row) -> None:
     sequence, params = row.sequence, row.sequence.params
+    if logits.dtype == torch.float32 and compiled.can_sample(logits.device) and logits.is_contiguous():
+        compiled.penalise(logits, [*sequence.tokens, *row.path], sequence.num_prompt, params)
+        return
     size = logits.shape[0]
     output = sequence.tokens[sequence.num_prompt :] + list(row.path)
     counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=size)[:size].to(logits.device)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from forerun.core.batch import Batch, Span
+from forerun.core.batch import Span
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
@@ -102,18 +102,18 @@ class StringDraftModel(CrossVocabularyDraftModel):
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         self.starts = {sequence.id: len(self._read(sequence)) for sequence in sequences}
-        active = self._catch_up(sequences, budgets)
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
-        written: dict[int, list[int]] = {index: [] for index in active.ready}
-        growing, logits = list(active.ready), active.logits
+        spans, ready = self._missing(sequences, depths)
+        logits = self._forward(spans) if spans else torch.empty(0)
+        written: dict[int, list[int]] = {index: [] for index in ready}
+        growing = list(ready)
         while growing:
             scores = self._with_noise(logits, [sequences[i] for i in growing], len(written[growing[0]]))
             for index, token in zip(growing, scores.argmax(dim=1).tolist()):
                 written[index].append(token)
             growing = [i for i in growing if len(written[i]) < depths[i] and not self._ended(written[i][-1])]
             if growing:
-                spans = [self._span(sequences[i], written[i]) for i in growing]
-                logits = self.model.forward(Batch(spans, self.model.info.device), self.cache).logits
+                logits = self._forward([self._span(sequences[i], written[i]) for i in growing])
         drafts = []
         for index, (sequence, budget) in enumerate(zip(sequences, budgets)):
             own = self.written[sequence.id] = written.get(index, [])

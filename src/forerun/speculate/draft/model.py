@@ -21,10 +21,13 @@ from forerun.models.streamed import can_stream
 from forerun.models.tokenizer import check_compatible, load_tokenizer
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
 from forerun.speculate.draft.best_first import TreeConfig
+from forerun.speculate.draft.chain import Chains, plain
 from forerun.speculate.draft.levels import Frontier, grow
 from forerun.speculate.verify.score import Verification
 
 NARROW = 256
+BUNDLED = "forerun:draft"
+UNQUANTIZED = "none"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class DraftModelConfig(TreeConfig):
     dtype: str | None = None
     """Its dtype; None: as the target's option, but float32 for a narrow draft on CPU."""
     quantization: str | None = None
+    """Its weights in 8 bits, as the target's option, or ``none``. None: int8_rows for the bundled draft where CPU
+    kernels of ours run it and no dtype is asked for, otherwise none."""
     prefill_chunk: int = 256
     """Most tokens per round that sequences catch up on before they draft, all of them together."""
     max_model_len: int | None = None
@@ -61,10 +66,10 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def __init__(self, config: DraftModelConfig, context: DraftContext) -> None:
         super().__init__(config, context)
-        path = config.model or "forerun:draft"
+        path = config.model or BUNDLED
         options = dict(context.options or {})
         page_size = options.pop("page_size", None)
-        options["quantization"] = config.quantization
+        options["quantization"] = self._quantization(path)
         self.model = load_model(
             path, dtype=self._dtype(path), device=context.target.info.device, invariant=False, **options
         )
@@ -82,6 +87,9 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.places: dict[int, list[int]] = {}
         """Per sequence: where each node of its draft is among those that this model has read, or -1."""
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
+        translates = config.use_heterogeneous_vocab
+        fused = getattr(self.model, "fused", None) if not translates else None
+        self.chains = Chains.find(fused, self.cache, self.chooser, branches=config.branches)
 
     @classmethod
     def build(cls, config: DraftModelConfig, context: DraftContext) -> DraftModel:
@@ -116,37 +124,51 @@ class DraftModel(Drafter[DraftModelConfig]):
             return self.config.dtype
         narrow = read_config(resolve(path)).get_text_config().hidden_size < NARROW
         slow = self.context.target.info.device.type == "cpu" and not can_stream(torch.bfloat16)
-        return "float32" if narrow and slow and self.config.quantization is None else self.context.dtype
+        return "float32" if narrow and slow and self._quantization(path) is None else self.context.dtype
+
+    def _quantization(self, path: str) -> str | None:
+        wanted = self.config.quantization
+        if wanted is not None:
+            return wanted if wanted != UNQUANTIZED else None
+        quick = self.context.target.info.device.type == "cpu" and can_stream(torch.int8)
+        return "int8_rows" if path == BUNDLED and self.config.dtype is None and quick else None
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        active = self._catch_up(sequences, budgets)
+        depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
+        spans, ready = self._missing(sequences, depths)
+        if self.chains is not None and ready and all(plain(sequences[i]) for i in ready):
+            drafts = [Draft() for _ in sequences]
+            chosen, wanted = [sequences[i] for i in ready], [depths[i] for i in ready]
+            found = self.chains.draft(chosen, wanted, Batch(spans, self.model.info.device), self.cache)
+            for index, draft in zip(ready, found):
+                drafts[index] = draft
+            return drafts
 
         def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
-            logits = active.logits if depth == 0 else self._step(sequences, frontier, drafts)
-            return self._translate(logits)
+            fresh = spans if depth == 0 else self._newest(sequences, frontier, drafts)
+            return self._translate(self._forward(fresh))
 
-        depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
-        drafts, places = grow(sequences, active.ready, depths, self.config, self.chooser, score)
+        if spans and not ready:
+            self._forward(spans)
+        drafts, places = grow(sequences, ready, depths, self.config, self.chooser, score)
         self.places = {sequence.id: place for sequence, place in zip(sequences, places or ())}
         return drafts
+
+    def _forward(self, spans: list[Span]) -> torch.Tensor:
+        return self.model.forward(Batch(spans, self.model.info.device), self.cache).logits
 
     def _depth(self, sequence: Sequence, budget: int) -> int:
         """The budget, less where the draft's context ends."""
         return min(budget, self.max_len - len(self._read(sequence)))
 
-    @dataclass(slots=True)
-    class _Active:
-        ready: list[int]
-        logits: torch.Tensor
-
-    def _catch_up(self, sequences: Seq[Sequence], budgets: Seq[int]) -> _Active:
-        """Feed committed tokens this model has not seen; the sequences that reach their last one may draft.
+    def _missing(self, sequences: Seq[Sequence], depths: Seq[int]) -> tuple[list[Span], list[int]]:
+        """The committed tokens to feed that this model has not seen, and the sequences that reach their last one and
+        may draft.
 
         Those that lack least come first, so that a long prompt delays nobody else's draft.
         """
         spans, ready = [], []
         pool = self.cache.pool
-        depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
         indices = [i for i, depth in enumerate(depths) if depth > 0 and self._has_room(sequences[i], depth)]
         left = self.config.prefill_chunk
         for index in sorted(indices, key=lambda i: len(self._read(sequences[i])) - pool.length(sequences[i].id)):
@@ -162,9 +184,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             spans.append(Span(sequence.id, length, tokens, logits=[count - 1] if reaches else []))
             if reaches:
                 ready.append(index)
-        if not spans:
-            return self._Active([], torch.empty(0))
-        return self._Active(ready, self.model.forward(Batch(spans, self.model.info.device), self.cache).logits)
+        return spans, ready
 
     def _has_room(self, sequence: Sequence, depth: int) -> bool:
         """Whether there are pages for its tokens and a draft; a sequence that is new here starts on a known prefix."""
@@ -178,8 +198,8 @@ class DraftModel(Drafter[DraftModelConfig]):
             pool.free(sequence.id)
         return False
 
-    def _step(self, sequences: Seq[Sequence], frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
-        """Feed the newest level of every growing draft."""
+    def _newest(self, sequences: Seq[Sequence], frontier: Frontier, drafts: Seq[Draft]) -> list[Span]:
+        """The newest level of every growing draft, to feed."""
         spans: list[Span] = []
         for index in dict.fromkeys(index for index, _ in frontier):
             draft, start = drafts[index], len(self._read(sequences[index]))
@@ -187,7 +207,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             parents = None if draft.is_chain else draft.parents
             tokens = self._own(draft.tokens[stored:])
             spans.append(Span(sequences[index].id, start, tokens, parents, stored, logits=list(range(len(tokens)))))
-        return self.model.forward(Batch(spans, self.model.info.device), self.cache).logits
+        return spans
 
     def observe(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification

@@ -33,6 +33,7 @@ from forerun.models.native import NativeModel
 from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.best_first import TreeConfig
+from forerun.speculate.draft.chain import Chains, plain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.eagle_files import is_public, read_public
 from forerun.speculate.draft.heads.head import Head, Lesson, Sizes, soft_cross_entropy
@@ -208,6 +209,11 @@ class Eagle(HeadDrafter[EagleConfig]):
         attention: type[Attention] = SdpaAttention if self.fused is None else StreamedAttention
         self.cache = attention(Pool([shape], pages, page_size, info.dtype, info.device))
         self.pending: dict[int, list[torch.Tensor]] = {}
+        self.chains = self._find_chains()
+
+    def _find_chains(self) -> Chains | None:
+        fused = None if hasattr(self.eagle, "d2t") else self.fused
+        return Chains.find(fused, self.cache, self.chooser, branches=self.config.branches, feeds=True)
 
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
         """Rows wait here until the token behind each of them is known and the layer has read them."""
@@ -217,6 +223,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         super().learn()
         if self.packed != self.eagle.packed and self.fused is not None:
             self.fused, self.packed = self.eagle.fuse(self.context.target), self.eagle.packed
+            self.chains = self._find_chains()
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
@@ -227,22 +234,34 @@ class Eagle(HeadDrafter[EagleConfig]):
             for index, (sequence, depth) in enumerate(zip(sequences, budgets))
             if self.ready(sequence) and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth])
         ]
+        drafts = [Draft() for _ in sequences]
         if not ready:
-            return [Draft() for _ in sequences]
+            return drafts
+        chosen = [sequences[index] for index in ready]
+        spans, feature = self._lacking(chosen)
+        if self.chains is not None and all(map(plain, chosen)):
+            batch = Batch(spans, self.context.target.info.device)
+            found = self.chains.draft(chosen, [budgets[index] for index in ready], batch, self.cache, feature)
+            for index, draft in zip(ready, found):
+                drafts[index] = draft
+        else:
+            drafts = self._grow(sequences, budgets, ready, spans, feature)
+        for sequence in chosen:
+            pool.truncate(sequence.id, len(sequence.tokens) - 1)
+        return drafts
+
+    def _grow(
+        self, sequences: Seq[Sequence], budgets: Seq[int], ready: list[int], spans: list[Span], feature: torch.Tensor
+    ) -> list[Draft]:
         states: dict[tuple[int, int], torch.Tensor] = {}
 
         def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
-            if depth == 0:
-                out, logits = self._catch_up([sequences[index] for index in ready])
-            else:
-                out, logits = self._step(sequences, frontier, drafts, states)
+            fresh = (spans, feature) if depth == 0 else self._newest(sequences, frontier, drafts, states)
+            out, logits = self._run(*fresh)
             states.update(zip(frontier, out))
             return logits
 
-        drafts, _ = grow(sequences, ready, budgets, self.config, self.chooser, score)
-        for index in ready:
-            pool.truncate(sequences[index].id, len(sequences[index].tokens) - 1)
-        return drafts
+        return grow(sequences, ready, budgets, self.config, self.chooser, score)[0]
 
     def _predict(self, out: torch.Tensor) -> torch.Tensor:
         normed = self.eagle.norm(out)
@@ -264,7 +283,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         batch = Batch(spans, self.context.target.info.device, hidden=(RAW,))
         if self.fused is not None:
             assert isinstance(self.cache, StreamedAttention)
-            out = self.fused(batch, self.cache, feature.contiguous())
+            out = self.fused(batch, self.cache, feature)
             return out.hidden[RAW], self._widen(out.logits)
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
         q, k, v = self.eagle.qkv(embedded, feature, batch.positions)
@@ -274,8 +293,8 @@ class Eagle(HeadDrafter[EagleConfig]):
         states = self.eagle.finish(feature, attended)[batch.logit_rows]
         return states, self._widen(self._predict(states))
 
-    def _catch_up(self, sequences: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the waiting features, each with the token behind it; state and logits of each sequence's last row."""
+    def _lacking(self, sequences: Seq[Sequence]) -> tuple[list[Span], torch.Tensor]:
+        """The waiting features, each with the token behind it, to feed; each sequence's last row predicts."""
         spans: list[Span] = []
         rows: list[torch.Tensor] = []
         for sequence in sequences:
@@ -284,15 +303,16 @@ class Eagle(HeadDrafter[EagleConfig]):
             tokens = sequence.tokens[start + 1 :]
             spans.append(Span(sequence.id, start, tokens, logits=[len(tokens) - 1]))
             rows.extend(waiting)
-        return self._run(spans, self.eagle.fc(torch.cat(rows)))
+        return spans, self.eagle.fc(torch.cat(rows)).contiguous()
 
-    def _step(
+    def _newest(
         self,
         sequences: Seq[Sequence],
         frontier: Frontier,
         drafts: Seq[Draft],
         states: dict[tuple[int, int], torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[list[Span], torch.Tensor]:
+        """The newest level of every growing draft, to feed."""
         spans: list[Span] = []
         for index in dict.fromkeys(index for index, _ in frontier):
             draft, start = drafts[index], len(sequences[index].tokens) - 1
@@ -301,8 +321,7 @@ class Eagle(HeadDrafter[EagleConfig]):
             tokens = draft.tokens[stored:]
             wanted = list(range(len(tokens)))
             spans.append(Span(sequences[index].id, start, tokens, parents, stored, logits=wanted))
-        feature = torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
-        return self._run(spans, feature)
+        return spans, torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
 
     def pools(self) -> list[Pool]:
         return [self.cache.pool]

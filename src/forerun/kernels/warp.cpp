@@ -1,0 +1,171 @@
+// From logits to the distribution that is sampled: temperature, min-p, top-k and top-p, and penalties. A row's result
+// depends on the row alone.
+#include "common.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr double PARALLEL = 1e5;  // entries worth a second thread
+constexpr int BINS = 512, WAYS = 4;
+constexpr float PER_NAT = 32;
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+// The largest entries of a row, found by how far they lie below the very largest.
+class Largest {
+ public:
+  Largest(const float *row, int64_t size) : row(row), size(size) {
+    __m512 most = _mm512_set1_ps(-INF);
+    for (int64_t i = 0; i < size; i += 16)
+      most = _mm512_mask_max_ps(most, first(size - i), load(row + i, first(size - i)), most);  // passes over NaN
+    top = _mm512_reduce_max_ps(most);
+  }
+
+  // The entry at which as many are counted, from the largest down.
+  float at_count(int64_t count) {
+    weights.assign(size, 1);
+    return find(count, -INF);
+  }
+
+  // The entry at which, from the largest down, the probabilities of those that are not below ``floor`` reach ``share`` of
+  // their sum.
+  float at_share(float share, float floor) {
+    if (static_cast<int64_t>(weights.size()) < size) weights.resize(size);
+    __m512d sum = _mm512_setzero_pd();
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 mask = first(size - i);
+      const __m512 v = load(row + i, mask), x = _mm512_sub_ps(v, _mm512_set1_ps(top));
+      const __mmask16 counts = mask & _mm512_cmp_ps_mask(v, _mm512_set1_ps(floor), _CMP_GE_OQ) &
+                               _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87), _CMP_GE_OQ);
+      const __m512 weight = _mm512_maskz_mov_ps(counts, exponential(x));
+      store(weights.data() + i, mask, weight);
+      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_castps512_ps256(weight)));
+      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1)));
+    }
+    return find(share * _mm512_reduce_add_pd(sum), floor);
+  }
+
+  float top;
+
+ private:
+  // The entry at which the weights of those that are not below ``floor`` reach ``goal``; the last one if none does.
+  float find(double goal, float floor) {
+    for (float depth : {2.0f, 6.0f, 18.0f, INF})
+      if (gather(std::max(floor, top - depth)) >= goal) break;
+    const int32_t *const at = bins.data();
+    const float *const value = values.data(), *const weight = shares.data();
+    for (auto &way : sums) std::fill(way, way + BINS, 0.0);
+    for (int64_t i = 0; i < near; i++) sums[i % WAYS][at[i]] += weight[i];  // one way would wait for its own sums
+    double before = 0;
+    int reaching = 0;
+    for (; reaching < BINS - 1; reaching++) {
+      double sum = 0;
+      for (const auto &way : sums) sum += way[reaching];
+      if (before + sum >= goal) break;
+      before += sum;
+    }
+    inside.clear();
+    for (int64_t i = 0; i < near; i++)
+      if (at[i] == reaching) inside.push_back({value[i], weight[i]});
+    std::sort(inside.begin(), inside.end(), [](const Entry &a, const Entry &b) { return a.value > b.value; });
+    float found = -INF;
+    for (const Entry &entry : inside) {
+      found = entry.value;
+      before += entry.weight;
+      if (before >= goal) break;
+    }
+    return found;
+  }
+
+  // Collects the entries that are not below ``least``, and returns the sum of their weights.
+  double gather(float least) {
+    if (static_cast<int64_t>(values.size()) < size + 16)
+      values.resize(size + 16), shares.resize(size + 16), bins.resize(size + 16);
+    near = 0;
+    __m512d sum = _mm512_setzero_pd();
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 mask = first(size - i);
+      const __m512 v = load(row + i, mask);
+      const __mmask16 in = _mm512_mask_cmp_ps_mask(mask, v, _mm512_set1_ps(least), _CMP_GE_OQ);
+      if (!in) continue;
+      const __m512 weight = _mm512_maskz_compress_ps(in, load(weights.data() + i, mask));
+      const __m512 value = _mm512_maskz_compress_ps(in, v), below = _mm512_sub_ps(_mm512_set1_ps(top), value);
+      const __m512 bin = _mm512_min_ps(_mm512_mul_ps(below, _mm512_set1_ps(PER_NAT)), _mm512_set1_ps(BINS - 1));
+      _mm512_storeu_ps(values.data() + near, value);
+      _mm512_storeu_si512(bins.data() + near, _mm512_cvttps_epi32(bin));
+      _mm512_storeu_ps(shares.data() + near, weight);
+      near += __builtin_popcount(in);
+      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_castps512_ps256(weight)));
+      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1)));
+    }
+    return _mm512_reduce_add_pd(sum);
+  }
+
+  struct Entry {
+    float value, weight;
+  };
+
+  const float *const row;
+  const int64_t size;
+  int64_t near = 0;  // entries in values and shares
+  inline static thread_local std::vector<float> weights, values, shares;
+  inline static thread_local std::vector<int32_t> bins;
+  inline static thread_local std::vector<Entry> inside;
+  double sums[WAYS][BINS];
+};
+
+}  // namespace
+
+extern "C" {
+
+// Divides a row by its temperature and bans what min-p, then top-k, then top-p leave out; 0, 0 and 1 leave all. Ties with
+// the last entry that stays, stay.
+void restrict_row(float *row, int64_t size, float heat, float min_p, int64_t top_k, float top_p) {
+  const __m512 heats = _mm512_set1_ps(heat), banned = _mm512_set1_ps(-INF);
+  for (int64_t i = 0; heat != 1 && i < size; i += 16)
+    store(row + i, first(size - i), _mm512_div_ps(load(row + i, first(size - i)), heats));
+  const bool counts = top_k > 0 && top_k < size;
+  if (!(min_p > 0) && !counts && !(top_p < 1)) return;
+  Largest largest(row, size);
+  if (!(largest.top > -INF)) return;  // nothing is permitted
+  float floor = min_p > 0 ? largest.top + std::log(min_p) : -INF;
+  if (counts) floor = std::max(floor, largest.at_count(top_k));
+  if (top_p < 1) floor = std::max(floor, largest.at_share(top_p, floor));
+  for (int64_t i = 0; i < size; i += 16) {
+    const __mmask16 mask = first(size - i);
+    const __m512 v = load(row + i, mask);
+    const __mmask16 low = _mm512_cmp_ps_mask(v, _mm512_set1_ps(floor), _CMP_LT_OQ);
+    store(row + i, mask & low, banned);
+  }
+}
+
+// The same for rows whose ``heats`` are not 0; ``shares`` holds min-p and top-p of each.
+void restrict_rows(float *rows, int64_t count, int64_t size, const float *heats, const float *shares,
+                   const int64_t *top_ks, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && static_cast<double>(count) * size > PARALLEL)
+  for (int64_t r = 0; r < count; r++)
+    if (heats[r] != 0) restrict_row(rows + r * size, size, heats[r], shares[2 * r], top_ks[r], shares[2 * r + 1]);
+}
+
+// Repetition penalty for every token of a text whose output begins at ``output``; frequency and presence penalties for
+// the output's.
+void penalise(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,
+              float frequency, float presence) {
+  static thread_local std::vector<int32_t> seen;  // 1 + how often it came in the output; all 0 between calls
+  if (static_cast<int64_t>(seen.size()) < size) seen.resize(size);
+  for (int64_t i = 0; i < length; i++)
+    if (text[i] < size) seen[text[i]] = i < output ? 1 : std::max(seen[text[i]], 1) + 1;
+  for (int64_t i = 0; i < length; i++) {
+    if (text[i] >= size || !seen[text[i]]) continue;
+    const float count = seen[text[i]] - 1;
+    float &v = row[text[i]];
+    if (repetition != 1) v = v > 0 ? v / repetition : v * repetition;
+    v -= frequency * count;
+    if (count > 0) v -= presence;
+    seen[text[i]] = 0;
+  }
+}
+}

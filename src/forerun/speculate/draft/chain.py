@@ -1,0 +1,113 @@
+"""Chains drafted in one call, ``kernels/decoder.cpp``: read what is new, choose a token, feed it, and so on. The same
+tokens and q as ``grow_levels`` with a ``Chooser``, without Python between the steps.
+
+It serves requests without penalties, bans and grammars.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Seq
+
+import torch
+
+from forerun.attention.base import Attention
+from forerun.attention.streamed import StreamedAttention
+from forerun.core.batch import Batch
+from forerun.core.sequence import Sequence
+from forerun.core.tree import POINT_MASS, Draft
+from forerun.models.fused import Fused
+from forerun.sampling.draw import node_key
+from forerun.sampling.noise import target_key, uniform
+from forerun.sampling.warp import Row
+from forerun.speculate.draft.base import Chooser
+
+NOTHING = -1
+
+
+def plain(sequence: Sequence) -> bool:
+    """Whether only temperature, min-p, top-k and top-p stand between a sequence's logits and its distribution."""
+    return sequence.constraint is None and not sequence.params.edits
+
+
+class Chains:
+    """Drafts with ``fused``, which predicts over the target's ids. ``feeds``: a step's input is the last one's output
+    before the final norm, beside the token (EAGLE-3)."""
+
+    def __init__(self, fused: Fused, chooser: Chooser, *, feeds: bool = False) -> None:
+        self.fused = fused
+        self.chooser = chooser
+        self.feeds = feeds
+
+    @classmethod
+    def find(
+        cls, fused: Fused | None, cache: Attention, chooser: Chooser, *, branches: bool, feeds: bool = False
+    ) -> Chains | None:
+        """None where the call is not here or does not do what is asked for."""
+        sampler = chooser.sampler
+        serves = (
+            fused is not None
+            and sampler.compiled is not None
+            and fused.vocab_size == sampler.vocab_size
+            and isinstance(cache, StreamedAttention)
+            and not branches
+        )
+        return cls(fused, chooser, feeds=feeds) if serves and fused is not None else None
+
+    def draft(
+        self,
+        sequences: Seq[Sequence],
+        depths: Seq[int],
+        batch: Batch,
+        cache: Attention,
+        given: torch.Tensor | None = None,
+    ) -> list[Draft]:
+        """One chain for each sequence, of at most its depth. ``batch`` reads what each of them lacks: its spans that
+        ask for logits, one row each, are theirs, in order. The cache's pages have room for all but the last tokens."""
+        compiled = self.chooser.sampler.compiled
+        assert isinstance(cache, StreamedAttention)
+        assert compiled is not None
+        count, longest = len(sequences), max(depths)
+        prepared = self.fused.prepare(batch, cache, given, ahead=longest)
+        theirs = [i for i, span in enumerate(batch.spans) if span.logits]
+        starts = array("q", [batch.spans[i].end for i in theirs])
+        heats = array("f", [self.chooser.row(sequence).heat for sequence in sequences])
+        shares = array(
+            "f", [share for sequence in sequences for share in (sequence.params.min_p, sequence.params.top_p)]
+        )
+        top_ks = array("q", [sequence.params.top_k for sequence in sequences])
+        hot, size = any(heats), self.fused.vocab_size
+        q = torch.empty(longest * count, size) if hot else None
+        keys, spots = self._keys(sequences, longest, heats) if hot else (array("Q"), array("d"))
+        tokens = array("q", bytes(8 * longest * count))
+        tables = array("q", [prepared.plan.spans[6 * i + 4] for i in theirs])
+        wanted = array("q", depths)
+        call = array("q", (
+            count, longest, *(numbers.buffer_info()[0] for numbers in (wanted, starts, tables, heats, shares, top_ks)),
+            compiled.ids.data_ptr(), *(numbers.buffer_info()[0] if numbers else 0 for numbers in (keys, spots)),
+            tokens.buffer_info()[0], 0 if q is None else q.data_ptr(), self.feeds,
+        ))  # fmt: skip
+        fused = self.fused
+        fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0], fused.eps, fused.scale)
+        cache.finish(batch)
+        drafts = []
+        for i, (depth, start) in enumerate(zip(depths, starts)):
+            chain = [token for token in tokens[i : depth * count : count] if token != NOTHING]
+            fed = min(len(chain), depth - 1)
+            cache.pool.advance(batch.spans[theirs[i]].key, start + fed)
+            rows = range(i, longest * count, count) if heats[i] else [POINT_MASS] * longest
+            drafts.append(Draft.chain(chain, q, rows))
+        return drafts
+
+    def _keys(self, sequences: Seq[Sequence], longest: int, heats: Seq[float]) -> tuple[array[int], array[float]]:
+        """For each step and sequence, the key of the target's own noise at that position; or, under rules that compare
+        p with q, the place in the cumulative sum of a draw of its own. One of the two is empty."""
+        chooser, keys, spots = self.chooser, array("Q"), array("d")
+        for step in range(longest):
+            for sequence in sequences:
+                root = len(sequence.tokens)
+                if not chooser.rule.needs_q:
+                    keys.append(target_key(sequence.seed, root + step))
+                else:
+                    spots.append(uniform(node_key(chooser.purpose, Row(sequence, range(step)), root, step - 1)))
+        return keys, spots

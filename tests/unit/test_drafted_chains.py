@@ -1,0 +1,75 @@
+"""Chains drafted in one call are what a step at a time drafts: tokens, trials and q, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams, kernels
+from forerun.speculate.draft import drafters
+from forerun.speculate.draft.chain import Chains
+
+PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
+OPTIONS = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.3, "top_k": 9, "min_p": 0.01},
+]
+
+
+@pytest.fixture(params=["draft_model", "eagle"])
+def options(request, tiny_target: str, tiny_draft: str, tmp_path: Path) -> dict[str, Any]:
+    if request.param == "draft_model":
+        return {"method": "draft_model", "model": tiny_draft}
+    return {"method": "eagle", **drafters["eagle"].example(Path(tiny_target), tmp_path)}
+
+
+def record(target: str, options: dict[str, Any], *, page_size=None, stepwise: bool = False) -> list[Any]:
+    """Every draft of every round: tokens, parents, and each trial with its row of q."""
+    llm = LLM(
+        target, dtype="bfloat16", max_num_seqs=4, page_size=page_size,
+        speculative_config={**options, "num_speculative_tokens": 4},
+    )  # fmt: skip
+    drafter = next(iter(llm.engine.router.drafters.values()))
+    assert isinstance(drafter.chains, Chains)
+    if stepwise:
+        drafter.chains = None
+    rounds: list[Any] = []
+
+    def see(result: Any) -> None:
+        rounds.append([
+            (draft.tokens, draft.parents, [
+                [(trial.node, draft.q[trial.row].clone() if trial.row >= 0 else None) for trial in trials]
+                for trials in draft.trials
+            ])
+            for draft in result.drafts
+        ])  # fmt: skip
+
+    llm.engine.on_round = see
+    params = [SamplingParams(**each, seed=i, max_tokens=20 + i, ignore_eos=True) for i, each in enumerate(OPTIONS)]
+    llm.generate(PROMPTS, params)
+    llm.engine.check()
+    return rounds
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    def flat(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.view(torch.int32).tolist()
+        return [flat(part) for part in value] if isinstance(value, list | tuple) else value
+
+    return flat(one) == flat(other)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "token"] if kernels.has("draft_bfloat16") else [])
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_one_call_drafts_what_single_steps_draft(tiny_target, options, rule, page_size):
+    options = {**options, "accept": rule}
+    chains = record(tiny_target, options, page_size=page_size)
+    steps = record(tiny_target, options, page_size=page_size, stepwise=True)
+    assert any(tokens for drafts in chains for tokens, _, _ in drafts)
+    assert same(chains, steps)
