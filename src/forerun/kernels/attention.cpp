@@ -114,8 +114,8 @@ struct Queries {
     }
     runs([&](const Task &task, auto count) {
       const int64_t at = task.query;
-      block.template gather<CHUNKS, count>(sums.data() + WIDTH * at, shrink.data() + at, weights.data() + 2 * LANES * at,
-                                           task.begin, task.end);
+      block.template gather<CHUNKS, count>(sums.data() + WIDTH * at, shrink.data() + at,
+                                           weights.data() + 2 * LANES * at, task.begin, task.end);
     });
     tasks.clear();
   }

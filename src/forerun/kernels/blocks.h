@@ -215,7 +215,9 @@ struct Block<uint16_t> {
     for (int64_t at = 0; at < LANES * CHUNKS / 2; at += 4)
       each<4>([&](auto i) {
         const auto key = (__m512bh)_mm512_load_si512(keys[at + i]);
-        each<COUNT>([&](auto q) { sums[q][i] = _mm512_dpbf16_ps(sums[q][i], key, pair_of(queries[q] + 2 * (at + i))); });
+        each<COUNT>([&](auto q) {
+          sums[q][i] = _mm512_dpbf16_ps(sums[q][i], key, pair_of(queries[q] + 2 * (at + i)));
+        });
       });
     each<COUNT>([&](auto q) {
       const __m512 halves[] = {_mm512_add_ps(sums[q][0], sums[q][1]), _mm512_add_ps(sums[q][2], sums[q][3])};
