@@ -56,6 +56,27 @@ def test_a_row_has_the_same_bits_beside_any_others(shape, dtype, how):
                 assert torch.equal(layer(x[start : start + rows]), whole[start : start + rows])
 
 
+@pytest.mark.parametrize("dtype", [d for d, how in LAYERS if how == "streamed"])
+def test_streamed_weights_lie_side_by_side(dtype, monkeypatch):
+    monkeypatch.setattr(streamed, "BLOCK", 1 << 20)
+    monkeypatch.setattr(streamed, "shelf", streamed._Shelf())
+    made, shapes = [], [(300, 270), (64, 256), (2000, 1024), (96, 130)]
+    for index, (outputs, inputs) in enumerate(shapes):
+        torch.manual_seed(index)
+        weight, x = torch.randn(outputs, inputs, dtype=dtype), torch.randn(3, inputs, dtype=dtype)
+        with torch.inference_mode(index % 2 == 0):
+            made.append((streamed.Streamed(weight, None), weight, x))
+    first, second, large, last = (layer.tiles for layer, *_ in made)
+    assert 0 <= second.data_ptr() - first.data_ptr() - first.nbytes < 64
+    assert large.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()  # no room was left
+    for tiles in (first, second, large, last):
+        assert tiles.data_ptr() % 64 == 0
+        assert tiles.data_ptr() + tiles.nbytes <= tiles.untyped_storage().data_ptr() + tiles.untyped_storage().nbytes()
+    for layer, weight, x in made:
+        wanted = F.linear(x.double(), weight.double())
+        assert (layer(x) - wanted).norm() < (1e-5 if dtype == torch.float32 else 0.01) * wanted.norm()
+
+
 @pytest.mark.parametrize("dtype", [d for d, how in LAYERS if how == "packed"])
 def test_packed_layers_meet_few_row_counts(dtype):
     weight, x = cancelling(256, 256, dtype)

@@ -83,24 +83,40 @@ struct Queries {
     tasks.clear();
   }
 
+  // f(first, count): tasks of neighbouring queries with the same keys, so many at a time as a block takes.
+  template <int COUNT = Block<T>::together(CHUNKS), class F>
+  void runs(F f) const {
+    for (size_t i = 0, count; i < tasks.size(); i += count) {
+      const auto like = [&](const Task &task, int64_t after) {
+        return task.query == tasks[i].query + after && task.begin == tasks[i].begin && task.end == tasks[i].end;
+      };
+      for (count = 1; count < COUNT && i + count < tasks.size() && like(tasks[i + count], count);) count++;
+      some<COUNT>(f, tasks[i], count);
+    }
+  }
+
+  template <int COUNT, class F>
+  static void some(F f, const Task &first, size_t count) {
+    if (count == COUNT) return f(first, std::integral_constant<int, COUNT>());
+    if constexpr (COUNT > 1) some<COUNT - 1>(f, first, count);
+  }
+
   void take(const Block<T> &block, float scale, float softcap) {
-    for (const Task &task : tasks)
-      _mm512_storeu_ps(scores.data() + LANES * task.query,
-                       block.template score<CHUNKS>(queries[task.query], task.begin, task.end));
+    runs([&](const Task &task, auto count) {
+      const int64_t at = task.query;
+      block.template score<CHUNKS, count>(queries.data() + at, scores.data() + LANES * at, task.begin, task.end);
+    });
     for (const Task &task : tasks) {
       const __mmask16 mask = first(task.end) & static_cast<__mmask16>(~first(task.begin));
       const int64_t at = LANES * task.query;
       shrink[task.query] =
           states[task.query].weigh(_mm512_loadu_ps(scores.data() + at), mask, scale, softcap, weights.data() + 2 * at);
     }
-    for (const Task &task : tasks) {
-      float *sum = sums.data() + WIDTH * task.query;
-      const __m512 less = _mm512_set1_ps(shrink[task.query]);
-      __m512 out[CHUNKS];
-      each<CHUNKS>([&](auto c) { out[c] = _mm512_mul_ps(_mm512_loadu_ps(sum + LANES * c), less); });
-      block.template gather<CHUNKS>(out, weights.data() + 2 * LANES * task.query, task.begin, task.end);
-      each<CHUNKS>([&](auto c) { _mm512_storeu_ps(sum + LANES * c, out[c]); });
-    }
+    runs([&](const Task &task, auto count) {
+      const int64_t at = task.query;
+      block.template gather<CHUNKS, count>(sums.data() + WIDTH * at, shrink.data() + at,
+                                           weights.data() + 2 * LANES * at, task.begin, task.end);
+    });
     tasks.clear();
   }
 };

@@ -102,6 +102,7 @@ struct Block;
 
 template <>
 struct Block<float> {
+  static constexpr int together(int) { return 1; }
   const float *keys[BLOCK], *values[BLOCK];
 
   void bring(const Places<float> &from, int64_t) {
@@ -111,13 +112,13 @@ struct Block<float> {
     }
   }
 
-  template <int CHUNKS>
-  __m512 score(const float *query, int64_t begin, int64_t end) const {
+  template <int CHUNKS, int>
+  void score(const float *const *queries, float *scores, int64_t begin, int64_t end) const {
     __m512 products[LANES];
     const auto product = [&](int64_t j) {
       __m512 sum = _mm512_setzero_ps();
       each<CHUNKS>([&](auto c) {
-        sum = _mm512_fmadd_ps(_mm512_loadu_ps(query + LANES * c), _mm512_loadu_ps(keys[j] + LANES * c), sum);
+        sum = _mm512_fmadd_ps(_mm512_loadu_ps(*queries + LANES * c), _mm512_loadu_ps(keys[j] + LANES * c), sum);
       });
       return sum;
     };
@@ -127,15 +128,18 @@ struct Block<float> {
       each<BLOCK>([&](auto j) { products[j] = _mm512_setzero_ps(); });
       for (int64_t j = begin; j < end; j++) products[j] = product(j);
     }
-    return across(products);
+    _mm512_storeu_ps(scores, across(products));
   }
 
-  template <int CHUNKS>
-  void gather(__m512 *out, const float *weights, int64_t begin, int64_t end) const {
+  template <int CHUNKS, int>
+  void gather(float *sums, const float *shrink, const float *weights, int64_t begin, int64_t end) const {
+    __m512 out[CHUNKS];
+    each<CHUNKS>([&](auto c) { out[c] = _mm512_mul_ps(_mm512_loadu_ps(sums + LANES * c), _mm512_set1_ps(*shrink)); });
     for (int64_t j = begin; j < end; j++)
       each<CHUNKS>([&](auto c) {
         out[c] = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]), _mm512_loadu_ps(values[j] + LANES * c), out[c]);
       });
+    each<CHUNKS>([&](auto c) { _mm512_storeu_ps(sums + LANES * c, out[c]); });
   }
 };
 
@@ -201,39 +205,52 @@ struct Block<uint16_t> {
     return (__m512bh)_mm512_set1_epi32(pair);
   }
 
-  template <int CHUNKS>
-  __m512 score(const uint16_t *query, int64_t, int64_t) const {
-    __m512 sums[4];
-    each<4>([&](auto i) { sums[i] = _mm512_setzero_ps(); });
-    for (int64_t at = 0; at < LANES * CHUNKS / 2; at += 8)
-      each<8>([&](auto i) {
-        const auto key = (__m512bh)_mm512_load_si512(keys[at + i]);
-        sums[i % 4] = _mm512_dpbf16_ps(sums[i % 4], key, pair_of(query + 2 * (at + i)));
-      });
-    return _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
-  }
+  // Queries at a time: with one, the steps of its sums wait for each other; more than 16 sums leave the registers.
+  static constexpr int together(int chunks) { return chunks > 8 ? 1 : chunks > 4 ? 2 : 4; }
 
-  template <int CHUNKS>
-  void gather(__m512 *out, const uint16_t *weights, int64_t begin, int64_t end) const {
-    if (begin == 0 && end == BLOCK) {
-      each<BLOCK / 2>([&](auto pair) {
-        const auto high = pair_of(weights + 2 * pair), low = pair_of(weights + LANES + 2 * pair);
-        each<CHUNKS>([&](auto c) {
-          const auto value = (__m512bh)_mm512_load_si512(values[pair] + 2 * LANES * c);
-          out[c] = _mm512_dpbf16_ps(_mm512_dpbf16_ps(out[c], value, high), value, low);
+  template <int CHUNKS, int COUNT>
+  void score(const uint16_t *const *queries, float *scores, int64_t, int64_t) const {
+    __m512 sums[COUNT][4];
+    each<COUNT>([&](auto q) { each<4>([&](auto i) { sums[q][i] = _mm512_setzero_ps(); }); });
+    for (int64_t at = 0; at < LANES * CHUNKS / 2; at += 4)
+      each<4>([&](auto i) {
+        const auto key = (__m512bh)_mm512_load_si512(keys[at + i]);
+        each<COUNT>([&](auto q) {
+          sums[q][i] = _mm512_dpbf16_ps(sums[q][i], key, pair_of(queries[q] + 2 * (at + i)));
         });
       });
-      return;
-    }
+    each<COUNT>([&](auto q) {
+      const __m512 halves[] = {_mm512_add_ps(sums[q][0], sums[q][1]), _mm512_add_ps(sums[q][2], sums[q][3])};
+      _mm512_storeu_ps(scores + LANES * q, _mm512_add_ps(halves[0], halves[1]));
+    });
+  }
+
+  template <int CHUNKS, int COUNT>
+  void gather(float *sums, const float *shrink, const uint16_t *weights, int64_t begin, int64_t end) const {
+    constexpr int64_t WIDTH = LANES * CHUNKS;
+    __m512 out[COUNT][CHUNKS];
+    each<COUNT>([&](auto q) {
+      const __m512 less = _mm512_set1_ps(shrink[q]);
+      each<CHUNKS>([&](auto c) { out[q][c] = _mm512_mul_ps(_mm512_loadu_ps(sums + WIDTH * q + LANES * c), less); });
+    });
     for (int64_t j = begin & ~1; j < end; j += 2) {
-      const auto high = pair_of(weights + j), low = pair_of(weights + LANES + j);
-      // A key that is not the query's own does not count, not even as 0 times NaN.
+      __m512bh high[COUNT], low[COUNT];
+      each<COUNT>([&](auto q) {
+        high[q] = pair_of(weights + 2 * LANES * q + j);
+        low[q] = pair_of(weights + 2 * LANES * q + LANES + j);
+      });
+      // A key that is not the queries' own does not count, not even as 0 times NaN.
       const __mmask32 mask = (j < begin ? 0 : 0x55555555) | (j + 1 < end ? 0xaaaaaaaa : 0);
       each<CHUNKS>([&](auto c) {
         const auto value = (__m512bh)_mm512_maskz_loadu_epi16(mask, values[j / 2] + 2 * LANES * c);
-        out[c] = _mm512_dpbf16_ps(_mm512_dpbf16_ps(out[c], value, high), value, low);
+        each<COUNT>([&](auto q) {
+          out[q][c] = _mm512_dpbf16_ps(_mm512_dpbf16_ps(out[q][c], value, high[q]), value, low[q]);
+        });
       });
     }
+    each<COUNT>([&](auto q) {
+      each<CHUNKS>([&](auto c) { _mm512_storeu_ps(sums + WIDTH * q + LANES * c, out[q][c]); });
+    });
   }
 };
 #endif

@@ -1,9 +1,11 @@
 // Linear layers, norms and activations for few rows on processors with AVX-512, bound by reading the weights.
 //
 // Weights lie in the order in which they are read, one stream: tiles of 32 outputs; within a tile, inputs in groups of
-// four bytes (one float32, two bfloat16 or four int8), each group's 32 outputs side by side. A few rows share one pass;
-// more rows share chunks of a tile that stay cached. An output's sum runs over the inputs in one order whatever the
-// number of rows, so a row's bits do not depend on the rows beside it.
+// four bytes (one float32, two bfloat16 or four int8), each group's 32 outputs side by side. They are asked for ahead of
+// their use, even beyond the layer's end, where the next layer's lie: beside the arithmetic of several rows the processor
+// does not look far enough ahead. A few rows share one pass; more rows share chunks of a tile that stay cached. An
+// output's sum runs over the inputs in one order whatever the number of rows, so a row's bits do not depend on the rows
+// beside it.
 //
 // Pointers are contiguous row-major arrays; __init__.py states the arguments.
 #include "common.h"
@@ -20,6 +22,8 @@ namespace {
 constexpr int64_t TILE = 32, GROUP_BYTES = 4 * TILE;
 constexpr int64_t BLOCK = 48;   // rows whose sums are kept at a time
 constexpr int64_t CHUNK = 256;  // groups of inputs, 32 KiB of weights, that all rows of a block pass over in turn
+constexpr int64_t AHEAD = 1 << 14;  // bytes from a weight that is used to the one asked for: a third of the L1 cache
+constexpr int64_t FAR = 1 << 23;    // bytes of weights, surely in memory, of which a lone row has enough on the way
 
 struct Float {
   using Sum = __m512;
@@ -59,35 +63,41 @@ struct Int8 {
 #endif
 
 template <class K, int ROWS>
-void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums, bool fresh) {
+void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums, bool fresh, bool ask) {
   typename K::Sum s[ROWS][2];
   for (int r = 0; r < ROWS; r++)
     for (int h = 0; h < 2; h++) s[r][h] = fresh ? K::zero() : sums[2 * r + h];
-  for (int64_t g = 0; g < groups; g++, w += GROUP_BYTES, x += 4)
+  for (int64_t g = 0; g < groups; g++, w += GROUP_BYTES, x += 4) {
+    if (ask) {
+      _mm_prefetch(w + AHEAD, _MM_HINT_T0);
+      _mm_prefetch(w + AHEAD + GROUP_BYTES / 2, _MM_HINT_T0);
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++) {
       K::add(s[r][0], w, x + r * stride);
       K::add(s[r][1], w + GROUP_BYTES / 2, x + r * stride);
     }
+  }
   for (int r = 0; r < ROWS; r++)
     for (int h = 0; h < 2; h++) sums[2 * r + h] = s[r][h];
 }
 
 template <class K, int ROWS = K::TOGETHER>
 void passes(int64_t rows, const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums,
-            bool fresh) {
-  if (rows == ROWS) return pass<K, ROWS>(w, x, stride, groups, sums, fresh);
-  if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, stride, groups, sums, fresh);
+            bool fresh, bool ask) {
+  if (rows == ROWS) return pass<K, ROWS>(w, x, stride, groups, sums, fresh, ask);
+  if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, stride, groups, sums, fresh, ask);
 }
 
 template <class K>
-void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums) {
+void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums, bool ask) {
   const int64_t turns = (rows + K::TOGETHER - 1) / K::TOGETHER, chunk = turns > 1 ? CHUNK : groups;
   for (int64_t at = 0; at < groups; at += chunk) {
     const int64_t some = groups - at < chunk ? groups - at : chunk;
     for (int64_t turn = 0, row = 0; turn < turns; turn++) {
       const int64_t count = rows / turns + (turn < rows % turns);
-      passes<K>(count, w + at * GROUP_BYTES, x + row * stride + at * 4, stride, some, sums + 2 * row, at == 0);
+      passes<K>(count, w + at * GROUP_BYTES, x + row * stride + at * 4, stride, some, sums + 2 * row, at == 0,
+                ask && turn == 0);
       row += count;
     }
   }
@@ -97,12 +107,13 @@ template <class K, class Write>
 void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_t outputs, int64_t groups, int threads,
               Write write) {
   const int64_t tiles = (outputs + TILE - 1) / TILE;
+  const bool ask = rows > 1 || tiles * groups * GROUP_BYTES < FAR;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tiles; t++) {
     typename K::Sum sums[2 * BLOCK];
     for (int64_t from = 0; from < rows; from += BLOCK) {
       const int64_t some = rows - from < BLOCK ? rows - from : BLOCK;
-      tile<K>(w + t * groups * GROUP_BYTES, x + from * stride, stride, some, groups, sums);
+      tile<K>(w + t * groups * GROUP_BYTES, x + from * stride, stride, some, groups, sums, ask && from == 0);
       for (int64_t r = 0; r < some; r++)
         for (int64_t h = 0; h < 2; h++) {
           const int64_t out = t * TILE + 16 * h;

@@ -15,6 +15,30 @@ from forerun import kernels
 
 TILE, GROUP_BYTES = 32, 4
 DTYPES = (torch.float32, torch.bfloat16)
+BLOCK, PAGE, LINE = 1 << 26, 1 << 21, 1 << 6
+"""Bytes: of address space that layers share, of a large page, of a cache line."""
+
+
+class _Shelf:
+    """Room for weights, layer after layer in the order of their making, which is that of their use: in large pages
+    however small the layers, and what the kernels ask for beyond the end of one begins the next."""
+
+    def __init__(self) -> None:
+        self.left = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        if nbytes > len(self.left):
+            with torch.inference_mode(False):  # layers are made inside and outside of it
+                block = torch.empty(max(BLOCK, nbytes) + PAGE, dtype=torch.uint8)
+            self.left = block[-block.data_ptr() % PAGE :]
+            found = kernels.library()
+            if found is not None:
+                found.advise(self.left.data_ptr(), len(self.left))
+        taken, self.left = self.left[:nbytes], self.left[-(-nbytes // LINE) * LINE :]
+        return taken
+
+
+shelf = _Shelf()
 
 
 def _tiles(weight: torch.Tensor) -> torch.Tensor:
@@ -23,11 +47,7 @@ def _tiles(weight: torch.Tensor) -> torch.Tensor:
     outputs, inputs = weight.shape
     weight = F.pad(weight, (0, -inputs % together, 0, -outputs % TILE))
     view = weight.view(weight.shape[0] // TILE, TILE, weight.shape[1] // together, together).transpose(1, 2)
-    tiles = torch.empty(view.shape, dtype=weight.dtype)
-    found = kernels.library()
-    if found is not None:
-        found.advise(tiles.data_ptr(), tiles.nbytes)
-    return tiles.copy_(view)
+    return shelf.room(weight.nbytes).view(weight.dtype).view(view.shape).copy_(view)
 
 
 def _prepare(
