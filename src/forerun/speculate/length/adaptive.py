@@ -116,6 +116,9 @@ class Adaptive(LengthPolicy):
         """Committed tokens of each sequence that its drafter has been shown."""
         self.balance: float | None = None
         """Of the account, in plain rounds."""
+        self.owed = 0.0
+        """Price of what drafters caught up on, in plain rounds, that the account has yet to pay: it serves later rounds
+        too."""
         self.host = 0.0
         """Seconds that this policy itself takes for a round with drafts."""
         self._took = 0.0
@@ -322,10 +325,13 @@ class Adaptive(LengthPolicy):
         return self.methods[method].tested[0] < self.UNTRIED or self.prices.untried(method)
 
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
+        paid = self.owed / self.HORIZON
+        self.owed -= paid
+        self._book(-paid)
         if not self._groups:
             # In a long rest only the last rounds are looked at: this costs host time too.
-            self.prices.streak += 1
-            if (self._plan.left < self.prices.RECENT or self.prices.wait) and _decodes(verdicts):
+            self.prices.streak += (decodes := _decodes(verdicts))
+            if decodes and (self._plan.left < self.prices.RECENT or self.prices.wait):
                 self.prices.plain(len(sequences), seconds.verify + seconds.accept)
             if self.balance is not None:
                 self.balance = max(self.balance, min(self.balance + self.SPEND, self.START))
@@ -358,7 +364,9 @@ class Adaptive(LengthPolicy):
         if prices.since <= self.FRESH:
             spent = (seconds.draft + seconds.verify + seconds.accept) / prices.pace
             cost = min(max(spent, cost), cost + self.SURPRISE * plain)
-        self._book(tokens / count - (cost + self.host / prices.pace) / plain + self.SPEND)
+        behind = sum(prices.draft[part.method].per_token * part.behind for part in self._groups) / plain
+        self.owed += behind
+        self._book(tokens / count - (cost + self.host / prices.pace) / plain + self.SPEND + behind)
         if self.balance < -self.LOAN * count**-0.5:
             self._plan.left = 0
 
