@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import RequestError
+from forerun.engine import async_engine
 from forerun.engine.async_engine import AsyncEngine, ClosedError, QueueFullError, TimeLimitError
 from forerun.engine.stream import Delta
 
@@ -85,6 +87,57 @@ def test_short_rounds_are_handed_over_together(
     assert [len(batch) for batch in batches[:-1]] == [1] + [together] * (len(batches) - 2)
     assert 1 <= len(batches[-1]) <= together
     assert sum(count for batch in batches for _, count in batch) == 45
+
+
+def test_readers_wake_up_while_the_model_computes(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """News go out as a forward begins, not while drafting; only the last ones have no forward to wait for."""
+    happened = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            happened.append(name)
+            return function(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(served.engine.router, "propose", noting("draft", served.engine.router.propose))
+    monkeypatch.setattr(served.engine.model, "forward", noting("forward", served.engine.model.forward))
+    monkeypatch.setattr(async_engine, "_post_to", noting("news", async_engine._post_to))
+    engine = AsyncEngine(served.engine, max_delay=0.0)
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True)
+
+    async def work() -> None:
+        await read(await engine.submit(served.tokenizer.encode(PROMPT), params, method="draft_model"))
+
+    run(work())
+    engine.close()
+    rounds = happened.count("forward")
+    assert happened == ["news", "draft", "forward", *["draft", "news", "forward"] * (rounds - 1), "news"]
+
+
+def test_reading_joins_rounds_and_changes_nothing(engine: AsyncEngine, served: LLM) -> None:
+    """A reader that comes late gets few deltas, of the same tokens and text; rounds with more to tell stay apart."""
+    ids = served.tokenizer.encode(PROMPT)
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, n=2)
+    expected = served.generate([PROMPT], params, speculate=False)[0].outputs
+
+    async def work(wish: SamplingParams, **choices: Any) -> list[Delta]:
+        stream = await engine.submit(ids, wish, **choices)
+        while stream.backlog < 6:
+            await asyncio.sleep(0.002)
+        deltas: list[Delta] = []
+        while fresh := await stream.read():
+            deltas.extend(fresh)
+        return deltas
+
+    deltas = run(work(params))
+    for answer in expected:
+        assert joined([d for d in deltas if d.index == answer.index]) == (answer.text, answer.token_ids)
+    rounds = run(work(params, trace=True))
+    assert all(delta.round is not None for delta in rounds)
+    assert len(rounds) > len(deltas)
+    with_logprobs = run(work(replace(params, logprobs=0), speculate=False))
+    assert [len(delta.logprobs) for delta in with_logprobs] == [1] * 80
 
 
 def test_n_answers_share_a_stream(engine: AsyncEngine, served: LLM) -> None:

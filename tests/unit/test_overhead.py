@@ -11,38 +11,57 @@ from forerun.sampling.params import SamplingParams
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_engine_and_server_answer_the_same_requests(llm, monkeypatch, stream):
-    """The times are made up, the requests are real."""
+    """The times are made up, the requests are real. Turns: all queued, served, the engine with the same arrivals."""
     model = llm({"method": "ngram"}, max_num_seqs=2)
     seen = []
-    turns = iter([(8.0, 4.0), (10.0, 5.0)] * 3)
+    times = iter([(6.0, 3.0), (10.0, 5.0), (8.0, 4.0)] * 3)
 
-    def alone(engine, prompts, params, speculate):
-        seen.append((prompts, params, speculate))
-        return next(turns)
+    def alone(engine, arrivals, params, speculate):
+        seen.append((arrivals, params, speculate))
+        return next(times)
 
     through = overhead.served
 
     def served(engine, bodies, streams):
-        _, _, tokens = through(engine, bodies, streams)
+        found = through(engine, bodies, streams)
         assert not engine.jobs
-        assert [body["prompt"] for body in bodies] == list(seen[-1][0])
-        return (*next(turns), tokens)
+        assert found.processor > 0
+        assert sorted(prompt for _, prompt in found.arrivals) == sorted(body["prompt"] for body in bodies)
+        seen.append(found.arrivals)
+        seconds, processor = next(times)
+        return overhead.Served(seconds, processor, found.tokens, found.arrivals)
 
     monkeypatch.setattr(overhead, "alone", alone)
     monkeypatch.setattr(overhead, "served", served)
     found = overhead.measure(model, 2, requests=3, tokens=5, temperature=0.5, stream=stream, repeats=2)
     assert found == overhead.Overhead(
-        2, alone=15 / 8, served=1.5, wall=pytest.approx(0.2), processor=pytest.approx(0.2), of_round=None
+        2,
+        alone=15 / 6,
+        alike=15 / 8,
+        served=1.5,
+        wall=pytest.approx(0.2),
+        processor=pytest.approx(0.2),
+        of_round=None,
     )
-    assert {(params.temperature, params.max_tokens, speculate) for _, params, speculate in seen} == {(0.5, 5, True)}
+    for queued, arrivals, (again, params, speculate) in zip(seen[::3], seen[1::3], seen[2::3]):
+        assert [rounds for rounds, _ in queued[0]] == [0, 0, 0]
+        assert again == arrivals
+        assert arrivals[0][0] == 0
+        assert arrivals[2][0] >= 2, "the third of two streams' requests comes when an answer of 5 tokens has ended"
+        assert (params.temperature, params.max_tokens, speculate) == (0.5, 5, True)
     model.engine.check()
 
 
-def test_the_engine_alone_answers_every_prompt(llm):
+def test_the_engine_alone_takes_requests_when_they_came(llm):
+    """The second one joins after two rounds; the third, due long after everybody has ended, is not waited for."""
     engine = llm(max_num_seqs=2).engine
-    before = engine.stats.generated_tokens
-    wall, spent = overhead.alone(engine, [[5, 6], [7], [8]], SamplingParams(max_tokens=4, ignore_eos=True), False)
-    assert engine.stats.generated_tokens - before == 12
+    rounds = []
+    engine.on_round = lambda done: rounds.append([verdict.fed for verdict in done.verdicts])
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    wall, spent = overhead.alone(engine, [(0, [5, 6]), (2, [7]), (99, [8, 9, 10])], params, False)
+    engine.on_round = None
+    assert [max(fed) for fed in rounds] == [2, 1, 1, 1, 1, 1, 3, 1, 1, 1]
+    assert [len(fed) for fed in rounds] == [1, 1, 2, 2, 1, 1, 1, 1, 1, 1]
     assert wall > 0
     assert spent > 0
 

@@ -1,7 +1,8 @@
 """A load on a completions server, with the standard library alone, as a process of its own.
 
-It reads one JSON object with ``host``, ``port``, ``bodies`` and ``streams`` from stdin, sends every body, ``streams``
-at a time, and prints the seconds from the first request to the last answer and the tokens that the answers count.
+It reads one JSON object with ``host``, ``port``, ``first``, ``bodies`` and ``streams`` from stdin, sends ``first``,
+which makes the server ready, then every body, ``streams`` at a time, and prints the seconds from the first of these to
+the last answer and the tokens that their answers count.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ def read(connection: http.client.HTTPConnection, body: dict[str, Any]) -> int:
     return json.loads(last[6:])["usage"]["completion_tokens"]
 
 
-def load(host: str, port: int, bodies: list[dict[str, Any]], streams: int) -> dict[str, float]:
+def load(host: str, port: int, first: dict[str, Any], bodies: list[dict[str, Any]], streams: int) -> dict[str, float]:
     """Send all bodies; raises what the first failed request raised."""
+    opening = http.client.HTTPConnection(host, port, timeout=600)
+    read(opening, first)
+    opening.close()
     todo = deque(bodies)
     tokens: list[int] = []
     errors: list[Exception] = []

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,21 +32,48 @@ CLIENT = Path(__file__).with_name("load.py")
 
 @dataclass(frozen=True)
 class Overhead:
-    """The same requests through HTTP and on the engine alone; the client is another process."""
+    """The same requests through HTTP and on the engine alone; the client is another process.
+
+    A served stream is empty between one answer and its next request, so that rounds hold fewer streams than where all
+    requests wait in the engine's queue. ``alike`` is therefore what the shares compare with: the engine alone takes
+    every request after as many rounds as it came through the server, which makes the same rounds, one after another.
+    """
 
     concurrency: int
     alone: float
-    """Tokens per second of the engine alone."""
+    """Tokens per second of the engine alone with all requests in its queue."""
+    alike: float
+    """The same with the served requests' arrivals."""
     served: float
     """Tokens per second that the client received."""
     wall: float
-    """Share of the served time that the engine alone does not need: 1 - served / alone."""
+    """Share of the served time that the engine alone does not need for these rounds; what the engine waits for a
+    request is in it."""
     processor: float
     """Share of the server's processor time, all its threads together, that the engine alone does not need."""
     of_round: float | None
     """Share of a served round, from one's end to the next one's, that drafting, verification and acceptance do not take
     on the engine alone: scheduler, text and server. Medians over rounds in which all streams decode and no prompt is
-    read; None: there were none. The other shares hold the gaps between a client's requests too."""
+    read; None: there were none."""
+
+
+Arrivals = Seq[tuple[int, Seq[int]]]
+"""For each request the rounds that had ended when it came, and its prompt."""
+
+
+class Noting(AsyncEngine):
+    """Notes when requests reach the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.arrivals: list[tuple[int, Seq[int]]] = []
+        self.spent: list[float] = []
+        """The process's time at each arrival."""
+        super().__init__(engine)
+
+    def _add(self, stream: Any, added: Any, prompt: Seq[int], params: SamplingParams, choices: dict) -> None:
+        self.arrivals.append((self.engine.stats.rounds, prompt))
+        self.spent.append(process_time())
+        super()._add(stream, added, prompt, params, choices)
 
 
 class Beats:
@@ -77,41 +105,53 @@ class Beats:
         self._latest = now if alike else None
 
 
-def alone(engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams, speculate: bool) -> tuple[float, float]:
-    """Seconds, and processor seconds, of all prompts on an idle engine."""
+def alone(engine: Engine, arrivals: Arrivals, params: SamplingParams, speculate: bool) -> tuple[float, float]:
+    """Seconds, and processor seconds, of these requests on an idle engine."""
+    todo, before = deque(arrivals), engine.stats.rounds
     began, spent = perf_counter(), process_time()
-    for prompt in prompts:
-        engine.add(prompt, params, speculate=speculate)
-    while engine.busy:
+    while todo or engine.busy:
+        while todo and (not engine.busy or todo[0][0] <= engine.stats.rounds - before):
+            engine.add(todo.popleft()[1], params, speculate=speculate)
         engine.step()
     return perf_counter() - began, process_time() - spent
 
 
-def served(engine: Engine, bodies: Seq[dict], streams: int) -> tuple[float, float, int]:
-    """The same through a server in this process and a client in another; and how many tokens came.
+@dataclass(frozen=True)
+class Served:
+    seconds: float
+    processor: float
+    tokens: int
+    arrivals: Arrivals
 
-    Raises ForerunError if the client fails."""
-    asynchronous = AsyncEngine(engine)
+
+def served(engine: Engine, bodies: Seq[dict], streams: int) -> Served:
+    """The same through a server in this process and a client in another. Raises ForerunError if the client fails."""
+    asynchronous = Noting(engine)
     app = create_app(asynchronous, ServerOptions())
     listener = open_socket("127.0.0.1", 0)
     server = DrainingServer(app, asynchronous, 5.0)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
-    port = listener.getsockname()[1]
-    wish = json.dumps({"host": "127.0.0.1", "port": port, "bodies": list(bodies), "streams": streams})
+    first = {**bodies[0], "prompt": [0], "max_tokens": 1}
+    wish = {"host": "127.0.0.1", "port": listener.getsockname()[1], "first": first, "bodies": bodies}
     try:
-        spent = process_time()
         done = subprocess.run(
-            [sys.executable, "-I", str(CLIENT)], input=wish, capture_output=True, text=True, check=False
+            [sys.executable, "-I", str(CLIENT)],
+            input=json.dumps({**wish, "streams": streams}),
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        spent = process_time() - spent
+        spent = process_time()
     finally:
         server.should_exit = True
         thread.join()
     if done.returncode:
         raise ForerunError(f"the load client failed: {done.stderr.strip().splitlines()[-1]}")
     found = json.loads(done.stdout)
-    return found["seconds"], spent, found["tokens"]
+    came = asynchronous.arrivals[1:]
+    arrivals = [(rounds - came[0][0], prompt) for rounds, prompt in came]
+    return Served(found["seconds"], spent - asynchronous.spent[1], found["tokens"], arrivals)
 
 
 def measure(
@@ -131,22 +171,25 @@ def measure(
     lone_rounds, served_rounds = Beats(engine, concurrency), Beats(engine, concurrency)
     for _ in range(repeats + 1):
         _forget(engine)
-        with lone_rounds:
-            lone = alone(engine, prompts, params, speculate)
+        queued = alone(engine, [(0, prompt) for prompt in prompts], params, speculate)
         _forget(engine)
         with served_rounds:
             through = served(engine, bodies, concurrency)
-        if through[2] != requests * tokens:
-            raise ForerunError(f"{through[2]} tokens came through the server instead of {requests * tokens}")
-        turns.append((*lone, *through[:2]))
+        if through.tokens != requests * tokens:
+            raise ForerunError(f"{through.tokens} tokens came through the server instead of {requests * tokens}")
+        _forget(engine)
+        with lone_rounds:
+            lone = alone(engine, through.arrivals, params, speculate)
+        turns.append((queued, lone, (through.seconds, through.processor)))
     turns = turns[1:]
     count = requests * tokens
     return Overhead(
         concurrency,
-        alone=median(count / lone for lone, _, _, _ in turns),
-        served=median(count / through for _, _, through, _ in turns),
-        wall=median(1 - lone / through for lone, _, through, _ in turns),
-        processor=median(1 - spent / total for _, spent, _, total in turns),
+        alone=median(count / queued for (queued, _), _, _ in turns),
+        alike=median(count / lone for _, (lone, _), _ in turns),
+        served=median(count / through for _, _, (through, _) in turns),
+        wall=median(1 - lone / through for _, (lone, _), (through, _) in turns),
+        processor=median(1 - lone / through for _, (_, lone), (_, through) in turns),
         of_round=_share(lone_rounds, served_rounds),
     )
 

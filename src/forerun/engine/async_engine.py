@@ -49,6 +49,8 @@ class _Held:
     """When something was handed over last."""
     latest: float = 0.0
     """When the latest round ended."""
+    due: bool = False
+    """It is to be handed over as the next forward begins."""
 
 
 class AsyncEngine:
@@ -79,6 +81,8 @@ class AsyncEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._ending = False
+        # Readers that wake up between two forwards would take the interpreter from the engine thread.
+        engine.target.before = self._hand_over_if_due
         self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
         self._thread.start()
 
@@ -142,6 +146,7 @@ class AsyncEngine:
 
         self.post(end)
         self._thread.join()
+        self.engine.target.before = None
         self.engine.close()
 
     def post(self, command: Callable[[], None]) -> None:
@@ -164,6 +169,8 @@ class AsyncEngine:
 
     def _run(self) -> None:
         while not self._ending:
+            if not self.engine.busy:
+                self._hand_over()
             with self._wake:
                 while not self._inbox and not self.engine.busy:
                     self._wake.wait()
@@ -172,7 +179,9 @@ class AsyncEngine:
             for command in commands:
                 command()
             if self.engine.busy:
-                self._publish(self._step())
+                updates = self._step()
+                self._hand_over_if_due()  # there may have been no forward
+                self._publish(updates)
 
     def _step(self) -> list[Update]:
         try:
@@ -204,7 +213,7 @@ class AsyncEngine:
             self.engine.abort(job)
 
     def _publish(self, updates: Seq[Update]) -> None:
-        """Note what a round gave every reader; hand it over if it should not wait for the next round's."""
+        """Note what a round gave every reader, and whether it should not wait for the next round's."""
         held, now = self._held, self.engine.clock()
         urgent = False
         for update in updates:
@@ -215,6 +224,7 @@ class AsyncEngine:
             logprobs = job.logprobs[-len(tokens) :] if job.logprobs and tokens else []
             trace = job.trace[-1] if job.trace and tokens else None
             held.news.append((stream, Delta(job.index, tokens, logprobs, trace, update.finish, now)))
+            stream._produced += 1
             urgent = urgent or update.finish is not None or job.sequence.num_output == len(tokens)
             if update.finish is not None:
                 del self._by_job[job.sequence.id]
@@ -222,22 +232,24 @@ class AsyncEngine:
         ends_next = 2 * now - held.latest
         held.latest = now
         if urgent or ends_next - held.since > self.max_delay or held.rounds >= self.max_backlog // 4:
+            held.due, held.since = True, now
+            for stream in {stream for stream, _ in held.news}:
+                if stream.backlog >= self.max_backlog and not stream._paused:
+                    self._pause(stream)
+
+    def _hand_over_if_due(self) -> None:
+        if self._held.due:
             self._hand_over()
-            held.since = now
 
     def _hand_over(self) -> None:
         """What is held, to its readers: one wake-up per event loop."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
         for stream, delta in self._held.news:
-            stream._produced += 1
             batches.setdefault(stream._loop, []).append((stream, delta))
         self._held.news.clear()
-        self._held.rounds = 0
+        self._held.rounds, self._held.due = 0, False
         for loop, batch in batches.items():
             _post_to(loop, partial(self._deliver, batch))
-        for stream in {stream for batch in batches.values() for stream, _ in batch}:
-            if stream.backlog >= self.max_backlog and not stream._paused:
-                self._pause(stream)
 
     def _deliver(self, batch: list[tuple[Stream, Delta]]) -> None:
         for stream, delta in batch:

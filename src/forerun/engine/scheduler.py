@@ -22,23 +22,25 @@ DEPTH_SPREAD = 30.0
 
 class Pace:
     """How many prompt tokens may ride in a round with decoding sequences, so that it takes at most about twice as
-    long as one without.
+    long as rounds did before the prompt came.
 
     A prompt token's price is base + slope * depth, the tokens before it: both are fitted to recent rounds (least
-    squares, older rounds fading), of any prompt, so that the next one begins with what the last one taught. A chunk is
+    squares, older rounds fading), of any prompt, so that the next one begins with what the last one taught. By how much
+    rounds grow meanwhile for other reasons, longer contexts above all, is what the price leaves unexplained. A chunk is
     at most twice the last one, and the smallest while there is no price. ``fixed`` decides it all beforehand. Which
     round a prompt's tokens are read in changes no token of any request.
     """
 
-    STRETCH = 0.7
-    """Share of a plain round's time that prompt tokens may add."""
+    LIMIT = 1.8
+    """Of a round with prompt tokens, in rounds before. What is missing to 2 is for prices that come late and for drafts
+    that are accepted less than before."""
     WEIGHT = 0.2
     """Of the latest round, in the running means."""
     FADE = 0.99
     """What is left of a round's weight in the fit, a round later."""
     LEAST_BASE = 0.2
     """Of the mean price: what a token costs however near the beginning."""
-    STALE = 64
+    STALE = 256
     """After so many rounds beside prompts, one is spent on decoding alone, to compare with."""
 
     def __init__(self, fixed: int | None = None) -> None:
@@ -46,6 +48,8 @@ class Pace:
         self.rounds = 0
         self.plain: dict[int, tuple[float, int]] = {}
         """Decoding sequences -> mean seconds of rounds without prompt tokens, and when there was one."""
+        self.growth = 0.0
+        """Seconds that a round without prompt tokens would take now, beyond that mean."""
         self._given = 0
         self._moments = [0.0] * 5
         """Of (tokens, tokens * depth, seconds) over rounds: 11, 12, 22, 13, 23."""
@@ -59,7 +63,7 @@ class Pace:
         if plain is None:
             return 0
         price = self.price(depth)
-        wanted = 0 if price is None else int(self.STRETCH * plain / price)
+        wanted = 0 if price is None else int(((self.LIMIT - 1) * plain - self.growth) / price)
         self._given = max(least, min(wanted, 2 * self._given))
         return self._given
 
@@ -88,11 +92,14 @@ class Pace:
         if not prompt_tokens:
             mean = self.plain.get(decoding, (seconds, 0))[0]
             self.plain[decoding] = mean + self.WEIGHT * (min(seconds, 2 * mean) - mean), self.rounds
+            self.growth *= 1 - self.WEIGHT
         elif plain is not None:
-            added = max(seconds - plain, 0.02 * plain)
-            known = self.price(depth)
+            added, known = seconds - plain - self.growth, self.price(depth)
             if known is not None:  # one slow round, on a busy machine, must not count for much
-                added = min(added, 2 * known * prompt_tokens)
+                expected = known * prompt_tokens
+                added = min(added, 2 * expected)
+                self.growth += self.WEIGHT * (added - expected)
+            added = max(added, 0.02 * plain)
             pair = prompt_tokens, prompt_tokens * depth
             latest = pair[0] * pair[0], pair[0] * pair[1], pair[1] * pair[1], pair[0] * added, pair[1] * added
             self._moments = [self.FADE * old + new for old, new in zip(self._moments, latest)]

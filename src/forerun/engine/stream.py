@@ -102,12 +102,15 @@ class Stream:
     async def __anext__(self) -> Delta:
         if not await self._some():
             raise StopAsyncIteration
-        return self._take()
+        return self._taken([self._deltas.popleft()])[0]
 
     async def read(self) -> list[Delta]:
-        """All that came since the last time, at least one delta; none at the end. One reader at a time."""
+        """All that came since the last time, at least one delta; none at the end. One reader at a time. Rounds that
+        have nothing but tokens to tell are joined: text is cheaper in one piece."""
         await self._some()
-        return [self._take() for _ in range(len(self._deltas))]
+        deltas = list(self._deltas)
+        self._deltas.clear()
+        return self._taken(deltas)
 
     async def _some(self) -> bool:
         """Wait for a delta; False: there will be none. Raises what ended the request."""
@@ -120,15 +123,30 @@ class Stream:
             await self._reader
         return True
 
-    def _take(self) -> Delta:
-        delta = self._deltas.popleft()
-        if self._texts:
+    def _taken(self, deltas: Seq[Delta]) -> list[Delta]:
+        """The deltas with their text, joined where they can be."""
+        joined: list[Delta] = []
+        latest: dict[int, Delta] = {}
+        """By answer: what its next tokens may join."""
+        for delta in deltas:
+            plain = delta.finish is None and delta.round is None and not delta.logprobs
+            before = latest.pop(delta.index, None)
+            if plain and before is not None:
+                before.token_ids += delta.token_ids
+                before.seconds = delta.seconds
+                latest[delta.index] = before
+                continue
+            joined.append(delta)
+            if plain:
+                delta.token_ids = list(delta.token_ids)  # the engine's own list must not grow
+                latest[delta.index] = delta
+        for delta in joined if self._texts else ():
             delta.text = self._texts[delta.index].after(delta.token_ids, delta.finish)
-        self._consumed += 1
+        self._consumed += len(deltas)
         if self._paused and self.backlog <= self._owner.max_backlog // 2:
             self._paused = False
             self._owner.post(lambda: self._owner.resume(self))
-        return delta
+        return joined
 
     def abort(self) -> None:
         """End the request, if it has not ended; everything it holds is free before the next round."""

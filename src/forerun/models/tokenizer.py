@@ -110,8 +110,11 @@ class Detokenizer:
             pending, self._pending = self._pending, []
             if self._known is None:
                 self._begin()
-            for token in pending:
-                self._next(token)
+            for start in range(0, len(pending), WINDOW // 2):
+                run = pending[start : start + WINDOW // 2]
+                if not self._together(run):
+                    for token in run:
+                        self._next(token)
         return self._text
 
     def _begin(self) -> None:
@@ -125,6 +128,17 @@ class Detokenizer:
         self._known = len(decoded.removesuffix(REPLACEMENT))
         self._mark = len(self._window)
 
+    def _together(self, run: list[int]) -> bool:
+        """Decode a run at once; False, and nothing done, if a character may be incomplete somewhere."""
+        if self._open or len(run) == 1:
+            return False
+        decoded = self._decode(self._window + run)
+        if REPLACEMENT in decoded[self._known :]:
+            return False
+        self._window += run
+        self._complete(decoded)
+        return True
+
     def _next(self, token: int) -> None:
         window = self._window
         window.append(token)
@@ -136,11 +150,15 @@ class Detokenizer:
                 if len(window) > 2 * WINDOW:
                     self._restart(len(window) - LONGEST_CHARACTER)
             return
+        self._complete(decoded)
+
+    def _complete(self, decoded: str) -> None:
+        """The window's text ends with a character."""
         self._open = 0
         self._emit(decoded)
-        if len(window) <= WINDOW // 2:  # the text is complete here: note it
-            self._mark = len(window)
-        elif len(window) > WINDOW:  # or drop what lies before an earlier such point
+        if len(self._window) <= WINDOW // 2:  # note it
+            self._mark = len(self._window)
+        elif len(self._window) > WINDOW:  # or drop what lies before an earlier such point
             self._restart(self._mark)
 
     def _emit(self, decoded: str) -> None:

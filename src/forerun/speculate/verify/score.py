@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class Target:
     cache: Attention
     hidden: tuple[int, ...] = ()
     """Layers whose hidden states the drafters asked for."""
+    before: Callable[[], None] | None = None
+    """Called as a forward begins: while the model computes, the interpreter is free for other threads."""
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ def verify(target: Target, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Veri
     wants_prompt = [s.params.prompt_logprobs is not None and s.num_output == 0 for s in sequences]
     spans = pack(sequences, drafts, prompt_logits=wants_prompt)
     batch = Batch(spans, target.model.info.device, hidden=target.hidden)
+    if target.before is not None:
+        target.before()
     output = target.model.forward(batch, target.cache)
     deciding: list[int] = []
     first: list[int] = []
