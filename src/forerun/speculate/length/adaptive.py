@@ -70,25 +70,22 @@ class Adaptive(LengthPolicy):
     UNTRIED = 7
     """Rows that drafts get in a round while a method has not been tested as often, or its price is not known."""
     MARGIN = 1.02
-    """A draft must promise this much more than plain decoding."""
-    STAY = 0.95
-    """And this much where it has been kept up so far: beliefs have their ups and downs, and the account says when it is
-    enough."""
+    """A draft must promise this much more than plain decoding; where it has been kept up, anything more."""
     REPLAN = 8
     """Rounds that a plan with drafts holds: planning costs host time, and beliefs move slowly."""
     SPEND = 0.01
-    START = 3.0
+    START = 5.0
     """The account's first balance for one sequence. Luck evens out over n: they get it divided by the root of n."""
     LOAN = 0.25
     """How far below zero, likewise, a plan that goes on may take it."""
-    SAVED = 5.0
+    SAVED = 12.0
     """Most that is kept in the account, or owed."""
     TRIED = 4
     """Most sequences that take part in a trial."""
     TRIAL = 4
     """Rounds that a trial lasts, unless the account says no before."""
-    REST = (64, 256)
-    """Fewest and most rounds without a thought of drafts."""
+    REST = (8, 256)
+    """Fewest and most rounds without a thought of drafts; each trial in vain doubles them."""
     HORIZON = 32
     """Rounds over which the price of a drafter's catching up is spread."""
     AFTERMATH = 5.0
@@ -124,6 +121,8 @@ class Adaptive(LengthPolicy):
         self._took = 0.0
         self._plan = _Plan()
         self._check = self.CHECKS[0]
+        self._wait, self._rest = 0, self.REST[0]
+        """Plain rounds until a trial, and how many the last one was worth."""
         self._asked: list[int] = []
         self._groups: list[Drafting] = []
 
@@ -191,25 +190,28 @@ class Adaptive(LengthPolicy):
 
     def _decide(self, sequences: Seq[Sequence], longest: Seq[int]) -> _Plan:
         """The best plan if the account covers it, else a small trial, else rest until there is enough for one."""
-        luck = len(sequences) ** -0.5
+        luck = len(sequences) ** -0.75
         if self.balance is None:
             self.balance = self.START * luck
         best = self._best(sequences, self._affordable(sequences, longest))
         goes_on = self._plan.promise > 1.0
         needed = -self.LOAN * luck if goes_on else self._excess(sequences, best.budgets)
-        if best.promise > (self.STAY if goes_on else self.MARGIN) and self.balance >= needed:
+        if best.promise > (1.0 if goes_on else self.MARGIN) and self.balance >= needed:
             best.left = max(1, min(self.REPLAN, self._check - self.prices.since))
             best.promise = max(best.promise, self.MARGIN)
             return best
         trial = best.budgets if len(sequences) == 1 and any(best.budgets.values()) else self._trial(sequences, longest)
         price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self._aftermath()
         lacking = min(price, self.START * luck) - self.balance
-        if lacking <= 0.0:
+        if goes_on:
+            self._wait = self._rest = self.REST[0]
+        if lacking <= 0.0 and self._wait <= 0:
+            self._wait = self._rest = min(2 * self._rest, self.REST[1])
             return _Plan(trial, self.TRIAL)
         for belief in self.beliefs.values():
             belief.loosen(self.SEQUENCE_OPEN)
         self._check = self.CHECKS[0]
-        rest = min(max(int(lacking / self.SPEND) + 1, self.REST[0]), self.REST[1])
+        rest = min(max(int(lacking / self.SPEND) + 1, self._wait), self.REST[1])
         return _Plan({}, rest, batch=(len(sequences), sequences[-1].id))
 
     def _affordable(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[int]:
@@ -330,6 +332,7 @@ class Adaptive(LengthPolicy):
         self._book(-paid)
         if not self._groups:
             # In a long rest only the last rounds are looked at: this costs host time too.
+            self._wait -= 1
             self.prices.streak += (decodes := _decodes(verdicts))
             if decodes and (self._plan.left < self.prices.RECENT or self.prices.wait):
                 self.prices.plain(len(sequences), seconds.verify + seconds.accept)
@@ -348,7 +351,7 @@ class Adaptive(LengthPolicy):
             if asked:
                 self._learn(sequence, asked, draft, verdict)
         took, self._took = self._took + self.clock() - began, 0.0
-        self.host += 0.2 * (min(took, 2.0 * self.host) - self.host) if self.host else took
+        self.host += 0.2 * (min(took, 2.0 * self.host) - self.host) if self.host else took / self.REPLAN
 
     def _book(self, amount: float) -> None:
         if self.balance is not None:
@@ -367,7 +370,7 @@ class Adaptive(LengthPolicy):
         behind = sum(prices.draft[part.method].per_token * part.behind for part in self._groups) / plain
         self.owed += behind
         self._book(tokens / count - (cost + self.host / prices.pace) / plain + self.SPEND + behind)
-        if self.balance < -self.LOAN * count**-0.5:
+        if self.balance < -self.LOAN * count**-0.75:
             self._plan.left = 0
 
     def _learn(self, sequence: Sequence, asked: int, draft: Draft, verdict: Verdict) -> None:
