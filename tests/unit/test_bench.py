@@ -16,12 +16,13 @@ from forerun.bench.methods import method_configs, runnable, shape, with_trees
 from forerun.bench.peers import peer_contenders
 from forerun.bench.prompts import make_prompts, repetition_rate
 from forerun.bench.rows import acceptance_by_position
+from forerun.bench.run import BenchConfig, take_turns
 from forerun.bench.shapes import bytes_per_token, random_checkpoint
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
-from forerun.plan.estimate import Costs, Sample, measure, shares
+from forerun.plan.estimate import Costs, Measured, Sample, measure, shares
 from forerun.plan.planner import CostCurve, Estimate, predict, recommend
 from forerun.speculate.draft import drafters
 from forerun.theory import predicted_speedup
@@ -94,6 +95,20 @@ def test_synthetic_acceptance_is_marked_and_reached(bench):
 
 def sample(depths, rows, draft, verify, tokens=1, total=None):
     return Sample(tuple(depths), rows, tokens, draft, verify, 0.1, total or draft + verify + 0.2)
+
+
+def test_every_request_gets_the_sampling_options():
+    seen: list[SamplingParams] = []
+
+    class Spy:
+        def run(self, prompts, params):
+            seen.extend(params)
+            return Measured()
+
+    config = BenchConfig(sampling={"top_p": 0.9, "ignore_eos": False}, max_tokens=7, repeats=2, seed=3)
+    take_turns([Spy()], [[1], [2]], config, temperature=0.5, concurrency=1)
+    assert {(p.top_p, p.temperature, p.ignore_eos) for p in seen} == {(0.9, 0.5, False)}
+    assert [p.seed for p in seen if p.max_tokens == 7][-2:] == [3, 4]
 
 
 def test_prediction_is_the_theorys_for_constant_drafts():

@@ -42,6 +42,8 @@ class BenchConfig:
     concurrency: Seq[int] = (1,)
     temperatures: Seq[float] = (0.0, 1.0)
     peers: Seq[str] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """``SamplingParams`` of every request beside its temperature, length and seed."""
     prompts: int = 8
     """how many prompts"""
     prompt_tokens: int = 64
@@ -73,6 +75,14 @@ class BenchConfig:
         for name in ("prompts", "prompt_tokens", "max_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        own = {"temperature", "max_tokens", "seed", "n"} & set(self.sampling)
+        if own:
+            raise ConfigError(f"sampling must not set {', '.join(sorted(own))}")
+        unknown = set(self.sampling) - set(SamplingParams.names())
+        if unknown:
+            raise ConfigError(f"sampling has unknown options {', '.join(sorted(unknown))}")
+        if self.sampling and self.peers:
+            raise ConfigError("sampling options are not passed on to peers: leave one of the two out")
         if not self.concurrency or min(self.concurrency) < 1:
             raise ConfigError(f"concurrency must be at least 1, not {list(self.concurrency)}")
         if not self.temperatures or min(self.temperatures) < 0:
@@ -140,6 +150,7 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     about |= _bandwidth(llm, rows)
     about |= {
         "model": config.random_shape or about["model"],
+        "sampling": config.sampling,
         "random_weights": config.random_shape is not None,
         "prompt_set": config.prompt_set if config.prompts_file is None else str(config.prompts_file),
         "prompts": len(prompts),
@@ -159,7 +170,8 @@ def take_turns(
 
     def params(first: int, count: int, tokens: int) -> list[SamplingParams]:
         seeds = range(config.seed + first, config.seed + first + count)
-        return [SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=s) for s in seeds]
+        options = {"ignore_eos": True, **config.sampling, "temperature": temperature, "max_tokens": tokens}
+        return [SamplingParams(**options, seed=seed) for seed in seeds]
 
     others = [prompt[::-1] for prompt in prompts[:concurrency]]
     size = len(prompts) if concurrency > 1 else 1

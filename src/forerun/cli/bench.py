@@ -23,8 +23,9 @@ from forerun.speculate.length import policies
 
 T = TypeVar("T")
 MODEL_ONLY = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name == "spec_model"])
-LISTS = ("engine", "speculative", "methods", "accepts", "lengths", "counts", "concurrency", "temperatures", "peers")
-MEASURED = Flags("measured", flags_of(BenchConfig, "Measurement", skip=LISTS))
+LISTS = ("methods", "accepts", "lengths", "counts", "concurrency", "temperatures", "peers")
+MAPPINGS = ("engine", "speculative", "sampling")
+MEASURED = Flags("measured", flags_of(BenchConfig, "Measurement", skip=(*LISTS, *MAPPINGS)))
 COLUMNS = {
     "method": "method",
     "accept": "accept",
@@ -80,6 +81,7 @@ def bench(
     concurrency: Annotated[str, typer.Option(help="requests decoded together")] = "1",
     temperature: Annotated[str, typer.Option(help="temperatures")] = "0,1",
     peers: Annotated[str, typer.Option(help=f"other implementations to run: {', '.join(PEERS)}")] = "",
+    sampling: Annotated[str | None, typer.Option(metavar="JSON", help="sampling options of every request")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     plot_folder: Plots = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as markdown")] = False,
@@ -104,6 +106,7 @@ def bench(
         concurrency=split("concurrency", concurrency, int),
         temperatures=split("temperature", temperature, float),
         peers=split("peers", peers, str),
+        sampling=parse_json("sampling", sampling) if sampling else {},
         **measured,
     )
     if plot_folder is not None:
@@ -145,10 +148,11 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
             warn(f"{row['method']} lost its drafter and went on as plain decoding: {row['draft_error']}")
     mode = "invariant" if about["invariant"] else "not invariant"
     repeated = about["prompt_repetition_rate"]
+    options = "".join(f", {name} {value}" for name, value in about["sampling"].items())
     print(
         f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s), "
         f"{about['processor']}\n{about['prompts']} {about['prompt_set']} prompts of {about['prompt_tokens']} tokens "
-        f"(repeats {'-' if repeated is None else f'{repeated:.2f}'}), {about['max_tokens']} new tokens each, "
+        f"(repeats {'-' if repeated is None else f'{repeated:.2f}'}), {about['max_tokens']} new tokens each{options}, "
         f"medians of {about['repeats']} interleaved runs"
     )
     if result["left_out"]:
