@@ -173,6 +173,11 @@ def test_method_configs_are_every_combination_and_check_their_keys():
         method_configs(["ngram"], ["coupled"], ["fixed"], [], {"nonsense": 1})
 
 
+def test_plain_decoding_can_be_measured_against_itself():
+    configs = method_configs(["none", "ngram", "none"], ["coupled"], ["fixed"], [], {})
+    assert [config["method"] for config in configs] == ["none", "none", "ngram"]
+
+
 def test_options_of_one_method_do_not_reach_another():
     shared = {"ngram": {"max_order": 3, "num_speculative_tokens": 2}, "num_speculative_tokens": 5}
     configs = method_configs(["ngram", "random"], ["coupled"], ["fixed"], [], shared)

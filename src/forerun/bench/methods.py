@@ -23,7 +23,8 @@ NEEDS_GRAMMAR = "drafts only for requests with structured output, and there is n
 def method_configs(
     methods: Seq[str], accepts: Seq[str], lengths: Seq[str], counts: Seq[int | None], shared: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Every combination as a ``speculative_config``, ``none`` first. ``["all"]`` stands for every registered method.
+    """Every combination as a ``speculative_config``, ``none`` first, as often as it is named: against itself it shows
+    how far figures can be trusted. ``["all"]`` stands for every registered method.
 
     A key of ``shared`` goes to the methods that know it; a key that is a method's name holds options of that method
     alone. Raises ConfigError where no method has an option, for unknown names, and for a combination that cannot be,
@@ -32,7 +33,7 @@ def method_configs(
     every = ALL in methods
     if every:
         methods = list(drafters)
-    configs: list[dict[str, Any]] = [{"method": NONE}]
+    configs: list[dict[str, Any]] = [{"method": NONE} for _ in range(max(1, list(methods).count(NONE)))]
     used: set[str] = set()
     for method, accept, length, count in product(dict.fromkeys(methods), accepts, lengths, counts or [None]):
         if method == NONE:

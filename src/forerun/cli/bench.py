@@ -60,7 +60,11 @@ def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
 
 
 Methods = Annotated[
-    str, typer.Option(help=f"who drafts, comma-separated, or {ALL}: {', '.join([NONE, *drafters])}", show_default=True)
+    str,
+    typer.Option(
+        help=f"who drafts, comma-separated, or {ALL} (none twice: how noisy it is): {', '.join([NONE, *drafters])}",
+        show_default=True,
+    )
 ]
 MoreOptions = Annotated[
     str | None,
