@@ -141,7 +141,10 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
             contenders += peer_contenders(config.peers, llm, config.speculative.get("model"))
         for temperature in config.temperatures:
             progress(f"temperature {temperature:g}, concurrency {concurrency}")
+            gc.collect()
+            gc.freeze()  # a full collection visits all that torch and transformers made: 0.2 s, in whoever's turn
             runs = take_turns(contenders, prompts, config, temperature, concurrency)
+            gc.unfreeze()
             rows += table(contenders, runs, prompts, temperature, concurrency)
         for contender in contenders:
             contender.close()

@@ -179,7 +179,9 @@ class Scheduler:
         for sequence in decoding:
             sequence.scheduled = 1
         rows = self.max_rows - len(decoding)
-        prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
+        prompts: list[Sequence] = []
+        if self.waiting or len(decoding) < len(self.running):
+            prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
         self._decoding, self._prompt_tokens = len(decoding), sum(sequence.scheduled for sequence in prompts)
         depths = sum(sequence.scheduled * (sequence.cached + sequence.scheduled / 2) for sequence in prompts)
         self._depth = depths / max(1, self._prompt_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import socket
 
 import uvicorn
@@ -62,4 +63,6 @@ def run(app: FastAPI, engine: AsyncEngine, listener: socket.socket, *, drain_sec
     """Serve until a signal ends it."""
     # Uvicorn raises the signal again once everything is closed.
     with contextlib.suppress(KeyboardInterrupt):
+        gc.collect()
+        gc.freeze()  # a full collection visits all that torch and transformers made, and stops everybody for 0.2 s
         DrainingServer(app, engine, drain_seconds).run(sockets=[listener])

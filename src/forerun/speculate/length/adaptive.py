@@ -84,8 +84,10 @@ class Adaptive(LengthPolicy):
     """Most sequences that take part in a trial."""
     TRIAL = 4
     """Rounds that a trial lasts, unless the account says no before."""
-    REST = (8, 256)
-    """Fewest and most rounds without a thought of drafts; each trial in vain doubles them."""
+    BETWEEN = (8, 64)
+    """Plain rounds before the next trial; each one in vain doubles them."""
+    REST = 256
+    """Most rounds without a thought of drafts."""
     HORIZON = 32
     """Rounds over which the price of a drafter's catching up is spread."""
     AFTERMATH = 5.0
@@ -121,7 +123,7 @@ class Adaptive(LengthPolicy):
         self._took = 0.0
         self._plan = _Plan()
         self._check = self.CHECKS[0]
-        self._wait, self._rest = 0, self.REST[0]
+        self._wait, self._between = 0, self.BETWEEN[0]
         """Plain rounds until a trial, and how many the last one was worth."""
         self._asked: list[int] = []
         self._groups: list[Drafting] = []
@@ -204,14 +206,14 @@ class Adaptive(LengthPolicy):
         price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self._aftermath()
         lacking = min(price, self.START * luck) - self.balance
         if goes_on:
-            self._wait = self._rest = self.REST[0]
+            self._wait = self._between = self.BETWEEN[0]
         if lacking <= 0.0 and self._wait <= 0:
-            self._wait = self._rest = min(2 * self._rest, self.REST[1])
+            self._wait = self._between = min(2 * self._between, self.BETWEEN[1])
             return _Plan(trial, self.TRIAL)
         for belief in self.beliefs.values():
             belief.loosen(self.SEQUENCE_OPEN)
         self._check = self.CHECKS[0]
-        rest = min(max(int(lacking / self.SPEND) + 1, self._wait), self.REST[1])
+        rest = min(max(int(lacking / self.SPEND) + 1, self._wait), self.REST)
         return _Plan({}, rest, batch=(len(sequences), sequences[-1].id))
 
     def _affordable(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[int]:
