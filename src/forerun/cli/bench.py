@@ -64,7 +64,7 @@ Methods = Annotated[
     typer.Option(
         help=f"who drafts, comma-separated, or {ALL} (none twice: how noisy it is): {', '.join([NONE, *drafters])}",
         show_default=True,
-    )
+    ),
 ]
 MoreOptions = Annotated[
     str | None,
