@@ -4,6 +4,7 @@
 #include "common.h"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -186,6 +187,31 @@ void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids,
     if (!softmax) continue;
     const Softmax law(row, size, softmax + r * size);
     for (int64_t i = 0; i < size; i += 16) store(law.powers + i, first(size - i), law(i, first(size - i)));
+  }
+}
+
+// Per trial, max(0, factor * p - q) in place of its row of p, or p as it is where nothing is left; what is left of it all
+// together; and the sum of min(p, q).
+void excess(float *p, const float *qs, int64_t size, int64_t trials, const int64_t *rows, const float *factors,
+            float *left, float *shared) {
+  static thread_local std::vector<float> room;
+  if (static_cast<int64_t>(room.size()) < size) room.resize(size);
+  for (int64_t t = 0; t < trials; t++) {
+    float *const row = p + rows[t] * size;
+    const float *const q = qs + t * size;
+    const __m512 factor = _mm512_set1_ps(factors[t]), none = _mm512_setzero_ps();
+    __m512 sum = none, common = none;
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 mask = first(size - i);
+      const __m512 a = load(row + i, mask), b = load(q + i, mask);
+      const __m512 more = _mm512_max_ps(_mm512_fmsub_ps(factor, a, b), none);
+      store(room.data() + i, mask, more);
+      sum = _mm512_add_ps(sum, more);
+      common = _mm512_add_ps(common, _mm512_min_ps(a, b));
+    }
+    left[t] = _mm512_reduce_add_ps(sum);
+    shared[t] = _mm512_reduce_add_ps(common);
+    if (left[t] > 0) std::memcpy(row, room.data(), size * sizeof(float));
   }
 }
 

@@ -35,6 +35,18 @@ def penalise(row: torch.Tensor, text: Seq[int], output: int, params: SamplingPar
     )  # fmt: skip
 
 
+def excess(
+    p: torch.Tensor, q: torch.Tensor, rows: Seq[int], factors: Seq[float]
+) -> tuple[torch.Tensor, list[float], list[float]]:
+    """Float32 ``p`` [n, vocabulary] with max(0, factor * p - q) in the named rows, one for each of ``q`` [rows,
+    vocabulary], or p itself where nothing is left; the sums of what is left; and those of min(p, q)."""
+    residual, q = p.contiguous().clone(), q.contiguous()
+    lists = array("q", rows), array("f", factors), array("f", bytes(4 * len(rows))), array("f", bytes(4 * len(rows)))
+    at = [numbers.buffer_info()[0] for numbers in lists]
+    kernels.library().excess(residual.data_ptr(), q.data_ptr(), q.shape[1], len(rows), *at)  # type: ignore[union-attr]
+    return residual, lists[2].tolist(), lists[3].tolist()
+
+
 class Compiled:
     """``ids`` int32 [at least the vocabulary]: a well-mixed word for each token id, see ``Gumbel``."""
 

@@ -262,11 +262,13 @@ class Decision:
     """A q-ratio rule's deterministic half.
 
     ``accept`` [trials]: the probability that each trial's test succeeds. ``residual`` [rows, vocabulary]:
-    unnormalised law of the token emitted where the walk stops at that row.
+    unnormalised law of the token emitted where the walk stops at that row. ``shared`` [trials]: sum_x min(p, q), where
+    it came for nothing.
     """
 
     accept: torch.Tensor
     residual: torch.Tensor
+    shared: list[float] | None = None
 
 
 class RatioRule(Rule):
@@ -340,7 +342,10 @@ class RatioRule(Rule):
             p[greedy, choice[greedy]] = 1.0
         decision = self.decide(p, scores, trials)
         if sampler.compiled is not None:
-            overlap = _quick_overlaps(scores, trials, rows, places, sampler.compiled)
+            if decision.shared is not None:
+                overlap = dict(zip(trials.row, decision.shared))
+            else:
+                overlap = _quick_overlaps(scores, trials, rows, places, sampler.compiled)
             return p, tops, overlap, decision.accept.tolist(), decision.residual
         tested, shares = overlaps(scores, trials, rows, choice, p)
         tops, chances, shared = fetch(top, decision.accept, shares)

@@ -7,6 +7,7 @@ import torch
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft
 from forerun.speculate.accept.base import Decision, RatioRule, Trials, column, gather_q, rules, slots, take
+from forerun.speculate.accept.left import reduce_rows
 
 
 @rules.register("block")
@@ -23,23 +24,20 @@ class Block(RatioRule):
     trees = False
 
     def decide(self, p: torch.Tensor, scores: Scores, trials: Trials) -> Decision:
-        residual = p.clone()
         count = len(trials.row)
         if not count:
-            return Decision(p.new_empty(0), residual)
+            return Decision(p.new_empty(0), p)
         q = gather_q(scores, trials, range(count), p)
         tokens = column(trials.token, p)
         at = take(p, trials.row)
         weight, before = self._weights(at.gather(1, tokens) / q.gather(1, tokens), trials)
-        left = (before * at).sub_(q).clamp_(min=0.0)
-        mass = left.sum(dim=1, keepdim=True)
-        residual[slots(trials.row)] = left.addcmul_(at, (mass <= 0.0).to(at.dtype))
+        residual, mass, shared = reduce_rows(p, q, trials.row, before)
         # S of a prefix is the mass left where the next token was drafted; a chain's last prefix has none.
         rest = torch.cat([mass[1:], mass[:1]])
         room = rest + 1.0 - weight
         last = column([t + 1 == count or trials.parent[t + 1] < 0 for t in range(count)], p) > 0
         accept = torch.where(room > 0.0, rest / room, 1.0)
-        return Decision(torch.where(last, weight, accept)[:, 0], residual)
+        return Decision(torch.where(last, weight, accept)[:, 0], residual, shared)
 
     @staticmethod
     def _weights(ratio: torch.Tensor, trials: Trials) -> tuple[torch.Tensor, torch.Tensor]:

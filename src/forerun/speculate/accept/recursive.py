@@ -13,7 +13,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS
 from forerun.speculate.accept.base import Decision, RatioRule, RuleConfig, Trials, column, gather_q, rules, slots, take
-from forerun.speculate.accept.token import reduce
+from forerun.speculate.accept.left import reduce
 
 _TINY = 1e-30
 """What is left of q after earlier draws were taken out must be above this for float32 to hold its shape."""
@@ -96,7 +96,7 @@ class Recursive(TreeRule):
         for turn in self.turns(p, scores, trials, range(len(trials.row))):
             at = take(residual, turn.rows)
             chance = at.gather(1, turn.tokens) / turn.q.gather(1, turn.tokens)
-            left = reduce(at, turn.q)
+            left, _ = reduce(at, turn.q)
             left /= left.sum(dim=1, keepdim=True)
             if turn.valid is not None:
                 chance = chance.where(turn.valid, 0.0)
