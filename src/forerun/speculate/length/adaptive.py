@@ -49,8 +49,7 @@ class _Plan:
 class Adaptive(LengthPolicy):
     """An account is kept of what drafting won and lost against plain decoding, in plain rounds. Every round pays
     ``SPEND`` into it; a draft takes out what it costs and pays in the tokens that it brought. Whatever is believed
-    of drafts, they need a balance that covers their price: the estimates' errors cost a bounded share of the time,
-    and the best of many uncertain promises cannot be kept up for long unless it comes true."""
+    of drafts, they need a balance that covers their price: errors of the estimates cost a bounded share of the time."""
 
     reproducible = False
     RATE = 0.6
@@ -116,8 +115,7 @@ class Adaptive(LengthPolicy):
         self.balance: float | None = None
         """Of the account, in plain rounds."""
         self.owed = 0.0
-        """Price of what drafters caught up on, in plain rounds, that the account has yet to pay: it serves later rounds
-        too."""
+        """Price of what drafters caught up on that the account has yet to pay, as it serves later rounds too."""
         self.host = 0.0
         """Seconds that this policy itself takes for a round with drafts."""
         self._took = 0.0
