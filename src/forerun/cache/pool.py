@@ -89,16 +89,21 @@ class Pages:
         A shared page that would be written is copied first. Raises OutOfPages, changing nothing, when the pool
         is too full.
         """
+        if not self.try_reserve(key, length):
+            raise OutOfPages(f"the KV cache is full: {self.num_pages} pages of {self.page_size} tokens, none free")
+
+    def try_reserve(self, key: int, length: int) -> bool:
+        """``reserve``, or False and no change where the pool is too full."""
         missing = self._missing(key, length)
         short = missing - len(self.free_pages)
         if short > self.num_idle:
-            raise OutOfPages(f"the KV cache is full: {self.num_pages} pages of {self.page_size} tokens, none free")
+            return False
         if short > 0 and self.reclaimer is not None:
             self.reclaimer.reclaim(short)
         table = self.tables.setdefault(key, [])
         current = self.lengths.setdefault(key, 0)
         if not missing:
-            return
+            return True
         for index in range(current // self.page_size, min(len(table), self.pages_for(length))):
             if self.refs[table[index]] > 1:
                 fresh = self._take()
@@ -109,12 +114,6 @@ class Pages:
         while len(table) < self.pages_for(length):
             table.append(self._take())
             self.version += 1
-
-    def try_reserve(self, key: int, length: int) -> bool:
-        """``reserve``, or False and no change where the pool is too full."""
-        if not self.can_reserve(key, length):
-            return False
-        self.reserve(key, length)
         return True
 
     def advance(self, key: int, length: int) -> None:
