@@ -10,39 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from time import perf_counter
 
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting, policies
 from forerun.speculate.length.beliefs import Belief, MethodBelief
+from forerun.speculate.length.plan import Plan
 from forerun.speculate.length.prices import Drafting, Prices
 
 Offer = tuple[float, int, int, float]
 """A position that may be drafted: expected tokens it adds, its depth, whose it is, expected rows it adds."""
-
-
-@dataclass
-class _Plan:
-    """Budgets that were chosen."""
-
-    budgets: dict[int, int] = field(default_factory=dict)
-    """By sequence; empty: nobody drafts."""
-    left: int = 0
-    """For how many more rounds they hold."""
-    promise: float = 1.0
-    """Their expected speed over plain decoding."""
-    batch: tuple[int, int] = (0, 0)
-    """How many sequences they were made for, and the last one."""
-
-    @property
-    def rests(self) -> bool:
-        return self.left > 0 and not self.budgets
-
-    def fits(self, sequences: Seq[Sequence]) -> bool:
-        """Whether it was made for about this batch."""
-        return 4 * sum(sequence.id in self.budgets for sequence in sequences) > 3 * len(sequences)
 
 
 @policies.register("adaptive")
@@ -119,12 +97,13 @@ class Adaptive(LengthPolicy):
         self.host = 0.0
         """Seconds that this policy itself takes for a round with drafts."""
         self._took = 0.0
-        self._plan = _Plan()
+        self._plan = Plan()
         self._check = self.CHECKS[0]
         self._wait, self._between = 0, self.BETWEEN[0]
         """Plain rounds until a trial, and how many the last one was worth."""
         self._asked: list[int] = []
         self._groups: list[Drafting] = []
+        self._news: list[tuple[list[Drafting], list[tuple[Sequence, int, Draft, Verdict]]]] = []
 
     def budgets(self, sequences: Seq[Sequence]) -> list[int]:
         plan = self._plan
@@ -188,8 +167,9 @@ class Adaptive(LengthPolicy):
         lag = len(sequence.tokens) - self.seen.get(sequence.id, 0)
         return lag if lag >= self.LITTLE else 0
 
-    def _decide(self, sequences: Seq[Sequence], longest: Seq[int]) -> _Plan:
+    def _decide(self, sequences: Seq[Sequence], longest: Seq[int]) -> Plan:
         """The best plan if the account covers it, else a small trial, else rest until there is enough for one."""
+        self._learn()
         luck = len(sequences) ** -0.75
         if self.balance is None:
             self.balance = self.START * luck
@@ -207,12 +187,12 @@ class Adaptive(LengthPolicy):
             self._wait = self._between = self.BETWEEN[0]
         if lacking <= 0.0 and self._wait <= 0:
             self._wait = self._between = min(2 * self._between, self.BETWEEN[1])
-            return _Plan(trial, self.TRIAL)
+            return Plan(trial, self.TRIAL)
         for belief in self.beliefs.values():
             belief.loosen(self.SEQUENCE_OPEN)
         self._check = self.CHECKS[0]
         rest = min(max(int(lacking / self.SPEND) + 1, self._wait), self.REST)
-        return _Plan({}, rest, batch=(len(sequences), sequences[-1].id))
+        return Plan({}, rest, batch=(len(sequences), sequences[-1].id))
 
     def _affordable(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[int]:
         """How deep each may draft where the account has to cover what their drafters must catch up on."""
@@ -283,7 +263,7 @@ class Adaptive(LengthPolicy):
         offers.sort(key=lambda offer: (-offer[0], offer[1]))
         return offers
 
-    def _best(self, sequences: Seq[Sequence], longest: Seq[int]) -> _Plan:
+    def _best(self, sequences: Seq[Sequence], longest: Seq[int]) -> Plan:
         """The admission prefix with the most expected tokens per second among those that are not empty."""
         count, rows = len(sequences), float(sum(sequence.scheduled for sequence in sequences))
         offers = self._offers(sequences, longest)
@@ -312,7 +292,7 @@ class Adaptive(LengthPolicy):
         promise = best * plain / count
         pays = promise > self.MARGIN
         self._forget(budgets if pays else {}, {sequences[index].drafter for _, _, index, _ in offers[:chosen] if pays})
-        return _Plan(budgets, self.REPLAN, promise)
+        return Plan(budgets, self.REPLAN, promise)
 
     def _forget(self, budgets: Mapping[int, int], active: set[str | None]) -> None:
         """Hold less against those whom a plan leaves out."""
@@ -327,15 +307,17 @@ class Adaptive(LengthPolicy):
         return self.methods[method].tested[0] < self.UNTRIED or self.prices.untried(method)
 
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
-        paid = self.owed / self.HORIZON
-        self.owed -= paid
-        self._book(-paid)
+        if self.owed > 0.0:
+            paid = self.owed / self.HORIZON
+            self.owed -= paid
+            self._book(-paid)
         if not self._groups:
             # In a long rest only the last rounds are looked at: this costs host time too.
             self._wait -= 1
-            self.prices.streak += (decodes := _decodes(verdicts))
-            if decodes and (self._plan.left < self.prices.RECENT or self.prices.wait):
-                self.prices.plain(len(sequences), seconds.verify + seconds.accept)
+            if _decodes(verdicts):
+                self.prices.streak += 1
+                if self._plan.left < self.prices.RECENT or self.prices.wait:
+                    self.prices.plain(len(sequences), seconds.verify + seconds.accept)
             if self.balance is not None:
                 self.balance = max(self.balance, min(self.balance + self.SPEND, self.START))
             return
@@ -345,11 +327,13 @@ class Adaptive(LengthPolicy):
             self._book(-self._aftermath())
             self.prices.drafted(len(sequences), rows, seconds, self._groups)
             self._settle(len(sequences), rows, sum([len(verdict.tokens) for verdict in verdicts]), seconds)
-        for part in self._groups:
-            self.methods[part.method].fade(self.METHOD_FADE)
+        news = []
         for asked, sequence, draft, verdict in zip(self._asked, sequences, drafts, verdicts):
-            if asked:
-                self._learn(sequence, asked, draft, verdict)
+            known = self.seen.get(sequence.id, 0)
+            if asked and (len(draft) or len(sequence.tokens) - len(verdict.tokens) - known < self.LITTLE):
+                self.seen[sequence.id] = len(sequence.tokens)
+                news.append((sequence, asked, draft, verdict))
+        self._news.append((self._groups, news))
         took, self._took = self._took + self.clock() - began, 0.0
         self.host += 0.2 * (min(took, 2.0 * self.host) - self.host) if self.host else took / self.REPLAN
 
@@ -373,20 +357,23 @@ class Adaptive(LengthPolicy):
         if self.balance < -self.LOAN * count**-0.75:
             self._plan.left = 0
 
-    def _learn(self, sequence: Sequence, asked: int, draft: Draft, verdict: Verdict) -> None:
-        assert sequence.drafter is not None
-        if not len(draft) and len(sequence.tokens) - len(verdict.tokens) - self.seen.get(sequence.id, 0) >= self.LITTLE:
-            return
-        self.seen[sequence.id] = len(sequence.tokens)
-        method = self.methods[sequence.drafter]
-        method.learn_made(asked, draft.depth)
-        if len(draft):
-            method.learn(verdict.tested, verdict.matched)
-            own = self.beliefs.get(sequence.id)
-            if own is None:
-                own = self.beliefs[sequence.id] = Belief(len(method.tested))
-            own.fade(self.SEQUENCE_FADE)
-            own.learn(verdict.tested, verdict.matched)
+    def _learn(self) -> None:
+        """Take the rounds since the last plan to heart: together, where caches know the way."""
+        for groups, news in self._news:
+            for part in groups:
+                self.methods[part.method].fade(self.METHOD_FADE)
+            for sequence, asked, draft, verdict in news:
+                assert sequence.drafter is not None
+                method = self.methods[sequence.drafter]
+                method.learn_made(asked, draft.depth)
+                if not len(draft):
+                    continue
+                method.learn(verdict.tested, verdict.matched)
+                if sequence.id in self.seen:
+                    own = self.beliefs.setdefault(sequence.id, Belief(len(method.tested)))
+                    own.fade(self.SEQUENCE_FADE)
+                    own.learn(verdict.tested, verdict.matched)
+        self._news.clear()
 
     def release(self, sequence: Sequence) -> None:
         self.beliefs.pop(sequence.id, None)
