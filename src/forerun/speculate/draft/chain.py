@@ -78,7 +78,7 @@ class Chains:
         top_ks = array("q", [sequence.params.top_k for sequence in sequences])
         hot, size = any(heats), self.fused.vocab_size
         q = torch.empty(longest * count, size) if hot else None
-        keys, spots = self._keys(sequences, longest, heats) if hot else (array("Q"), array("d"))
+        keys, spots = self._keys(sequences, longest) if hot else (array("Q"), array("d"))
         tokens = array("q", bytes(8 * longest * count))
         tables = array("q", [prepared.plan.spans[6 * i + 4] for i in theirs])
         wanted = array("q", depths)
@@ -99,7 +99,7 @@ class Chains:
             drafts.append(Draft.chain(chain, q, rows))
         return drafts
 
-    def _keys(self, sequences: Seq[Sequence], longest: int, heats: Seq[float]) -> tuple[array[int], array[float]]:
+    def _keys(self, sequences: Seq[Sequence], longest: int) -> tuple[array[int], array[float]]:
         """For each step and sequence, the key of the target's own noise at that position; or, under rules that compare
         p with q, the place in the cumulative sum of a draw of its own. One of the two is empty."""
         chooser, keys, spots = self.chooser, array("Q"), array("d")
