@@ -307,10 +307,9 @@ class Adaptive(LengthPolicy):
         return self.methods[method].tested[0] < self.UNTRIED or self.prices.untried(method)
 
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
-        if self.owed > 0.0:
-            paid = self.owed / self.HORIZON
-            self.owed -= paid
-            self._book(-paid)
+        paid = self.owed / self.HORIZON
+        self.owed -= paid
+        self._book(-paid)
         if not self._groups:
             # In a long rest only the last rounds are looked at: this costs host time too.
             self._wait -= 1
