@@ -76,12 +76,19 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return self.parents == list(range(-1, len(self.parents) - 1))
 
     @property
     def depth(self) -> int:
         """Nodes on the longest path."""
-        return max(self.depths(), default=0)
+        return len(self.tokens) if self.is_chain else max(self.depths())
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The parent's child that carries ``token``."""
+        for trial in self.trials[parent + 1] if self.trials else ():
+            if self.tokens[trial.node] == token:
+                return trial.node
+        return None
 
     def children(self, parent: int) -> dict[int, int]:
         """Token -> node of the parent's children."""

@@ -103,7 +103,7 @@ class Fused:
         self.eps, self.scale = decoder.norm.eps, decoder.width**-0.5
         kind = kernels.dtype_name(self.dtype)
         self.call, self.draft = (getattr(kernels.library(), f"{verb}_{kind}") for verb in ("decode", "draft"))
-        self.hidden, self.vocab_size = decoder.embedding.shape[1], decoder.head.outputs
+        (self.known, self.hidden), self.vocab_size = decoder.embedding.shape, decoder.head.outputs
         inner, attended = decoder.layers[0].down.inputs, decoder.heads * decoder.width
         sizes = (decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner)
         ends = decoder.embedding.data_ptr(), decoder.norm.pointer
@@ -119,6 +119,8 @@ class Fused:
         qkv = attended + 2 * decoder.kv_heads * decoder.width
         self.row = self.hidden, decoder.layers[0].qkv.inputs, qkv, attended, 2 * inner, inner, angles
         """Numbers per row of every piece of the working room."""
+        self._sizes: dict[int, int] = {}
+        """Numbers of all pieces together, by rows."""
         self.all = array("q", range(len(decoder.layers)))
 
     def __call__(self, batch: Batch, cache: StreamedAttention, given: torch.Tensor | None = None) -> Output:
@@ -158,9 +160,9 @@ class Fused:
     def _ids(self, batch: Batch) -> array[int]:
         """The call checks nothing."""
         ids = array("q", [token for span in batch.spans for token in span.tokens])
-        least, most, size = min(ids), max(ids), len(self.decoder.embedding)
-        if least < 0 or most >= size:
-            raise IndexError(f"tokens must be from 0 to {size - 1}, not {least if least < 0 else most}")
+        least, most = min(ids), max(ids)
+        if least < 0 or most >= self.known:
+            raise IndexError(f"tokens must be from 0 to {self.known - 1}, not {least if least < 0 else most}")
         return ids
 
     def _given(self, batch: Batch) -> torch.Tensor | None:
@@ -193,7 +195,9 @@ class Fused:
         return hidden, array("q", (hidden[i].data_ptr() if i in hidden else 0 for i in (*which, last, RAW)))
 
     def _room(self, rows: int, wanted: int) -> torch.Tensor:
-        numbers = sum(-(-rows * width // ALIGNED) * ALIGNED for width in self.row)
+        numbers = self._sizes.get(rows)
+        if numbers is None:
+            numbers = self._sizes[rows] = sum(-(-rows * width // ALIGNED) * ALIGNED for width in self.row)
         return torch.empty(numbers + wanted * self.vocab_size, dtype=self.dtype)
 
 

@@ -19,6 +19,7 @@ from forerun.attention.streamed import StreamedAttention
 from forerun.cache.pool import KVShape
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
+from forerun.core.inference import inference
 from forerun.models import activations, quantize
 from forerun.models.base import INVARIANT_KEYS, PACKED_ROWS, ModelInfo, pad_rows
 from forerun.models.fused import Decoder, Fused, Layer
@@ -186,7 +187,7 @@ class NativeModel:
             yield from layer.linears()
         yield self._head
 
-    @torch.inference_mode()
+    @inference
     def forward(self, batch: Batch, cache: Attention) -> Output:
         if self.fused is not None and isinstance(cache, StreamedAttention):
             return self.fused(batch, cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
+from functools import cached_property
 from json import dumps
 from typing import Any
 
@@ -184,19 +185,19 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @property
+    @cached_property
     def penalised(self) -> bool:
         """Whether logits depend on which tokens came before, beyond the model itself."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
+    @cached_property
     def edits(self) -> bool:
         """Whether raw logits are changed before the temperature."""
         if self.penalised or self.logit_bias or self.bad_words_ids:
             return True
         return self.min_tokens > 0 or self.structured_outputs is not None
 
-    @property
+    @cached_property
     def filters(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 

@@ -247,7 +247,7 @@ def follow(scores: Scores, sampler: Sampler) -> list[Verdict]:
         path: list[int] = []
         row = scores.row(index, -1)
         error = fault(tops[row])
-        while (child := draft.children(path[-1] if path else -1).get(tokens[row])) is not None:
+        while (child := draft.child(path[-1] if path else -1, tokens[row])) is not None:
             path.append(child)
             row = scores.row(index, child)
             error = error or fault(tops[row])

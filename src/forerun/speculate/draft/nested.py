@@ -130,7 +130,7 @@ def _own_verdict(own: Draft, draft: Draft, verdict: Verdict) -> Verdict:
     """``verdict`` on ``draft`` in terms of ``own``, another tree behind the same root."""
     path: list[int] = []
     for node in verdict.path:
-        mine = own.children(path[-1] if path else -1).get(draft.tokens[node])
+        mine = own.child(path[-1] if path else -1, draft.tokens[node])
         if mine is None:
             break
         path.append(mine)
