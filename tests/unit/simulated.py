@@ -33,6 +33,8 @@ class Machine:
     multiple: int = 2
     chill: float = 0.0
     """How much slower the target's first round after drafts is; later ones less and less."""
+    thaws: float = 6.0
+    """In how many rounds that falls to a third."""
     host: float = 0.0
     """What the policy and the drafter's bookkeeping take in a round with drafts."""
 
@@ -113,7 +115,7 @@ def play(
         verdicts = [_verdict(sequence, draft, accepts, draw) for sequence, draft in zip(running, drafts)]
         rows = len(running) + sum(len(draft) for draft in drafts)
         silent = 0 if drafting else silent + 1
-        cold = 1.0 + (machine.chill * math.exp((1 - silent) / 6.0) if silent else 0.0)
+        cold = 1.0 + (machine.chill * math.exp((1 - silent) / machine.thaws) if silent else 0.0)
         work = machine.drafting(len(drafting), max(budgets), behind), cold * machine.verify(len(running), rows)
         slow = machine.disturb(draw, found.seconds)
         parts = slow * work[0], slow * work[1]

@@ -14,6 +14,7 @@ from time import perf_counter
 
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
+from forerun.speculate.length.account import Account
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting, policies
 from forerun.speculate.length.beliefs import Belief, MethodBelief
 from forerun.speculate.length.plan import Plan
@@ -25,9 +26,8 @@ Offer = tuple[float, int, int, float]
 
 @policies.register("adaptive")
 class Adaptive(LengthPolicy):
-    """An account is kept of what drafting won and lost against plain decoding, in plain rounds. Every round pays
-    ``SPEND`` into it; a draft takes out what it costs and pays in the tokens that it brought. Whatever is believed
-    of drafts, they need a balance that covers their price: errors of the estimates cost a bounded share of the time."""
+    """Whatever is believed of drafts, they need a balance of the account that covers their price: errors of the
+    estimates cost a bounded share of the time."""
 
     reproducible = False
     RATE = 0.6
@@ -48,26 +48,17 @@ class Adaptive(LengthPolicy):
     """Rows that drafts get in a round while a method has not been tested as often, or its price is not known."""
     MARGIN = 1.02
     """A draft must promise this much more than plain decoding; where it has been kept up, anything more."""
-    REPLAN = 8
+    REPLAN = 16
     """Rounds that a plan with drafts holds: planning costs host time, and beliefs move slowly."""
-    SPEND = 0.01
-    START = 5.0
-    """The account's first balance for one sequence. Luck evens out over n: they get it divided by the root of n."""
     LOAN = 0.25
-    """How far below zero, likewise, a plan that goes on may take it."""
-    SAVED = 12.0
-    """Most that is kept in the account, or owed."""
-    TRIED = 4
-    """Most sequences that take part in a trial."""
+    """How far below zero the account may be taken by a plan that goes on, for one sequence."""
     TRIAL = 4
     """Rounds that a trial lasts, unless the account says no before."""
     BETWEEN = (8, 64)
     """Plain rounds before the next trial; each one in vain doubles them."""
     REST = 256
     """Most rounds without a thought of drafts."""
-    HORIZON = 32
-    """Rounds over which the price of a drafter's catching up is spread."""
-    AFTERMATH = 5.0
+    AFTERMATH = 2.5
     """Plain rounds that are slow as if the first one's chill lasted so long."""
     LITTLE = 8
     """Fewer tokens to catch up on than so many are not counted."""
@@ -75,7 +66,7 @@ class Adaptive(LengthPolicy):
     """Drafts are interrupted by two plain rounds after so many at first, and after so many at last."""
     FRESH = 4
     """Rounds after a plain one in which a round's own time tells what it cost."""
-    SURPRISE = 0.5
+    SURPRISE = 0.75
     """Most plain rounds that such a round may seem dearer than expected; it may have been disturbed."""
 
     clock = staticmethod(perf_counter)
@@ -90,10 +81,7 @@ class Adaptive(LengthPolicy):
         self.beliefs: dict[int, Belief] = {}
         self.seen: dict[int, int] = {}
         """Committed tokens of each sequence that its drafter has been shown."""
-        self.balance: float | None = None
-        """Of the account, in plain rounds."""
-        self.owed = 0.0
-        """Price of what drafters caught up on that the account has yet to pay, as it serves later rounds too."""
+        self.account = Account()
         self.host = 0.0
         """Seconds that this policy itself takes for a round with drafts."""
         self._took = 0.0
@@ -101,6 +89,8 @@ class Adaptive(LengthPolicy):
         self._check = self.CHECKS[0]
         self._wait, self._between = 0, self.BETWEEN[0]
         """Plain rounds until a trial, and how many the last one was worth."""
+        self._idle = 0
+        """Rounds without drafts that were not accounted for yet."""
         self._asked: list[int] = []
         self._groups: list[Drafting] = []
         self._news: list[tuple[list[Drafting], list[tuple[Sequence, int, Draft, Verdict]]]] = []
@@ -108,8 +98,8 @@ class Adaptive(LengthPolicy):
     def budgets(self, sequences: Seq[Sequence]) -> list[int]:
         plan = self._plan
         if plan.rests:
-            # When others come or some leave, there are no rows for drafts in this round, but the next one is planned.
-            plan.left = plan.left - 1 if plan.batch == (len(sequences), sequences[-1].id) else 0
+            # When most of them left, there are no rows for drafts in this round, but the next one is planned.
+            plan.left = plan.left - 1 if plan.still(sequences) else 0
             self._asked, self._groups = [0] * len(sequences), []
         else:
             began = self.clock()
@@ -170,19 +160,19 @@ class Adaptive(LengthPolicy):
     def _decide(self, sequences: Seq[Sequence], longest: Seq[int]) -> Plan:
         """The best plan if the account covers it, else a small trial, else rest until there is enough for one."""
         self._learn()
-        luck = len(sequences) ** -0.75
-        if self.balance is None:
-            self.balance = self.START * luck
+        self._settle_idle()
+        account, luck = self.account, len(sequences) ** -0.75
+        account.open(luck)
         best = self._best(sequences, self._affordable(sequences, longest))
         goes_on = self._plan.promise > 1.0
         needed = -self.LOAN * luck if goes_on else self._excess(sequences, best.budgets)
-        if best.promise > (1.0 if goes_on else self.MARGIN) and self.balance >= needed:
+        if best.promise > (1.0 if goes_on else self.MARGIN) and account.balance >= needed:
             best.left = max(1, min(self.REPLAN, self._check - self.prices.since))
             best.promise = max(best.promise, self.MARGIN)
             return best
         trial = best.budgets if len(sequences) == 1 and any(best.budgets.values()) else self._trial(sequences, longest)
         price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self._aftermath()
-        lacking = min(price, self.START * luck) - self.balance
+        lacking = min(price, account.START * luck) - account.balance
         if goes_on:
             self._wait = self._between = self.BETWEEN[0]
         if lacking <= 0.0 and self._wait <= 0:
@@ -191,13 +181,12 @@ class Adaptive(LengthPolicy):
         for belief in self.beliefs.values():
             belief.loosen(self.SEQUENCE_OPEN)
         self._check = self.CHECKS[0]
-        rest = min(max(int(lacking / self.SPEND) + 1, self._wait), self.REST)
-        return Plan({}, rest, batch=(len(sequences), sequences[-1].id))
+        rest = min(max(int(lacking / account.SPEND) + 1, self._wait), self.REST)
+        return Plan.rest(rest, sequences)
 
     def _affordable(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[int]:
         """How deep each may draft where the account has to cover what their drafters must catch up on."""
-        assert self.balance is not None
-        left = self.balance * self.prices.round(len(sequences), len(sequences))
+        left = self.account.balance * self.prices.round(len(sequences), len(sequences))
         depths = list(longest)
         for index in sorted(range(len(depths)), key=lambda i: self._lag(sequences[i])):
             lag, method = self._lag(sequences[index]), sequences[index].drafter
@@ -229,18 +218,22 @@ class Adaptive(LengthPolicy):
                 rows += made * self.setting.nodes[sequence.drafter][depth]
         cost = self.prices.round(len(sequences), rows)
         cost += sum(self.prices.drafting(*part) for part in self._drafting(sequences, budgets))
-        return min(max(cost + self.host / self.prices.pace, plain) / plain - 1.0 + self._aftermath(), self.SAVED)
+        excess = max(cost + self.host / self.prices.pace, plain) / plain - 1.0
+        return min(excess + self._aftermath(), self.account.SAVED)
 
     def _aftermath(self) -> float:
         """What plain rounds after drafts are going to lose that a plan or trial begins."""
         return self.AFTERMATH * ((self.prices.chill or 1.0) - 1.0) if self.prices.rested else 0.0
 
     def _trial(self, sequences: Seq[Sequence], longest: Seq[int]) -> dict[int, int]:
-        """Short drafts for a few sequences whose drafters have least to catch up on."""
-        able = sorted((i for i, cap in enumerate(longest) if cap), key=lambda i: self._lag(sequences[i]))
+        """A short draft for one sequence: of those whose drafters have least to catch up on, the least known."""
+
+        def rank(index: int) -> tuple[int, float]:
+            own = self.beliefs.get(sequences[index].id)
+            return self._lag(sequences[index]), own.tested[0] if own is not None else 0.0
+
         budgets = dict.fromkeys((sequence.id for sequence in sequences), 0)
-        for index in able[: self.TRIED]:
-            budgets[sequences[index].id] = 1
+        budgets[sequences[min((i for i, cap in enumerate(longest) if cap), key=rank)].id] = 1
         return budgets
 
     def _offers(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[Offer]:
@@ -282,7 +275,7 @@ class Adaptive(LengthPolicy):
             drafting[method] = drafters, levels = drafters + (depth == 1), max(levels, depth)
             costs[method] = self.prices.drafting(method, drafters, levels)
             if depth == 1:
-                extra += self.prices.draft[method].per_token * self._lag(sequence) / self.HORIZON
+                extra += self.prices.draft[method].per_token * self._lag(sequence) / self.account.HORIZON
             speed = tokens / (self.prices.round(count, rows) + sum(costs.values()) + extra)
             if speed > best:
                 best, chosen = speed, place
@@ -307,23 +300,19 @@ class Adaptive(LengthPolicy):
         return self.methods[method].tested[0] < self.UNTRIED or self.prices.untried(method)
 
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
-        paid = self.owed / self.HORIZON
-        self.owed -= paid
-        self._book(-paid)
         if not self._groups:
+            self._idle += 1
+            self.prices.streak += 1
             # In a long rest only the last rounds are looked at: this costs host time too.
-            self._wait -= 1
-            if _decodes(verdicts):
-                self.prices.streak += 1
-                if self._plan.left < self.prices.RECENT or self.prices.wait:
-                    self.prices.plain(len(sequences), seconds.verify + seconds.accept)
-            if self.balance is not None:
-                self.balance = max(self.balance, min(self.balance + self.SPEND, self.START))
+            if self._plan.left < self.prices.RECENT or self.prices.wait:
+                self._observe_plain(verdicts, seconds)
             return
+        self._settle_idle()
+        self.account.pay(1)
         began = self.clock()
         if _decodes(verdicts):
             rows = len(sequences) + sum([len(draft) for draft in drafts])
-            self._book(-self._aftermath())
+            self.account.book(-self._aftermath())
             self.prices.drafted(len(sequences), rows, seconds, self._groups)
             self._settle(len(sequences), rows, sum([len(verdict.tokens) for verdict in verdicts]), seconds)
         news = []
@@ -336,14 +325,20 @@ class Adaptive(LengthPolicy):
         took, self._took = self._took + self.clock() - began, 0.0
         self.host += 0.2 * (min(took, 2.0 * self.host) - self.host) if self.host else took / self.REPLAN
 
-    def _book(self, amount: float) -> None:
-        if self.balance is not None:
-            self.balance = max(min(self.balance + amount, self.SAVED), -self.SAVED)
+    def _observe_plain(self, verdicts: Seq[Verdict], seconds: Seconds) -> None:
+        if _decodes(verdicts):
+            self.prices.plain(len(verdicts), seconds.verify + seconds.accept)
+        else:
+            self.prices.streak -= 1
+
+    def _settle_idle(self) -> None:
+        """Account for the rounds without drafts."""
+        idle, self._idle = self._idle, 0
+        self._wait -= idle
+        self.account.earn(idle)
 
     def _settle(self, count: int, rows: int, tokens: int, seconds: Seconds) -> None:
         """Book what a round with drafts brought and cost."""
-        if self.balance is None:
-            return
         prices = self.prices
         plain = prices.round(count, count)
         cost = prices.round(count, rows) + sum(prices.drafting(*part) for part in self._groups)
@@ -351,9 +346,9 @@ class Adaptive(LengthPolicy):
             spent = (seconds.draft + seconds.verify + seconds.accept) / prices.pace
             cost = min(max(spent, cost), cost + self.SURPRISE * plain)
         behind = sum(prices.draft[part.method].per_token * part.behind for part in self._groups) / plain
-        self.owed += behind
-        self._book(tokens / count - (cost + self.host / prices.pace) / plain + self.SPEND + behind)
-        if self.balance < -self.LOAN * count**-0.75:
+        self.account.owed += behind
+        self.account.book(tokens / count - (cost + self.host / prices.pace) / plain + behind)
+        if self.account.balance < -self.LOAN * count**-0.75:
             self._plan.left = 0
 
     def _learn(self) -> None:

@@ -19,12 +19,28 @@ class Plan:
     promise: float = 1.0
     """Their expected speed over plain decoding."""
     batch: tuple[int, int] = (0, 0)
-    """How many sequences they were made for, and the last one."""
+    """How many sequences a rest was last seen with, and the last one."""
+    known: frozenset[int] = frozenset()
+    """Those it was planned for."""
+
+    @classmethod
+    def rest(cls, rounds: int, sequences: Seq[Sequence]) -> Plan:
+        """Nobody drafts for so long."""
+        return cls({}, rounds, known=frozenset([sequence.id for sequence in sequences]))
 
     @property
     def rests(self) -> bool:
         return self.left > 0 and not self.budgets
 
+    def still(self, sequences: Seq[Sequence]) -> bool:
+        """Whether a rest still is one for most of those who are here."""
+        batch = len(sequences), sequences[-1].id
+        if batch != self.batch:
+            if 2 * sum([sequence.id in self.known for sequence in sequences]) < len(sequences):
+                return False
+            self.batch = batch
+        return True
+
     def fits(self, sequences: Seq[Sequence]) -> bool:
         """Whether it was made for about this batch."""
-        return 4 * sum(sequence.id in self.budgets for sequence in sequences) > 3 * len(sequences)
+        return 4 * sum([sequence.id in self.budgets for sequence in sequences]) > 3 * len(sequences)
