@@ -107,24 +107,23 @@ struct Queries {
     if constexpr (COUNT > 1) some<COUNT - 1>(f, first, count, least, most);
   }
 
-  // Forgets the tasks; meanwhile keys and values of ``next`` are asked for.
+  // Forgets the tasks; meanwhile asks for the keys of ``next``, if there is one.
   void take(const Block<T> &block, float scale, float softcap, const Block<T> *next) {
-    const Block<T> *ask = next;
+    bool fresh = true;
     runs<Block<T>::together(ROOM / Numbers<T>::SIZE)>([&](const Task *task, auto count, int64_t, int64_t most) {
       const int64_t at = task->query;
-      block.template score<CHUNKS, count>(queries.data() + at, scores.data() + BLOCK * at, task->begin, most, ask);
-      ask = nullptr;
+      block.template score<CHUNKS, count>(queries.data() + at, scores.data() + BLOCK * at, task->begin, most, fresh);
+      fresh = false;
     });
     for (const Task &task : tasks)
       shrink[task.query] =
           states[task.query].weigh(scores.data() + BLOCK * task.query, task.begin, task.end, scale, softcap);
-    ask = next;
     runs<4>([&](const Task *task, auto count, int64_t least, int64_t) {
       const int64_t at = task->query;
       const float *const weights = scores.data() + BLOCK * at;
       block.template gather<CHUNKS, count>(sums.data() + ROOM * at, ROOM, shrink.data() + at, weights, task->begin,
-                                           least, ask);
-      ask = nullptr;
+                                           least, next);
+      next = nullptr;
       const float all = 1;
       for (int64_t q = 0; q < count; q++)
         if (task[q].end > least)

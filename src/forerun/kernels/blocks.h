@@ -143,19 +143,18 @@ struct Block {
     each<(LANES * CHUNKS + LINE - 1) / LINE>([&](auto i) { _mm_prefetch(at + LINE * i, _MM_HINT_T0); });
   }
 
-  // Products of queries and keys, of all lanes of a sixteen of which one is wanted. ``next``: what to ask for, or null.
+  // Products of queries and keys, of all lanes of a sixteen of which one is wanted. Asks for fresh values.
   template <int CHUNKS, int COUNT>
-  void score(const T *const *queries, float *scores, int64_t begin, int64_t end, const Block *next) const {
+  void score(const T *const *queries, float *scores, int64_t begin, int64_t end, bool fresh) const {
     using N = Numbers<T>;
     constexpr int WIDTH = LANES * CHUNKS, VECTORS = (WIDTH + N::SIZE - 1) / N::SIZE;
     for (int64_t lane = begin / LANES * LANES; lane < end; lane += LANES) {
-      if (next)
-        for (int64_t k = 0; k < LANES; k++) ask<CHUNKS>(next->keys[lane + k]);
       __m512 four[COUNT][4];
       each<4>([&](auto i) {
         __m512 sums[COUNT][4];
         each<4>([&](auto k) {
           const T *key = keys[lane + 4 * i + k];
+          if (fresh) ask<CHUNKS>(values[lane + 4 * i + k]);
           each<VECTORS>([&](auto c) {
             const auto vector = N::get(key + N::SIZE * c, WIDTH - N::SIZE * c);
             each<COUNT>([&](auto q) {
@@ -185,7 +184,7 @@ struct Block {
         each<OUT>([&](auto i) { out[q][i] = _mm512_mul_ps(_mm512_loadu_ps(at + apart * q + LANES * i), less); });
       });
       for (int64_t j = begin; j < end; j++) {
-        if (next && step == 0) ask<CHUNKS>(next->values[j]);
+        if (next && step == 0) ask<CHUNKS>(next->keys[j]);
         each<HERE>([&](auto c) {
           const int64_t number = N::SIZE * (FIRST + c);
           const auto vector = N::get(values[j] + number, WIDTH - number);
