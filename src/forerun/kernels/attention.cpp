@@ -67,9 +67,9 @@ struct Task {
 
 // The queries of a tile, their sums and states. A block is taken in three turns over all queries, because the steps of
 // one query's softmax wait for each other.
-template <class T, int CHUNKS>
+template <class T, int WIDTH>
 struct Queries {
-  static constexpr int64_t ROOM = (LANES * CHUNKS + Numbers<T>::SIZE - 1) / Numbers<T>::SIZE * Numbers<T>::SIZE;
+  static constexpr int64_t ROOM = (WIDTH + Numbers<T>::SIZE - 1) / Numbers<T>::SIZE * Numbers<T>::SIZE;
   std::vector<const T *> queries;
   std::vector<float> sums, scores, shrink;
   std::vector<State> states;
@@ -112,7 +112,7 @@ struct Queries {
     bool fresh = true;
     runs<Block<T>::together(ROOM / Numbers<T>::SIZE)>([&](const Task *task, auto count, int64_t, int64_t most) {
       const int64_t at = task->query;
-      block.template score<CHUNKS, count>(queries.data() + at, scores.data() + BLOCK * at, task->begin, most, fresh);
+      block.template score<WIDTH, count>(queries.data() + at, scores.data() + BLOCK * at, task->begin, most, fresh);
       fresh = false;
     });
     for (const Task &task : tasks)
@@ -121,13 +121,13 @@ struct Queries {
     runs<4>([&](const Task *task, auto count, int64_t least, int64_t) {
       const int64_t at = task->query;
       const float *const weights = scores.data() + BLOCK * at;
-      block.template gather<CHUNKS, count>(sums.data() + ROOM * at, ROOM, shrink.data() + at, weights, task->begin,
+      block.template gather<WIDTH, count>(sums.data() + ROOM * at, shrink.data() + at, weights, task->begin,
                                            least, next);
       next = nullptr;
       const float all = 1;
       for (int64_t q = 0; q < count; q++)
         if (task[q].end > least)
-          block.template gather<CHUNKS, 1>(sums.data() + ROOM * (at + q), ROOM, &all, weights + BLOCK * q, least,
+          block.template gather<WIDTH, 1>(sums.data() + ROOM * (at + q), &all, weights + BLOCK * q, least,
                                            task[q].end, nullptr);
     });
     tasks.clear();
@@ -181,13 +181,12 @@ struct Call {
   }
 
   // ``after``: what comes next, or null; its first keys are asked for.
-  template <int CHUNKS>
+  template <int WIDTH>
   void tile(const Item &item, const Item *after, Ahead<T> &ahead) const {
     const auto &[span, from, to, head, low, high] = item;
     const int64_t groups = heads / kv_heads;
-    constexpr int64_t WIDTH = LANES * CHUNKS;
-    static thread_local Queries<T, CHUNKS> kept;
-    Queries<T, CHUNKS> &queries = kept;
+    static thread_local Queries<T, WIDTH> kept;
+    Queries<T, WIDTH> &queries = kept;
     queries.clear((to - from) * groups);
     for (int64_t row = from; row < to; row++)
       for (int64_t group = 0; group < groups; group++)
@@ -233,7 +232,7 @@ struct Call {
   void pick(const Item &item, const Item *after, Ahead<T> &ahead) const {
     switch (keys.width) {
 #define CASE(WIDTH) \
-  case WIDTH: return tile<WIDTH / LANES>(item, after, ahead);
+  case WIDTH: return tile<WIDTH>(item, after, ahead);
       CASE(16) CASE(32) CASE(64) CASE(80) CASE(96) CASE(112) CASE(128) CASE(256)
 #undef CASE
     }

@@ -2,8 +2,6 @@
 #pragma once
 #include "common.h"
 
-#include <utility>
-
 constexpr int64_t LANES = 16;
 constexpr int64_t BLOCK = 128;  // keys between two looks at the largest score
 
@@ -57,16 +55,6 @@ inline __m512 whole(const __m512 *four) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
   };
   return fold(fold(four[0], four[1]), fold(four[2], four[3]));
-}
-
-// f(0), ..., f(COUNT - 1), each with a constant, so that arrays indexed by it stay in registers.
-template <int COUNT, class F, int... I>
-inline void each(F f, std::integer_sequence<int, I...>) {
-  (f(std::integral_constant<int, I>()), ...);
-}
-template <int COUNT, class F>
-inline void each(F f) {
-  each<COUNT>(f, std::make_integer_sequence<int, COUNT>());
 }
 
 // A head's numbers in registers. A vector makes PARTS vectors of float32.
@@ -137,70 +125,81 @@ struct Block {
   // Queries at a time: more share what is read, but leave the registers.
   static constexpr int together(int vectors) { return vectors > 11 ? 1 : vectors > 6 ? 2 : vectors > 3 ? 3 : 4; }
 
-  template <int CHUNKS>
+  template <int WIDTH>
   static void ask(const T *at) {
     constexpr int LINE = 64 / sizeof(T);
-    each<(LANES * CHUNKS + LINE - 1) / LINE>([&](auto i) { _mm_prefetch(at + LINE * i, _MM_HINT_T0); });
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDTH; i += LINE) _mm_prefetch(at + i, _MM_HINT_T0);
   }
 
   // Products of queries and keys, of all lanes of a sixteen of which one is wanted. Asks for fresh values.
-  template <int CHUNKS, int COUNT>
+  template <int WIDTH, int COUNT>
   void score(const T *const *queries, float *scores, int64_t begin, int64_t end, bool fresh) const {
     using N = Numbers<T>;
-    constexpr int WIDTH = LANES * CHUNKS, VECTORS = (WIDTH + N::SIZE - 1) / N::SIZE;
     for (int64_t lane = begin / LANES * LANES; lane < end; lane += LANES) {
       __m512 four[COUNT][4];
-      each<4>([&](auto i) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
         __m512 sums[COUNT][4];
-        each<4>([&](auto k) {
-          const T *key = keys[lane + 4 * i + k];
-          if (fresh) ask<CHUNKS>(values[lane + 4 * i + k]);
-          each<VECTORS>([&](auto c) {
-            const auto vector = N::get(key + N::SIZE * c, WIDTH - N::SIZE * c);
-            each<COUNT>([&](auto q) {
-              const auto query = N::get(queries[q] + N::SIZE * c, WIDTH - N::SIZE * c);
-              sums[q][k] = N::dot(c ? sums[q][k] : _mm512_setzero_ps(), vector, query);
-            });
-          });
-        });
-        each<COUNT>([&](auto q) { four[q][i] = quarters(sums[q]); });
-      });
-      each<COUNT>([&](auto q) { _mm512_storeu_ps(scores + BLOCK * q + lane, whole(four[q])); });
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+          if (fresh) ask<WIDTH>(values[lane + 4 * i + k]);
+#pragma GCC unroll 16
+          for (int at = 0; at < WIDTH; at += N::SIZE) {
+            const auto key = N::get(keys[lane + 4 * i + k] + at, WIDTH - at);
+#pragma GCC unroll 4
+            for (int q = 0; q < COUNT; q++)
+              sums[q][k] = N::dot(at ? sums[q][k] : _mm512_setzero_ps(), key, N::get(queries[q] + at, WIDTH - at));
+          }
+        }
+#pragma GCC unroll 4
+        for (int q = 0; q < COUNT; q++) four[q][i] = quarters(sums[q]);
+      }
+#pragma GCC unroll 4
+      for (int q = 0; q < COUNT; q++) _mm512_storeu_ps(scores + BLOCK * q + lane, whole(four[q]));
     }
   }
 
-  // Adds weighted values to what sums keep of themselves; sums lie by parts.
-  template <int CHUNKS, int COUNT>
-  void gather(float *sums, int64_t apart, const float *shrink, const float *weights, int64_t begin, int64_t end,
+  // Adds weighted values to what sums keep of themselves; sums lie by parts, ``apart``. Asks for the keys of ``next``.
+  template <int WIDTH, int COUNT>
+  void gather(float *sums, const float *shrink, const float *weights, int64_t begin, int64_t end,
               const Block *next) const {
+    constexpr int REST = WIDTH % SLICE, APART = (WIDTH + Numbers<T>::SIZE - 1) / Numbers<T>::SIZE * Numbers<T>::SIZE;
+    for (int at = 0; at + SLICE <= WIDTH; at += SLICE)
+      slice<SLICE, COUNT>(at, sums + at, APART, shrink, weights, begin, end, next);
+    if constexpr (REST > 0)
+      slice<REST, COUNT>(WIDTH - REST, sums + WIDTH - REST, APART, shrink, weights, begin, end, next);
+  }
+
+ private:
+  static constexpr int SLICE = 4 * LANES;  // numbers whose sums stay in registers
+
+  template <int WIDTH, int COUNT>
+  void slice(int64_t first, float *sums, int64_t apart, const float *shrink, const float *weights, int64_t begin,
+             int64_t end, const Block *next) const {
     using N = Numbers<T>;
-    constexpr int WIDTH = LANES * CHUNKS, VECTORS = (WIDTH + N::SIZE - 1) / N::SIZE, MOST = 4 / N::PARTS;
-    each<(VECTORS + MOST - 1) / MOST>([&](auto step) {
-      constexpr int FIRST = step * MOST, HERE = VECTORS - FIRST < MOST ? VECTORS - FIRST : MOST, OUT = HERE * N::PARTS;
-      float *const at = sums + LANES * N::PARTS * FIRST;
-      __m512 out[COUNT][OUT];
-      each<COUNT>([&](auto q) {
-        const __m512 less = _mm512_set1_ps(shrink[q]);
-        each<OUT>([&](auto i) { out[q][i] = _mm512_mul_ps(_mm512_loadu_ps(at + apart * q + LANES * i), less); });
-      });
-      for (int64_t j = begin; j < end; j++) {
-        if (next && step == 0) ask<CHUNKS>(next->keys[j]);
-        each<HERE>([&](auto c) {
-          const int64_t number = N::SIZE * (FIRST + c);
-          const auto vector = N::get(values[j] + number, WIDTH - number);
-          each<N::PARTS>([&](auto p) {
-            const __m512 part = N::part(vector, p);
-            each<COUNT>([&](auto q) {
-              __m512 &sum = out[q][c * N::PARTS + p];
-              sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[BLOCK * q + j]), part, sum);
-            });
-          });
-        });
+    constexpr int VECTORS = (WIDTH + N::SIZE - 1) / N::SIZE, PARTS = VECTORS * N::PARTS;
+    __m512 out[COUNT][PARTS];
+#pragma GCC unroll 4
+    for (int q = 0; q < COUNT; q++)
+#pragma GCC unroll 4
+      for (int i = 0; i < PARTS; i++)
+        out[q][i] = _mm512_mul_ps(_mm512_loadu_ps(sums + apart * q + LANES * i), _mm512_set1_ps(shrink[q]));
+    for (int64_t j = begin; j < end; j++) {
+      if (next) ask<WIDTH>(next->keys[j] + first);
+#pragma GCC unroll 4
+      for (int i = 0; i < PARTS; i++) {
+        const int at = i / N::PARTS * N::SIZE;
+        const __m512 part = N::part(N::get(values[j] + first + at, WIDTH - at), i % N::PARTS);
+#pragma GCC unroll 4
+        for (int q = 0; q < COUNT; q++)
+          out[q][i] = _mm512_fmadd_ps(_mm512_set1_ps(weights[BLOCK * q + j]), part, out[q][i]);
       }
-      each<COUNT>([&](auto q) {
-        each<OUT>([&](auto i) { _mm512_storeu_ps(at + apart * q + LANES * i, out[q][i]); });
-      });
-    });
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < COUNT; q++)
+#pragma GCC unroll 4
+      for (int i = 0; i < PARTS; i++) _mm512_storeu_ps(sums + apart * q + LANES * i, out[q][i]);
   }
 };
 
