@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -84,8 +85,8 @@ struct Queries {
     tasks.clear();
   }
 
-  // f(first, count, shared, longest): neighbouring queries whose keys begin alike, so many at a time as registers hold;
-  // and where the keys of the first of them to end and of the last end.
+  // f(first, count, least, most): tasks of neighbouring queries whose keys begin alike, at most COUNT at a time; up to
+  // ``least`` all of them see keys, from ``most`` on none does.
   template <int COUNT, class F>
   void runs(F f) const {
     for (size_t i = 0, count; i < tasks.size(); i += count) {
@@ -107,7 +108,7 @@ struct Queries {
     if constexpr (COUNT > 1) some<COUNT - 1>(f, first, count, least, most);
   }
 
-  // Forgets the tasks; meanwhile asks for the keys of ``next``, if there is one.
+  // Asks for the keys of ``next``, if there is one, meanwhile.
   void take(const Block<T> &block, float scale, float softcap, const Block<T> *next) {
     bool fresh = true;
     runs<Block<T>::together(ROOM / Numbers<T>::SIZE)>([&](const Task *task, auto count, int64_t, int64_t most) {
@@ -121,14 +122,14 @@ struct Queries {
     runs<4>([&](const Task *task, auto count, int64_t least, int64_t) {
       const int64_t at = task->query;
       const float *const weights = scores.data() + BLOCK * at;
-      block.template gather<WIDTH, count>(sums.data() + ROOM * at, shrink.data() + at, weights, task->begin,
-                                           least, next);
+      block.template gather<WIDTH, count>(sums.data() + ROOM * at, shrink.data() + at, weights, task->begin, least,
+                                          next);
       next = nullptr;
       const float all = 1;
       for (int64_t q = 0; q < count; q++)
         if (task[q].end > least)
-          block.template gather<WIDTH, 1>(sums.data() + ROOM * (at + q), &all, weights + BLOCK * q, least,
-                                           task[q].end, nullptr);
+          block.template gather<WIDTH, 1>(sums.data() + ROOM * (at + q), &all, weights + BLOCK * q, least, task[q].end,
+                                          nullptr);
     });
     tasks.clear();
   }
@@ -142,7 +143,7 @@ struct Item {
   bool shares(int64_t at) const { return span.paths < 0 || at + BLOCK <= span.base; }
 };
 
-// The block at hand, the next one, asked for while that is used, and one of a row alone.
+// The block at hand, the one after it, whose keys are asked for meanwhile, and one that a row of a tree has alone.
 template <class T>
 struct Ahead {
   Block<T> blocks[2], own;
@@ -150,7 +151,7 @@ struct Ahead {
   int last = 0;
 
   template <class... A>
-  const Block<T> *find(A &&...of) {
+  const Block<T> *find(const A &...of) {
     last = 1 - last;
     blocks[last].find(of...);
     return &blocks[last];

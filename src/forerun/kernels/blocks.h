@@ -3,7 +3,7 @@
 #include "common.h"
 
 constexpr int64_t LANES = 16;
-constexpr int64_t BLOCK = 128;  // keys between two looks at the largest score
+constexpr int64_t BLOCK = 128;  // keys between two looks at the largest score: after each all wait, and L1 holds one block
 
 namespace {
 
@@ -122,7 +122,7 @@ struct Block {
     for (int64_t lane = end; lane % LANES; lane++) keys[lane] = keys[begin];
   }
 
-  // Queries at a time: more share what is read, but leave the registers.
+  // Queries of so many vectors that are scored at a time: more share the keys read, but leave the registers.
   static constexpr int together(int vectors) { return vectors > 11 ? 1 : vectors > 6 ? 2 : vectors > 3 ? 3 : 4; }
 
   template <int WIDTH>
@@ -132,7 +132,8 @@ struct Block {
     for (int i = 0; i < WIDTH; i += LINE) _mm_prefetch(at + i, _MM_HINT_T0);
   }
 
-  // Products of queries and keys, of all lanes of a sixteen of which one is wanted. Asks for fresh values.
+  // Products of queries and keys, in all lanes of a sixteen of which one is wanted. ``fresh``: asks for the values, which
+  // come in while the scores are made.
   template <int WIDTH, int COUNT>
   void score(const T *const *queries, float *scores, int64_t begin, int64_t end, bool fresh) const {
     using N = Numbers<T>;
@@ -160,7 +161,7 @@ struct Block {
     }
   }
 
-  // Adds weighted values to what sums keep of themselves; sums lie by parts, ``apart``. Asks for the keys of ``next``.
+  // Sums that shrink, and weighted values; a query's sums lie part by part. Asks for the keys of ``next``.
   template <int WIDTH, int COUNT>
   void gather(float *sums, const float *shrink, const float *weights, int64_t begin, int64_t end,
               const Block *next) const {
