@@ -112,8 +112,8 @@ def test_chains_trees_and_mixed_batches(dtype, sizes, page_size):
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_contexts_of_several_blocks(dtype, window, page_size):
-    """Rows that end before, at and behind the end of a block of 128 keys, sequences of unlike lengths one after another,
-    and trees that begin inside a block."""
+    """Rows that end before, at and behind the end of a block of 128 keys, sequences of unlike lengths one after
+    another, and trees that begin inside a block."""
     case = Case(dtype, 6, 2, 64, page_size)
     case.check([Span(0, 0, [1] * 126), Span(1, 0, [1] * 20), Span(2, 0, [1] * 254)], window=window)
     for _ in range(2):

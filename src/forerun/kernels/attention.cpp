@@ -85,42 +85,38 @@ struct Queries {
     tasks.clear();
   }
 
-  // f(first, count, least, most): tasks of neighbouring queries whose keys begin alike, at most COUNT at a time; up to
-  // ``least`` all of them see keys, from ``most`` on none does.
+  // f(tasks, count): tasks of neighbouring queries whose keys begin alike, at most COUNT at a time. Their keys end alike
+  // or later from row to row.
   template <int COUNT, class F>
   void runs(F f) const {
     for (size_t i = 0, count; i < tasks.size(); i += count) {
-      const Task &task = tasks[i];
-      int64_t least = task.end, most = task.end;
-      for (count = 1; count < COUNT && i + count < tasks.size(); count++) {
-        const Task &other = tasks[i + count];
-        if (other.query != task.query + static_cast<int64_t>(count) || other.begin != task.begin) break;
-        least = std::min(least, other.end);
-        most = std::max(most, other.end);
-      }
-      some<COUNT>(f, &task, count, least, most);
+      const auto like = [&](const Task &task, int64_t after) {
+        return task.query == tasks[i].query + after && task.begin == tasks[i].begin;
+      };
+      for (count = 1; count < COUNT && i + count < tasks.size() && like(tasks[i + count], count);) count++;
+      some<COUNT>(f, &tasks[i], count);
     }
   }
 
   template <int COUNT, class F>
-  static void some(F f, const Task *first, size_t count, int64_t least, int64_t most) {
-    if (count == COUNT) return f(first, std::integral_constant<int, COUNT>(), least, most);
-    if constexpr (COUNT > 1) some<COUNT - 1>(f, first, count, least, most);
+  static void some(F f, const Task *first, size_t count) {
+    if (count == COUNT) return f(first, std::integral_constant<int, COUNT>());
+    if constexpr (COUNT > 1) some<COUNT - 1>(f, first, count);
   }
 
   // Asks for the keys of ``next``, if there is one, meanwhile.
   void take(const Block<T> &block, float scale, float softcap, const Block<T> *next) {
     bool fresh = true;
-    runs<Block<T>::together(ROOM / Numbers<T>::SIZE)>([&](const Task *task, auto count, int64_t, int64_t most) {
-      const int64_t at = task->query;
+    runs<Block<T>::together(ROOM / Numbers<T>::SIZE)>([&](const Task *task, auto count) {
+      const int64_t at = task->query, most = task[count - 1].end;
       block.template score<WIDTH, count>(queries.data() + at, scores.data() + BLOCK * at, task->begin, most, fresh);
       fresh = false;
     });
     for (const Task &task : tasks)
       shrink[task.query] =
           states[task.query].weigh(scores.data() + BLOCK * task.query, task.begin, task.end, scale, softcap);
-    runs<4>([&](const Task *task, auto count, int64_t least, int64_t) {
-      const int64_t at = task->query;
+    runs<4>([&](const Task *task, auto count) {
+      const int64_t at = task->query, least = task->end;
       const float *const weights = scores.data() + BLOCK * at;
       block.template gather<WIDTH, count>(sums.data() + ROOM * at, shrink.data() + at, weights, task->begin, least,
                                           next);
