@@ -108,6 +108,21 @@ def test_chains_trees_and_mixed_batches(dtype, sizes, page_size):
     case.check([Span(2, 3, [1] * 3), Span(0, 41, [1] * 4)])
 
 
+@pytest.mark.parametrize("page_size", [512, 16])
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contexts_of_several_blocks(dtype, window, page_size):
+    """Rows that end before, at and behind the end of a block of 128 keys, sequences of unlike lengths one after
+    another, and trees that begin inside a block."""
+    case = Case(dtype, 6, 2, 64, page_size)
+    case.check([Span(0, 0, [1] * 126), Span(1, 0, [1] * 20), Span(2, 0, [1] * 254)], window=window)
+    for _ in range(2):
+        lengths = [max(e for s, e in case.entries if s == key) + 1 for key in range(3)]
+        case.check([Span(key, length, [1] * 4) for key, length in enumerate(lengths)], window=window)
+    tree = [-1, 0, 0, 1, 1, 3, 2]
+    case.check([Span(1, 28, [1] * 3), Span(2, 262, [1] * 7, tree), Span(0, 134, [1] * 130)], window=window)
+
+
 @pytest.mark.parametrize("options", [{"window": 7}, {"window": 33}, {"softcap": 3.0}, {"window": 12, "softcap": 1.0}])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_windows_and_soft_caps(dtype, options):
@@ -118,36 +133,36 @@ def test_windows_and_soft_caps(dtype, options):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("window", [None, 21, 150])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_depend_on_the_row_alone(dtype, window, threads):
     """Decoded one by one, in ragged chunks, beside others, in pages or not, as a path of a tree: the same bits."""
-    count, before = 90, torch.get_num_threads()
+    count, start, before = 300, 250, torch.get_num_threads()
     whole = Case(dtype, 6, 2, 64, 128)
     q, k, v = whole.rows(count)
 
-    def feed(case, start, end, *more, **span):
+    def feed(case, begin, end, *more, **span):
         mates = [case.rows(mate.count) for mate in more]
-        sides = [torch.cat([side[start:end], *others]) for side, *others in zip((q, k, v), *mates)]
-        return case.run([Span(0, start, [1] * (end - start), **span), *more], *sides, window=window)[: end - start]
+        sides = [torch.cat([side[begin:end], *others]) for side, *others in zip((q, k, v), *mates)]
+        return case.run([Span(0, begin, [1] * (end - begin), **span), *more], *sides, window=window)[: end - begin]
 
     wanted = feed(whole, 0, count)
     torch.set_num_threads(threads)
     try:
         singly, ragged = Case(dtype, 6, 2, 64, 128), Case(dtype, 6, 2, 64, 5, seed=1)
         assert torch.equal(torch.cat([feed(singly, at, at + 1) for at in range(count)]), wanted)
-        cuts = [0, 3, 4, 40, 57, 58, count]
+        cuts = [0, 3, 4, 40, 57, 58, 126, 130, 257, 258, count]
         parts = [feed(ragged, a, b, Span(1, at * 2, [1] * 2)) for at, (a, b) in enumerate(pairwise(cuts))]
         assert torch.equal(torch.cat(parts), wanted)
         tree = Case(dtype, 6, 2, 64, 16, seed=2)
-        feed(tree, 0, 80)
+        feed(tree, 0, start)
         order = [0, 0, 1, 1, 2, 2, 3, 3, 4]  # each row of the path, and a sibling of all but the last
         parents = [-1, -1, 0, 0, 2, 2, 4, 4, 6]
-        sides = [side[80:][order].clone() for side in (q, k, v)]
+        sides = [side[start:][order].clone() for side in (q, k, v)]
         for side in sides:
             side[1::2] += 1
-        got = tree.run([Span(0, 80, [1] * 9, parents)], *sides, window=window)
-        assert torch.equal(got[0::2], wanted[80:85])
+        got = tree.run([Span(0, start, [1] * 9, parents)], *sides, window=window)
+        assert torch.equal(got[0::2], wanted[start : start + 5])
     finally:
         torch.set_num_threads(before)
 

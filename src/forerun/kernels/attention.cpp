@@ -5,8 +5,10 @@
 // row of a tree gets the bits of the same row decoded alone.
 #include "blocks.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -20,39 +22,41 @@ inline __m512 capped(__m512 scores, float softcap) {  // softcap * tanh(scores /
   return _mm512_mul_ps(cap, _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(power, one))));
 }
 
-// Weights of values, as Block takes them.
-inline void keep_weights(float *to, __m512 weights) { _mm512_storeu_ps(to, weights); }
-#if defined(__AVX512BF16__)
-inline void keep_weights(uint16_t *to, __m512 weights) {
-  const __m256i high = (__m256i)_mm512_cvtneps_pbh(weights);
-  const __m512 kept = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), high);
-  const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(weights, kept));
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + LANES), low);
-}
-#endif
-
 // A query's running softmax: its largest score and, by lanes, the sum of e^(score - largest); with it goes that sum
 // weighted by values.
 struct State {
   __m512 total = _mm512_setzero_ps();
   float top = -std::numeric_limits<float>::infinity();
 
-  // From scores to weights of the values; returns by how much the sums so far shrink.
-  template <class T>
-  float weigh(__m512 scores, __mmask16 mask, float scale, float softcap, T *weights) {
-    scores = _mm512_mul_ps(scores, _mm512_set1_ps(scale));
-    if (softcap > 0) scores = capped(scores, softcap);
-    float shrink = 1;
-    if (_mm512_mask_cmp_ps_mask(mask, scores, _mm512_set1_ps(top), _CMP_NLE_UQ)) {
-      const float most = std::fmax(top, _mm512_mask_reduce_max_ps(mask, scores));
-      shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(top - most)));
-      total = _mm512_mul_ps(total, _mm512_set1_ps(shrink));
-      top = most;
+  // From the scores of lanes [begin, end) to weights of the values; returns by how much the sums so far shrink.
+  float weigh(float *scores, int64_t begin, int64_t end, float scale, float softcap) {
+    const int64_t low = begin / LANES * LANES;
+    const auto used = [&](int64_t lane) -> __mmask16 {
+      if (lane >= begin && lane + LANES <= end) return 0xffff;
+      return first(end - lane) & ~first(begin > lane ? begin - lane : 0);
+    };
+    __m512 most = _mm512_set1_ps(top);
+    for (int64_t lane = low; lane < end; lane += LANES) {
+      __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(scores + lane), _mm512_set1_ps(scale));
+      if (softcap > 0) scaled = capped(scaled, softcap);
+      _mm512_storeu_ps(scores + lane, scaled);
+      most = _mm512_mask_max_ps(most, used(lane), scaled, most);  // of a NaN and another number the latter
     }
-    const __m512 found = _mm512_maskz_mov_ps(mask, exponential(_mm512_sub_ps(scores, _mm512_set1_ps(top))));
-    total = _mm512_add_ps(total, found);
-    keep_weights(weights, found);
+    float shrink = 1;
+    __m512 sum = total;
+    if (_mm512_cmp_ps_mask(most, _mm512_set1_ps(top), _CMP_GT_OQ)) {
+      const float before = top;
+      top = _mm512_reduce_max_ps(most);
+      shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(before - top)));
+      sum = _mm512_mul_ps(sum, _mm512_set1_ps(shrink));
+    }
+    const __m512 largest = _mm512_set1_ps(top);
+    for (int64_t lane = low; lane < end; lane += LANES) {
+      const __m512 found = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + lane), largest));
+      sum = _mm512_mask_add_ps(sum, used(lane), sum, found);
+      _mm512_storeu_ps(scores + lane, found);
+    }
+    total = sum;
     return shrink;
   }
 };
@@ -64,60 +68,89 @@ struct Task {
 
 // The queries of a tile, their sums and states. A block is taken in three turns over all queries, because the steps of
 // one query's softmax wait for each other.
-template <class T, int CHUNKS>
+template <class T, int WIDTH>
 struct Queries {
-  static constexpr int64_t WIDTH = LANES * CHUNKS;
+  static constexpr int64_t ROOM = (WIDTH + Numbers<T>::SIZE - 1) / Numbers<T>::SIZE * Numbers<T>::SIZE;
   std::vector<const T *> queries;
   std::vector<float> sums, scores, shrink;
-  std::vector<T> weights;
   std::vector<State> states;
   std::vector<Task> tasks;
 
   void clear(int64_t count) {
     queries.resize(count);
-    sums.assign(WIDTH * count, 0);
-    scores.resize(LANES * count);
-    weights.resize(2 * LANES * count);
+    sums.assign(ROOM * count, 0);
+    scores.resize(BLOCK * count);
     shrink.resize(count);
     states.assign(count, State());
     tasks.clear();
   }
 
-  // f(first, count): tasks of neighbouring queries with the same keys, so many at a time as a block takes.
-  template <int COUNT = Block<T>::together(CHUNKS), class F>
+  // f(tasks, count): tasks of neighbouring queries whose keys begin alike, at most COUNT at a time. Their keys end alike
+  // or later from row to row.
+  template <int COUNT, class F>
   void runs(F f) const {
     for (size_t i = 0, count; i < tasks.size(); i += count) {
       const auto like = [&](const Task &task, int64_t after) {
-        return task.query == tasks[i].query + after && task.begin == tasks[i].begin && task.end == tasks[i].end;
+        return task.query == tasks[i].query + after && task.begin == tasks[i].begin;
       };
       for (count = 1; count < COUNT && i + count < tasks.size() && like(tasks[i + count], count);) count++;
-      some<COUNT>(f, tasks[i], count);
+      some<COUNT>(f, &tasks[i], count);
     }
   }
 
   template <int COUNT, class F>
-  static void some(F f, const Task &first, size_t count) {
+  static void some(F f, const Task *first, size_t count) {
     if (count == COUNT) return f(first, std::integral_constant<int, COUNT>());
     if constexpr (COUNT > 1) some<COUNT - 1>(f, first, count);
   }
 
-  void take(const Block<T> &block, float scale, float softcap) {
-    runs([&](const Task &task, auto count) {
-      const int64_t at = task.query;
-      block.template score<CHUNKS, count>(queries.data() + at, scores.data() + LANES * at, task.begin, task.end);
+  // Asks for the keys of ``next``, if there is one, meanwhile.
+  void take(const Block<T> &block, float scale, float softcap, const Block<T> *next) {
+    bool fresh = true;
+    runs<Block<T>::together(ROOM / Numbers<T>::SIZE)>([&](const Task *task, auto count) {
+      const int64_t at = task->query, most = task[count - 1].end;
+      block.template score<WIDTH, count>(queries.data() + at, scores.data() + BLOCK * at, task->begin, most, fresh);
+      fresh = false;
     });
-    for (const Task &task : tasks) {
-      const __mmask16 mask = first(task.end) & static_cast<__mmask16>(~first(task.begin));
-      const int64_t at = LANES * task.query;
+    for (const Task &task : tasks)
       shrink[task.query] =
-          states[task.query].weigh(_mm512_loadu_ps(scores.data() + at), mask, scale, softcap, weights.data() + 2 * at);
-    }
-    runs([&](const Task &task, auto count) {
-      const int64_t at = task.query;
-      block.template gather<CHUNKS, count>(sums.data() + WIDTH * at, shrink.data() + at,
-                                           weights.data() + 2 * LANES * at, task.begin, task.end);
+          states[task.query].weigh(scores.data() + BLOCK * task.query, task.begin, task.end, scale, softcap);
+    runs<4>([&](const Task *task, auto count) {
+      const int64_t at = task->query, least = task->end;
+      const float *const weights = scores.data() + BLOCK * at;
+      block.template gather<WIDTH, count>(sums.data() + ROOM * at, shrink.data() + at, weights, task->begin, least,
+                                          next);
+      next = nullptr;
+      const float all = 1;
+      for (int64_t q = 0; q < count; q++)
+        if (task[q].end > least)
+          block.template gather<WIDTH, 1>(sums.data() + ROOM * (at + q), &all, weights + BLOCK * q, least, task[q].end,
+                                          nullptr);
     });
     tasks.clear();
+  }
+};
+
+// Rows [from, to) of a span, all query heads of one key head.
+struct Item {
+  const Span &span;
+  int64_t from, to, head, low, high;  // some row sees keys from low on, and none from high on
+
+  bool shares(int64_t at) const { return span.paths < 0 || at + BLOCK <= span.base; }
+};
+
+// The block at hand, the one after it, whose keys are asked for meanwhile, and one that a row of a tree has alone.
+template <class T>
+struct Ahead {
+  Block<T> blocks[2], own;
+  const Block<T> *next = nullptr;
+  int last = 0;
+
+  template <class... A>
+  const Block<T> *find(const A &...of) {
+    last = 1 - last;
+    blocks[last].find(of...);
+    return &blocks[last];
   }
 };
 
@@ -130,54 +163,73 @@ struct Call {
   float scale, softcap;
   Side<T> keys, values;
 
-  // Rows [from, to) of a span, all query heads of one key head.
-  template <int CHUNKS>
-  void tile(const Span &span, int64_t from, int64_t to, int64_t head) const {
+  Item item(const Span &span, int64_t from, int64_t head) const {
+    Item found{span, from, std::min(from + TILE, span.count), head, std::numeric_limits<int64_t>::max(), 0};
+    for (int64_t row = from; row < found.to; row++) {
+      found.low = std::min(found.low, first_seen(span, row));
+      found.high = std::max(found.high, plan.seen(span, row));
+    }
+    return found;
+  }
+
+  int64_t first_seen(const Span &span, int64_t row) const {
+    const int64_t seen = plan.seen(span, row);
+    return window > 0 && seen > window ? seen - window : 0;
+  }
+
+  // ``after``: what comes next, or null; its first keys are asked for.
+  template <int WIDTH>
+  void tile(const Item &item, const Item *after, Ahead<T> &ahead) const {
+    const auto &[span, from, to, head, low, high] = item;
     const int64_t groups = heads / kv_heads;
-    constexpr int64_t WIDTH = LANES * CHUNKS;
-    static thread_local Queries<T, CHUNKS> queries;
-    static thread_local Block<T> block;
+    static thread_local Queries<T, WIDTH> kept;
+    Queries<T, WIDTH> &queries = kept;
     queries.clear((to - from) * groups);
-    int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
-    for (int64_t row = from; row < to; row++) {
-      const int64_t seen = plan.seen(span, row), begin = window > 0 && seen > window ? seen - window : 0;
-      low = begin < low ? begin : low;
-      high = seen > high ? seen : high;
+    for (int64_t row = from; row < to; row++)
       for (int64_t group = 0; group < groups; group++)
         queries.queries[(row - from) * groups + group] =
             q + (span.first + row) * q_stride + (head * groups + group) * WIDTH;
-    }
+    const auto find = [&](const Item &of, int64_t at) {
+      return ahead.find(plan, of.span, of.from, at, std::min(at + BLOCK, of.high), keys, values, of.head);
+    };
     for (int64_t at = low / BLOCK * BLOCK; at < high; at += BLOCK) {
-      const bool shared = span.paths < 0 || at + BLOCK <= span.base;
-      const auto bring = [&](int64_t row, int64_t begin, int64_t end) {
-        block.bring(Places<T>(plan, span, row, begin, end, keys, values, head), WIDTH);
-      };
-      if (shared) bring(from, at, at + BLOCK < high ? at + BLOCK : high);
+      const bool shared = item.shares(at);
+      const Block<T> *block = ahead.next, *next = nullptr;
+      if (shared && !block) block = find(item, at);
+      if (at + BLOCK < high) {
+        if (item.shares(at + BLOCK)) next = find(item, at + BLOCK);
+      } else if (after && after->shares(after->low / BLOCK * BLOCK)) {
+        next = find(*after, after->low / BLOCK * BLOCK);
+      }
       for (int64_t row = from; row < to; row++) {
-        const int64_t seen = plan.seen(span, row), least = window > 0 && seen > window ? seen - window : 0;
-        const int64_t begin = least > at ? least : at, end = seen < at + BLOCK ? seen : at + BLOCK;
+        const int64_t begin = std::max(first_seen(span, row), at), end = std::min(plan.seen(span, row), at + BLOCK);
         if (begin >= end) continue;
         for (int64_t group = 0; group < groups; group++)
           queries.tasks.push_back({(row - from) * groups + group, begin - at, end - at});
         if (shared) continue;
-        bring(row, begin, end);
-        queries.take(block, scale, softcap);
+        ahead.own.find(plan, span, row, begin, end, keys, values, head);
+        queries.take(ahead.own, scale, softcap, nullptr);
       }
-      queries.take(block, scale, softcap);
+      if (shared) queries.take(*block, scale, softcap, next);
+      ahead.next = next;
     }
     for (int64_t index = 0; index < (to - from) * groups; index++) {
       const int64_t row = span.first + from + index / groups, query_head = head * groups + index % groups;
       const __m512 share = _mm512_set1_ps(1 / _mm512_reduce_add_ps(queries.states[index].total));
       T *to_row = out + (row * heads + query_head) * WIDTH;
-      for (int64_t i = 0; i < WIDTH; i += LANES)
-        store(to_row + i, 0xffff, _mm512_mul_ps(_mm512_loadu_ps(queries.sums.data() + WIDTH * index + i), share));
+      for (int64_t i = 0; i < WIDTH; i += Numbers<T>::SIZE) {
+        __m512 parts[Numbers<T>::PARTS];
+        for (int p = 0; p < Numbers<T>::PARTS; p++)
+          parts[p] = _mm512_mul_ps(_mm512_loadu_ps(queries.sums.data() + queries.ROOM * index + i + LANES * p), share);
+        Numbers<T>::put(to_row + i, parts, WIDTH - i);
+      }
     }
   }
 
-  void pick(const Span &span, int64_t from, int64_t to, int64_t head) const {
+  void pick(const Item &item, const Item *after, Ahead<T> &ahead) const {
     switch (keys.width) {
 #define CASE(WIDTH) \
-  case WIDTH: return tile<WIDTH / LANES>(span, from, to, head);
+  case WIDTH: return tile<WIDTH>(item, after, ahead);
       CASE(16) CASE(32) CASE(64) CASE(80) CASE(96) CASE(112) CASE(128) CASE(256)
 #undef CASE
     }
@@ -199,21 +251,27 @@ struct Call {
     }
   }
 
+  static Ahead<T> &ahead() {
+    static thread_local Ahead<T> own;
+    return own;
+  }
+
   void run(int threads) const {
-    std::vector<std::pair<int64_t, int64_t>> tiles;
+    std::vector<Item> items;
     double products = 0;
     for (int64_t s = 0; s < plan.count; s++)
-      for (int64_t row = 0; row < plan.spans[s].count; row += TILE) {
-        tiles.emplace_back(s, row);
-        const int64_t rows = plan.spans[s].count - row < TILE ? plan.spans[s].count - row : TILE;
-        products += static_cast<double>(rows * heads * keys.width) * plan.seen(plan.spans[s], row);
-      }
-    const int64_t items = static_cast<int64_t>(tiles.size()) * kv_heads;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && products > PARALLEL)
-    for (int64_t item = 0; item < items; item++) {
-      const auto [s, row] = tiles[item / kv_heads];
-      const Span &span = plan.spans[s];
-      pick(span, row, row + TILE < span.count ? row + TILE : span.count, item % kv_heads);
+      for (int64_t row = 0; row < plan.spans[s].count; row += TILE)
+        for (int64_t head = 0; head < kv_heads; head++) {
+          items.push_back(item(plan.spans[s], row, head));
+          const Item &last = items.back();
+          products += static_cast<double>((last.to - row) * (heads / kv_heads) * keys.width) * last.high;
+        }
+    const int64_t count = items.size();
+    if (threads > 1 && products > PARALLEL) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+      for (int64_t i = 0; i < count; i++) pick(items[i], nullptr, ahead());
+    } else {  // entering a team of one costs as much as a hundred keys
+      for (int64_t i = 0; i < count; i++) pick(items[i], i + 1 < count ? &items[i + 1] : nullptr, ahead());
     }
   }
 };
