@@ -87,7 +87,7 @@ class Pace:
         """Learn from a round; ``depth`` is its prompt tokens' mean."""
         if not decoding or self.fixed is not None:
             return
-        plain = self._plain(decoding)
+        plain = self._plain(decoding) if prompt_tokens else None
         self.rounds += 1
         if not prompt_tokens:
             mean = self.plain.get(decoding, (seconds, 0))[0]
@@ -180,11 +180,12 @@ class Scheduler:
             sequence.scheduled = 1
         rows = self.max_rows - len(decoding)
         prompts: list[Sequence] = []
+        self._decoding, self._prompt_tokens, self._depth = len(decoding), 0, 0.0
         if self.waiting or len(decoding) < len(self.running):
             prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
-        self._decoding, self._prompt_tokens = len(decoding), sum(sequence.scheduled for sequence in prompts)
-        depths = sum(sequence.scheduled * (sequence.cached + sequence.scheduled / 2) for sequence in prompts)
-        self._depth = depths / max(1, self._prompt_tokens)
+            self._prompt_tokens = sum(sequence.scheduled for sequence in prompts)
+            depths = sum(sequence.scheduled * (sequence.cached + sequence.scheduled / 2) for sequence in prompts)
+            self._depth = depths / max(1, self._prompt_tokens)
         self._draft(decoding, rows - self._prompt_tokens)
         return decoding + prompts
 
