@@ -65,7 +65,7 @@ def test_short_rounds_are_handed_over_together(
 
     class Noting(AsyncEngine):
         def _deliver(self, batch: Any) -> None:
-            batches.append([(delta.seconds, len(delta.token_ids)) for _, delta in batch])
+            batches.append([(delta.seconds, len(delta.token_ids)) for _, deltas in batch for delta in deltas])
             super()._deliver(batch)
 
     def step() -> Any:

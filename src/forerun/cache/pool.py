@@ -95,6 +95,8 @@ class Pages:
     def try_reserve(self, key: int, length: int) -> bool:
         """``reserve``, or False and no change where the pool is too full."""
         missing = self._missing(key, length)
+        if not missing and key in self.tables:
+            return True
         short = missing - len(self.free_pages)
         if short > self.num_idle:
             return False
@@ -102,8 +104,6 @@ class Pages:
             self.reclaimer.reclaim(short)
         table = self.tables.setdefault(key, [])
         current = self.lengths.setdefault(key, 0)
-        if not missing:
-            return True
         for index in range(current // self.page_size, min(len(table), self.pages_for(length))):
             if self.refs[table[index]] > 1:
                 fresh = self._take()

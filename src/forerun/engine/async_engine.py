@@ -43,7 +43,7 @@ class ClosedError(RequestError):
 class _Held:
     """What the engine thread has not handed over yet. Times are on the engine's clock."""
 
-    news: list[tuple[Stream, Delta]] = field(default_factory=list)
+    news: dict[Stream, list[Delta]] = field(default_factory=dict)
     rounds: int = 0
     since: float = 0.0
     """When something was handed over last."""
@@ -59,7 +59,7 @@ class AsyncEngine:
     ``max_queue`` bounds the requests that wait beyond those that can run (QueueFullError above it). A request whose
     reader leaves ``max_backlog`` rounds unread is set aside until half of them are read. Where rounds are short, those
     of up to ``max_delay`` seconds are handed over together, because waking a reader may cost a tenth of one; first and
-    last tokens never wait. ``on_delta`` and ``on_forget`` may be set to see every delta and every request's end, in its
+    last tokens never wait. ``on_deltas`` and ``on_forget`` may be set to see every request's deltas and its end, in its
     reader's event loop.
     """
 
@@ -72,7 +72,7 @@ class AsyncEngine:
         self.max_queue = max_queue
         self.max_backlog = max_backlog
         self.max_delay = max_delay
-        self.on_delta: Callable[[Stream, Delta], None] | None = None
+        self.on_deltas: Callable[[Stream, Seq[Delta]], None] | None = None
         self.on_forget: Callable[[Stream], None] | None = None
         self.streams: set[Stream] = set()
         self.draining = False
@@ -223,7 +223,8 @@ class AsyncEngine:
                 continue
             logprobs = job.logprobs[-len(tokens) :] if job.logprobs and tokens else []
             trace = job.trace[-1] if job.trace and tokens else None
-            held.news.append((stream, Delta(job.index, tokens, logprobs, trace, update.finish, now)))
+            delta = Delta(job.index, tokens, logprobs, trace, update.finish, now)
+            held.news.setdefault(stream, []).append(delta)
             stream._produced += 1
             urgent = urgent or update.finish is not None or job.sequence.num_output == len(tokens)
             if update.finish is not None:
@@ -233,7 +234,7 @@ class AsyncEngine:
         held.latest = now
         if urgent or ends_next - held.since > self.max_delay or held.rounds >= self.max_backlog // 4:
             held.due, held.since = True, now
-            for stream in {stream for stream, _ in held.news}:
+            for stream in held.news:
                 if stream.backlog >= self.max_backlog and not stream._paused:
                     self._pause(stream)
 
@@ -243,21 +244,19 @@ class AsyncEngine:
 
     def _hand_over(self) -> None:
         """What is held, to its readers: one wake-up per event loop."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
-        for stream, delta in self._held.news:
-            batches.setdefault(stream._loop, []).append((stream, delta))
-        self._held.news.clear()
+        news, self._held.news = self._held.news, {}
         self._held.rounds, self._held.due = 0, False
-        for loop, batch in batches.items():
+        for loop in {stream._loop for stream in news}:
+            batch = [(stream, deltas) for stream, deltas in news.items() if stream._loop is loop]
             _post_to(loop, partial(self._deliver, batch))
 
-    def _deliver(self, batch: list[tuple[Stream, Delta]]) -> None:
-        for stream, delta in batch:
+    def _deliver(self, batch: list[tuple[Stream, list[Delta]]]) -> None:
+        for stream, deltas in batch:
             if stream not in self.streams:
                 continue
-            if self.on_delta is not None:
-                self.on_delta(stream, delta)
-            stream._deliver(delta)
+            if self.on_deltas is not None:
+                self.on_deltas(stream, deltas)
+            stream._deliver(deltas)
 
     def _pause(self, stream: Stream) -> None:
         for job in stream.jobs:

@@ -87,12 +87,13 @@ class Pace:
         """Learn from a round; ``depth`` is its prompt tokens' mean."""
         if not decoding or self.fixed is not None:
             return
+        plain = self._plain(decoding) if prompt_tokens else None
         self.rounds += 1
         if not prompt_tokens:
             mean = self.plain.get(decoding, (seconds, 0))[0]
             self.plain[decoding] = mean + self.WEIGHT * (min(seconds, 2 * mean) - mean), self.rounds
             self.growth *= 1 - self.WEIGHT
-        elif (plain := self._plain(decoding)) is not None:
+        elif plain is not None:
             added, known = seconds - plain - self.growth, self.price(depth)
             if known is not None:  # one slow round, on a busy machine, must not count for much
                 expected = known * prompt_tokens
@@ -178,8 +179,8 @@ class Scheduler:
         for sequence in decoding:
             sequence.scheduled = 1
         rows = self.max_rows - len(decoding)
-        self._decoding, self._prompt_tokens = len(decoding), 0
         prompts: list[Sequence] = []
+        self._decoding, self._prompt_tokens, self._depth = len(decoding), 0, 0.0
         if self.waiting or len(decoding) < len(self.running):
             prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
             self._prompt_tokens = sum(sequence.scheduled for sequence in prompts)

@@ -152,10 +152,9 @@ class Stream:
         """End the request, if it has not ended; everything it holds is free before the next round."""
         self._owner.forget(self)
 
-    def _deliver(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-        if delta.finish is not None:
-            self._unfinished -= 1
+    def _deliver(self, deltas: Seq[Delta]) -> None:
+        self._deltas.extend(deltas)
+        self._unfinished -= sum(delta.finish is not None for delta in deltas)
         if not self._unfinished:
             self._owner.forget(self)
         self._notify()

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Send
 
 from forerun import __version__
 from forerun.engine.async_engine import AsyncEngine
@@ -29,7 +30,7 @@ from forerun.serve.schema import (
     Speculative,
     TokenizeRequest,
 )
-from forerun.serve.stream import ChatReply, CompletionReply, Reply
+from forerun.serve.stream import DONE, ChatReply, CompletionReply, Reply
 from forerun.serve.text import TextService
 
 
@@ -185,10 +186,21 @@ class Server:
     async def answer(self, request: Request, body: Generation, make: Coroutine[Any, Any, Reply]) -> Response:
         reply = await make
         if body.stream:
-            return StreamingResponse(
-                reply.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-            )
+            return EventStream(reply.events(), headers={"Cache-Control": "no-cache"})
         return await unless_gone(request, reply.collect())
+
+
+class EventStream(StreamingResponse):
+    """Sends pieces up to the one that ends with ``DONE``, and the response's end along with it: whoever reads is woken
+    once."""
+
+    media_type = "text/event-stream"
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self.body_iterator:
+            assert isinstance(piece, str)
+            await send({"type": "http.response.body", "body": piece.encode(), "more_body": not piece.endswith(DONE)})
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from itertools import accumulate
 from typing import Any
 
@@ -91,7 +92,7 @@ class Latency:
 
 
 class Recorder:
-    """Latency histograms, and how requests ended; sees every delta in the event loop."""
+    """Latency histograms, and how requests ended; sees all deltas in the event loop."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self.engine = engine
@@ -111,21 +112,22 @@ class Recorder:
         )  # fmt: skip
         self.ended = {reason: ended.labels(model, reason) for reason in ("stop", "length", "error")}
         self._latest: dict[tuple[Stream, int], float] = {}
-        engine.on_delta = self.observe
+        engine.on_deltas = self.observe
         engine.on_forget = self.forget
 
-    def observe(self, stream: Stream, delta: Delta) -> None:
-        key = (stream, delta.index)
-        latest = self._latest.get(key)
-        if latest is None:
-            self.first.observe(delta.seconds - stream.arrival)
-        elif delta.token_ids:
-            self.between.observe((delta.seconds - latest) / len(delta.token_ids))
-        self._latest[key] = delta.seconds
-        if delta.finish is not None:
-            self.whole.observe(delta.seconds - stream.arrival)
-            self.ended[delta.finish.reason].inc()
-            del self._latest[key]
+    def observe(self, stream: Stream, deltas: Seq[Delta]) -> None:
+        for delta in deltas:
+            key = (stream, delta.index)
+            latest = self._latest.get(key)
+            if latest is None:
+                self.first.observe(delta.seconds - stream.arrival)
+            elif delta.token_ids:
+                self.between.observe((delta.seconds - latest) / len(delta.token_ids))
+            self._latest[key] = delta.seconds
+            if delta.finish is not None:
+                self.whole.observe(delta.seconds - stream.arrival)
+                self.ended[delta.finish.reason].inc()
+                del self._latest[key]
 
     def forget(self, stream: Stream) -> None:
         for job in stream.jobs:

@@ -26,6 +26,7 @@ from forerun.speculate.accept.base import NO_TOKEN
 
 MARK = "\0"
 """Stands for a choice's text while an event is taken apart."""
+DONE = "data: [DONE]\n\n"
 LOWEST = -9999.0
 """Stands for a log-probability of minus infinity, which JSON lacks."""
 
@@ -176,25 +177,31 @@ class Reply(ABC):
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage(), "metrics": self.metrics()}
 
     async def events(self) -> AsyncIterator[str]:
-        """The answer as server-sent events, all that are there at once; a failure is an event too."""
+        """The answer as server-sent events, all that are there at once; a failure is an event too. The last piece, and
+        no other, ends with ``DONE``."""
+        ending = ""
         try:
             for opening in self.openings():
                 yield self._event([opening])
             async with aclosing(merge(self.streams)) as batches:
                 async for batch in batches:
                     events, failure = self._tell(batch)
+                    if failure is not None:
+                        ending = events
+                        raise failure
+                    if all(choice.finish is not None for choice in self.choices):
+                        ending = events
+                        break
                     if events:
                         yield events
-                    if failure is not None:
-                        raise failure
             if self.include_usage:
-                yield self._event([], usage=self.usage(), metrics=self.metrics())
+                ending += self._event([], usage=self.usage(), metrics=self.metrics())
         except (ApiError, ForerunError) as error:
-            yield _data(as_api_error(error).body)
+            ending += _data(as_api_error(error).body)
         finally:
             for stream in self.streams:
                 stream.abort()
-        yield "data: [DONE]\n\n"
+        yield ending + DONE
 
     def _tell(self, batch: Seq[tuple[int, Delta]]) -> tuple[str, ApiError | None]:
         """Events for deltas, up to one that failed. What is nothing but text shares an event."""
