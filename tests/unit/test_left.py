@@ -1,4 +1,4 @@
-"""What is left of p beside q: the kernel and torch against the definition in float64."""
+"""What is left of p beside q: torch and the kernel against the definition in float64."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import numpy
 import pytest
 import torch
 
-from forerun.sampling.compiled import can_sample
+from forerun import SamplingParams, kernels
+from forerun.core.scores import Scores
+from forerun.core.sequence import Sequence
+from forerun.core.tree import POINT_MASS, Draft
+from forerun.sampling.draw import Sampler
+from forerun.speculate.accept import rules
+from forerun.speculate.accept.base import Decision, flatten, row_contexts
 from forerun.speculate.accept.left import reduce_rows
+from forerun.speculate.accept.token import Token
 
-DTYPES = [torch.float64, torch.float32]  # float32 is the kernel's, where there is one
 
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("size", [5, 300, 4097])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_rows_are_reduced_and_the_others_stay(dtype: torch.dtype, size: int, scaled: bool) -> None:
@@ -24,16 +29,72 @@ def test_rows_are_reduced_and_the_others_stay(dtype: torch.dtype, size: int, sca
     factor = torch.tensor([[0.5], [0.9], [1.0]], dtype=torch.float64) if scaled else None
     given = p.to(dtype)
     kept = given.clone()
-    residual, mass, shared = reduce_rows(given, q.to(dtype), rows, None if factor is None else factor.to(dtype))
+    residual, mass = reduce_rows(given, q.to(dtype), rows, 1.0 if factor is None else factor.to(dtype))
     assert torch.equal(given, kept)
-    wanted, share = p.numpy().copy(), []
+    wanted = p.numpy().copy()
     for place, row in enumerate(rows):
         left = numpy.maximum(0.0, wanted[row] * (factor[place, 0].item() if scaled else 1.0) - q[place].numpy())
-        share.append(numpy.minimum(p[row].numpy(), q[place].numpy()).sum())
         assert abs(mass[place, 0].item() - left.sum()) < 1e-5
         if place != 1:
             wanted[row] = left
     assert numpy.allclose(residual.double().numpy(), wanted, atol=1e-6)
-    assert (shared is None) == (dtype != torch.float32 or not can_sample(p.device))
-    if shared is not None:
-        assert numpy.allclose(shared, share, atol=1e-5)
+
+
+def draws(size: int, temperatures: list[float], drawn: list[bool], depth: int = 3) -> tuple[Scores, numpy.ndarray]:
+    """A chain per temperature over random logits, drawn from a q or a point mass; and p in float64."""
+    generator = numpy.random.default_rng(size + depth)
+    sequences, drafts, first, laws = [], [], [], []
+    logits = generator.normal(size=(len(drawn) * (depth + 1), size)) * 2.0
+    logits[:, size // 2] = -numpy.inf  # a banned token
+    for index, (temperature, q_drawn) in enumerate(zip(temperatures, drawn)):
+        params = SamplingParams(temperature=temperature)
+        sequences.append(Sequence(index, [1, 2], 1, params, seed=index, scheduled=1, cached=1))
+        first.append(index * (depth + 1))
+        rows = logits[first[-1] : first[-1] + depth + 1]
+        if temperature:
+            powers = numpy.exp(rows - rows.max(axis=1, keepdims=True))
+            laws.append(powers / powers.sum(axis=1, keepdims=True))
+        else:
+            laws.append(numpy.eye(size)[rows.argmax(axis=1)])
+        if index % 3 == 0:  # drafts that are sometimes right
+            tokens = rows[:depth].argmax(axis=1).tolist()
+        else:
+            tokens = [int(generator.choice(size, p=law)) for law in laws[-1][:depth]]
+        near = numpy.abs(laws[-1][:depth] + 0.2 * generator.random((depth, size)) / size) + 1e-9
+        q = torch.tensor(near / near.sum(axis=1, keepdims=True), dtype=torch.float32) if q_drawn else None
+        drafts.append(Draft.chain(tokens, q, range(depth) if q_drawn else [POINT_MASS] * depth))
+    return Scores(sequences, drafts, first, torch.tensor(logits, dtype=torch.float32)), numpy.concatenate(laws)
+
+
+@pytest.mark.skipif(not kernels.has("weigh"), reason="no CPU kernels here")
+@pytest.mark.parametrize("name", ["token", "block", "lenient"])
+@pytest.mark.parametrize("size", [6, 300, 4097])
+def test_the_kernel_weighs_chains_as_the_definition_does(name: str, size: int) -> None:
+    temperatures, drawn = [1.0, 1.0, 0.0, 1.0, 1.0], [True, True, True, False, False]
+    scores, p = draws(size, temperatures, drawn)
+    rule, trials, rows = rules[name](), flatten(scores), row_contexts(scores)
+    compiled = Sampler(size).compiled
+    assert compiled is not None
+    weighed, accept = rule.weigh(scores, trials, rows, compiled)
+    wanted = rule.decide(torch.tensor(p), scores, trials)
+    assert numpy.allclose(accept, wanted.accept.numpy(), atol=2e-4)
+    assert numpy.allclose(weighed.tops, scores.warped.amax(dim=1).numpy())
+    for ours, theirs in zip(weighed.residual.double().numpy(), wanted.residual.numpy()):
+        if theirs.sum() > 1e-4:  # below, rounding decides whether anything is left
+            assert numpy.allclose(ours / ours.sum(), theirs / theirs.sum(), atol=2e-3)
+    for trial, (row, token, index) in enumerate(zip(trials.row, trials.token, trials.index)):
+        q = scores.drafts[index].q
+        q_row = numpy.eye(size)[token] if q is None else q[trials.q_row[trial]].double().numpy()
+        assert abs(weighed.shared[trial] - numpy.minimum(p[row], q_row).sum()) < 1e-4
+
+
+def test_a_rule_that_decides_by_itself_is_not_weighed_by_its_parent() -> None:
+    class Sceptic(Token):
+        def decide(self, p, scores, trials):
+            decision = super().decide(p, scores, trials)
+            return Decision(torch.zeros_like(decision.accept), decision.residual)
+
+    scores, _ = draws(50, [1.0], [True])
+    compiled = Sampler(50).compiled
+    assert Sceptic().weigh(scores, flatten(scores), row_contexts(scores), compiled) is None
+    assert all(not verdict.path for verdict in Sceptic().accept(scores, Sampler(50)))

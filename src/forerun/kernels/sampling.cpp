@@ -190,27 +190,48 @@ void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids,
   }
 }
 
-// Per trial, max(0, factor * p - q) in place of its row of p, or p as it is where nothing is left; what is left of it all
-// together; and the sum of min(p, q).
-void excess(float *p, const float *qs, int64_t size, int64_t trials, const int64_t *rows, const float *factors,
-            float *left, float *shared) {
+// What chains of drafted tokens come to. ``residual``: per row, softmax of its scores, or for a greedy row all on its best id;
+// and in a trial's row max(0, factor * p - q), unless nothing is left. The factor is 1, and where the trial ``follows`` the
+// one before it, that one's weight; a weight is factor * p / (lenience * q) of the trial's token, at most 1. A trial without q
+// has all of it on its token. ``left``: what is left of each trial's row; ``shared``: the sum of min(p, q).
+void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials, const int64_t *at,
+           const int64_t *tokens, const float *const *qs, const int64_t *follows, float lenience, float *residual,
+           float *tops, float *weights, float *left, float *shared) {
   static thread_local std::vector<float> room;
   if (static_cast<int64_t>(room.size()) < size) room.resize(size);
-  for (int64_t t = 0; t < trials; t++) {
-    float *const row = p + rows[t] * size;
-    const float *const q = qs + t * size;
-    const __m512 factor = _mm512_set1_ps(factors[t]), none = _mm512_setzero_ps();
-    __m512 sum = none, common = none;
+  for (int64_t r = 0; r < rows; r++) {
+    float *const out = residual + r * size;
+    const Softmax law(scores + r * size, size, out);
+    Best best;
+    int64_t place;
     for (int64_t i = 0; i < size; i += 16) {
       const __mmask16 mask = first(size - i);
-      const __m512 a = load(row + i, mask), b = load(q + i, mask);
-      const __m512 more = _mm512_max_ps(_mm512_fmsub_ps(factor, a, b), none);
+      best.see(load(scores + r * size + i, mask), mask, i);
+      store(out + i, mask, greedy[r] ? _mm512_setzero_ps() : law(i, mask));
+    }
+    best.end(tops + r, &place);
+    if (greedy[r]) out[place] = 1;
+  }
+  for (int64_t t = 0; t < trials; t++) {
+    float *const row = residual + at[t] * size;
+    const float *const q = qs[t];
+    const float factor = follows[t] ? weights[t - 1] : 1, kept = row[tokens[t]];
+    const float weight = factor * kept / (lenience * (q ? q[tokens[t]] : 1));
+    weights[t] = weight > 1 ? 1 : weight;
+    const __m512 times = _mm512_set1_ps(factor), none = _mm512_setzero_ps();
+    __m512 sum = none, common = none;
+    if (!q) row[tokens[t]] = 0;
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 mask = first(size - i);
+      const __m512 a = load(row + i, mask), b = q ? load(q + i, mask) : none;
+      const __m512 more = _mm512_max_ps(_mm512_fmsub_ps(times, a, b), none);
       store(room.data() + i, mask, more);
       sum = _mm512_add_ps(sum, more);
       common = _mm512_add_ps(common, _mm512_min_ps(a, b));
     }
     left[t] = _mm512_reduce_add_ps(sum);
-    shared[t] = _mm512_reduce_add_ps(common);
+    shared[t] = q ? _mm512_reduce_add_ps(common) : kept;
+    if (!q) row[tokens[t]] = kept;
     if (left[t] > 0) std::memcpy(row, room.data(), size * sizeof(float));
   }
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -35,16 +37,20 @@ def penalise(row: torch.Tensor, text: Seq[int], output: int, params: SamplingPar
     )  # fmt: skip
 
 
-def excess(
-    p: torch.Tensor, q: torch.Tensor, rows: Seq[int], factors: Seq[float]
-) -> tuple[torch.Tensor, list[float], list[float]]:
-    """Float32 ``p`` [n, vocabulary] with max(0, factor * p - q) in the named rows, one for each of ``q`` [rows,
-    vocabulary], or p itself where nothing is left; the sums of what is left; and those of min(p, q)."""
-    residual, q = p.contiguous().clone(), q.contiguous()
-    lists = array("q", rows), array("f", factors), array("f", bytes(4 * len(rows))), array("f", bytes(4 * len(rows)))
-    at = [numbers.buffer_info()[0] for numbers in lists]
-    kernels.library().excess(residual.data_ptr(), q.data_ptr(), q.shape[1], len(rows), *at)  # type: ignore[union-attr]
-    return residual, lists[2].tolist(), lists[3].tolist()
+@dataclass(slots=True)
+class Weighed:
+    """What chains of drafted tokens come to under rules that compare p with q.
+
+    ``residual`` [rows, vocabulary]: p, and in the row of each trial what is left of it there, unnormalised;
+    ``tops``: each row's best score. Per trial, ``weights``: min(1, factor * p / q) of its token; ``left``: the mass of
+    max(0, factor * p - q); ``shared``: the sum of min(p, q).
+    """
+
+    residual: torch.Tensor
+    tops: list[float]
+    weights: list[float]
+    left: list[float]
+    shared: list[float]
 
 
 class Compiled:
@@ -56,7 +62,7 @@ class Compiled:
         self.ids = ids
         self._at = ids.data_ptr()
         self._gumbel, self._choose = found.gumbel, found.choose
-        self._draw, self._overlaps = found.draw, found.overlaps
+        self._draw, self._overlaps, self._weigh = found.draw, found.overlaps, found.weigh
 
     def noise(self, keys: Seq[int], size: int) -> torch.Tensor:
         """Gumbel noise, float32 [len(keys), size]."""
@@ -82,6 +88,35 @@ class Compiled:
             torch.get_num_threads(),
         )  # fmt: skip
         return tops.tolist(), places.tolist(), softmax
+
+    def weigh(
+        self,
+        scores: torch.Tensor,
+        greedy: Seq[bool],
+        rows: Seq[int],
+        tokens: Seq[int],
+        qs: Seq[int],
+        follows: Seq[bool],
+        lenience: float = 1.0,
+    ) -> Weighed:
+        """``scores`` [rows, vocabulary], float32; the law of a ``greedy`` row is all on its best id. The rest has an
+        entry per trial, all of different rows: its row, its token, the address of its q, float32 [vocabulary] (0: all
+        on the token), and whether its factor is the last trial's weight instead of 1. ``lenience`` multiplies q in
+        weights."""
+        scores = scores.contiguous()
+        count, size = scores.shape
+        residual, trials = torch.empty_like(scores), len(rows)
+        given = [array("q", numbers) for numbers in (greedy, rows, tokens, qs, follows)]
+        made = array("f", bytes(4 * (count + 3 * trials)))
+        heat, *lists = (numbers.buffer_info()[0] for numbers in given)
+        out = made.buffer_info()[0]
+        self._weigh(
+            scores.data_ptr(), count, size, heat, trials, *lists, lenience, residual.data_ptr(),
+            out, *(out + 4 * (count + part * trials) for part in range(3)),
+        )  # fmt: skip
+        values = made.tolist()
+        ends = (count, count + trials, count + 2 * trials, len(values))
+        return Weighed(residual, values[:count], *(values[a:b] for a, b in pairwise(ends)))
 
     def draw(self, weights: torch.Tensor, spots: Seq[float]) -> list[int]:
         """Per row of ``weights`` [rows, vocabulary], the first id at which the cumulative share exceeds its spot, in

@@ -15,7 +15,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.registry import Registry
 from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS, Draft, Verdict
-from forerun.sampling.compiled import Compiled
+from forerun.sampling.compiled import Compiled, Weighed
 from forerun.sampling.draw import Sampler, best, probabilities
 from forerun.sampling.noise import ACCEPT, RESIDUAL, fold, uniform
 from forerun.sampling.warp import Row
@@ -262,22 +262,31 @@ class Decision:
     """A q-ratio rule's deterministic half.
 
     ``accept`` [trials]: the probability that each trial's test succeeds. ``residual`` [rows, vocabulary]:
-    unnormalised law of the token emitted where the walk stops at that row. ``shared`` [trials]: sum_x min(p, q), where
-    it came for nothing.
+    unnormalised law of the token emitted where the walk stops at that row.
     """
 
     accept: torch.Tensor
     residual: torch.Tensor
-    shared: list[float] | None = None
 
 
 class RatioRule(Rule):
     """Rules that accept by comparing p with q: a pure ``decide``, then a walk over independent uniform tests."""
 
+    def __init_subclass__(cls) -> None:
+        if "decide" in vars(cls) and "weigh" not in vars(cls):
+            cls.weigh = RatioRule.weigh  # type: ignore[method-assign]  # a parent's kernel decides as the parent does
+
     @abstractmethod
     def decide(self, p: torch.Tensor, scores: Scores, trials: Trials) -> Decision:
         """From p [rows, vocabulary] and the drafts' trials to test probabilities and residuals; no randomness. It
         computes in p's dtype and leaves p as it is."""
+
+    def weigh(
+        self, scores: Scores, trials: Trials, rows: Seq[Row], compiled: Compiled
+    ) -> tuple[Weighed, list[float]] | None:
+        """The same through kernels, from logits on the host, with the trials' test probabilities; None: not here. Such
+        a rule's walk never asks for a draw from p itself."""
+        return None
 
     def walk(self, draft: Draft, passed: list[list[bool]]) -> tuple[list[int], bool]:
         """The accepted path, given each trial's test result (``passed[parent + 1][rank]``), and whether the token
@@ -316,6 +325,7 @@ class RatioRule(Rule):
             verdicts.append(verdict)
         laws = take(residual, [row for row, _ in ends])
         if any(again for _, again in ends):
+            assert p is not None
             laws = torch.stack([(p if again else residual)[row] for row, again in ends])
         keys = [
             fold(sequence.seed, RESIDUAL, len(sequence.tokens), row - scores.row(index, -1) - 1)
@@ -327,9 +337,13 @@ class RatioRule(Rule):
 
     def _judge(
         self, scores: Scores, trials: Trials, rows: Seq[Row], sampler: Sampler
-    ) -> tuple[torch.Tensor, list[float], dict[int, float], list[float], torch.Tensor]:
-        """p [rows, vocabulary], a greedy row being a point mass; each row's best score; overlaps by row; and the
-        rule's decision."""
+    ) -> tuple[torch.Tensor | None, list[float], dict[int, float], list[float], torch.Tensor]:
+        """p [rows, vocabulary], a greedy row being a point mass (None where nobody needs it any more); each row's best
+        score; overlaps by row; and the rule's decision."""
+        weighing = self.weigh(scores, trials, rows, sampler.compiled) if sampler.compiled is not None else None
+        if weighing is not None:
+            weighed, chances = weighing
+            return None, weighed.tops, dict(zip(trials.row, weighed.shared)), chances, weighed.residual
         if sampler.compiled is not None:
             p, tops, places = sampler.law(scores.warped)
             choice = torch.tensor(places)
@@ -342,10 +356,7 @@ class RatioRule(Rule):
             p[greedy, choice[greedy]] = 1.0
         decision = self.decide(p, scores, trials)
         if sampler.compiled is not None:
-            if decision.shared is not None:
-                overlap = dict(zip(trials.row, decision.shared))
-            else:
-                overlap = _quick_overlaps(scores, trials, rows, places, sampler.compiled)
+            overlap = _quick_overlaps(scores, trials, rows, places, sampler.compiled)
             return p, tops, overlap, decision.accept.tolist(), decision.residual
         tested, shares = overlaps(scores, trials, rows, choice, p)
         tops, chances, shared = fetch(top, decision.accept, shares)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft
+from forerun.sampling.compiled import Compiled, Weighed
+from forerun.sampling.warp import Row
 from forerun.speculate.accept.base import Decision, RatioRule, Trials, column, gather_q, rules, slots, take
-from forerun.speculate.accept.left import reduce_rows
+from forerun.speculate.accept.left import reduce_rows, weigh_chains
 
 
 @rules.register("block")
@@ -31,13 +35,26 @@ class Block(RatioRule):
         tokens = column(trials.token, p)
         at = take(p, trials.row)
         weight, before = self._weights(at.gather(1, tokens) / q.gather(1, tokens), trials)
-        residual, mass, shared = reduce_rows(p, q, trials.row, before)
+        residual, mass = reduce_rows(p, q, trials.row, before)
         # S of a prefix is the mass left where the next token was drafted; a chain's last prefix has none.
         rest = torch.cat([mass[1:], mass[:1]])
         room = rest + 1.0 - weight
         last = column([t + 1 == count or trials.parent[t + 1] < 0 for t in range(count)], p) > 0
         accept = torch.where(room > 0.0, rest / room, 1.0)
-        return Decision(torch.where(last, weight, accept)[:, 0], residual, shared)
+        return Decision(torch.where(last, weight, accept)[:, 0], residual)
+
+    def weigh(self, scores: Scores, trials: Trials, rows: Seq[Row], compiled: Compiled) -> tuple[Weighed, list[float]]:
+        follows = [parent >= 0 for parent in trials.parent]
+        weighed = weigh_chains(scores, trials, rows, compiled, follows)
+        accept = []
+        for t, weight in enumerate(weighed.weights):
+            if t + 1 < len(follows) and follows[t + 1]:
+                rest = weighed.left[t + 1]
+                room = rest + 1.0 - weight
+                accept.append(rest / room if room > 0.0 else 1.0)
+            else:
+                accept.append(weight)
+        return weighed, accept
 
     @staticmethod
     def _weights(ratio: torch.Tensor, trials: Trials) -> tuple[torch.Tensor, torch.Tensor]:

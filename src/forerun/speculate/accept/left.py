@@ -6,8 +6,10 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from forerun.sampling.compiled import can_sample, excess
-from forerun.speculate.accept.base import slots, take
+from forerun.core.scores import Scores
+from forerun.sampling.compiled import Compiled, Weighed
+from forerun.sampling.warp import Row
+from forerun.speculate.accept.base import POINT_MASS, Trials, slots, take
 
 
 def reduce(p: torch.Tensor, q: torch.Tensor, factor: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,15 +21,36 @@ def reduce(p: torch.Tensor, q: torch.Tensor, factor: torch.Tensor | float = 1.0)
 
 
 def reduce_rows(
-    p: torch.Tensor, q: torch.Tensor, rows: Seq[int], factor: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, list[float] | None]:
+    p: torch.Tensor, q: torch.Tensor, rows: Seq[int], factor: torch.Tensor | float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``p`` [n, vocabulary] with the named rows, all different, reduced: one for each of ``q`` [rows, vocabulary] and
-    ``factor`` [rows, 1] (None: 1). With the masses, and sum_x min(p, q) of each row where it comes for nothing."""
-    if p.dtype == torch.float32 and can_sample(p.device):
-        factors = [1.0] * len(rows) if factor is None else factor[:, 0].tolist()
-        residual, left, shared = excess(p, q, rows, factors)
-        return residual, torch.tensor(left)[:, None], shared
-    left_of, mass = reduce(take(p, rows), q, 1.0 if factor is None else factor)
+    ``factor`` [rows, 1]. With the masses."""
+    left, mass = reduce(take(p, rows), q, factor)
     residual = p.clone()
-    residual[slots(rows)] = left_of
-    return residual, mass, None
+    residual[slots(rows)] = left
+    return residual, mass
+
+
+def weigh_chains(
+    scores: Scores,
+    trials: Trials,
+    rows: Seq[Row],
+    compiled: Compiled,
+    follows: Seq[bool] | None = None,
+    lenience: float = 1.0,
+) -> Weighed:
+    """All trials of chains through the kernel; see ``Compiled.weigh``."""
+    kept: dict[int, torch.Tensor] = {}
+    """By draft, its q."""
+    qs = []
+    for index, row in zip(trials.index, trials.q_row):
+        q = scores.drafts[index].q
+        if row == POINT_MASS or q is None:
+            qs.append(0)
+            continue
+        if index not in kept:
+            kept[index] = q.float().contiguous()
+        qs.append(kept[index].data_ptr() + 4 * row * q.shape[1])
+    greedy = [row.heat == 0.0 for row in rows]
+    follows = follows if follows is not None else [False] * len(qs)
+    return compiled.weigh(scores.warped, greedy, trials.row, trials.token, qs, follows, lenience)
