@@ -268,6 +268,8 @@ class Pool(Pages):
         pages. The last layer tells: what one layer stores, the later ones inherit."""
         page, offset = divmod(first, self.page_size)
         pages = self.tables.get(key, ())[page:]
+        if not pages:
+            return False
         if len(pages) == 1:  # perhaps a whole slot
             return bool(self.keys[-1][pages[0], :, offset : self.length(key) - page * self.page_size].isnan().any())
         return bool(self.keys[-1][list(pages)].isnan().any())

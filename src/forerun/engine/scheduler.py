@@ -181,7 +181,7 @@ class Scheduler:
         rows = self.max_rows - len(decoding)
         prompts: list[Sequence] = []
         self._decoding, self._prompt_tokens, self._depth = len(decoding), 0, 0.0
-        if self.waiting or len(decoding) < len(self.running):
+        if len(decoding) < len(self.running) or (self.waiting and len(self.running) < self.max_num_seqs):
             prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
             self._prompt_tokens = sum(sequence.scheduled for sequence in prompts)
             depths = sum(sequence.scheduled * (sequence.cached + sequence.scheduled / 2) for sequence in prompts)

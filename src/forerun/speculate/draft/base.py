@@ -143,6 +143,8 @@ class Drafter(ABC, Generic[C]):
     name: ClassVar[str]
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     needs: Needs = Needs()
+    watches: ClassVar[bool] = True
+    """Rounds in which it was asked for nothing concern it, too: ``observe`` sees them."""
 
     def __init__(self, config: C, context: DraftContext) -> None:
         self.config = config
@@ -160,8 +162,9 @@ class Drafter(ABC, Generic[C]):
     def observe(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
     ) -> None:
-        """See what became of a round, for every sequence of this drafter (prefill rounds included). The sequences'
-        tokens are already extended. A drafter with a cache truncates it here."""
+        """See what became of a round, for every sequence of this drafter: after every round, prefill included, or,
+        unless it ``watches``, after those in which it was asked for drafts. The sequences' tokens are already extended.
+        A drafter with a cache truncates it here."""
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence: it ended, or was preempted."""

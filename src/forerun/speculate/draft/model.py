@@ -63,6 +63,7 @@ class DraftModelConfig(TreeConfig):
 class DraftModel(Drafter[DraftModelConfig]):
     name = "draft_model"
     config_class = DraftModelConfig
+    watches = False
 
     def __init__(self, config: DraftModelConfig, context: DraftContext) -> None:
         super().__init__(config, context)

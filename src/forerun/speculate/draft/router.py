@@ -25,6 +25,13 @@ class Router:
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self.drafters = dict(drafters)
         self.failures: dict[int, str] = {}
+        self._watching = [
+            name
+            for name, drafter in self.drafters.items()
+            if drafter.watches and getattr(drafter.observe, "__func__", None) is not Drafter.observe
+        ]
+        self._asked: list[str] = []
+        """Who was asked for drafts this round."""
 
     @property
     def hidden(self) -> tuple[int, ...]:
@@ -39,6 +46,7 @@ class Router:
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = [Draft() for _ in sequences]
+        self._asked = []
         if not any(budgets):
             return drafts
         for name, indices in self._groups(sequences).items():
@@ -46,6 +54,7 @@ class Router:
             asked = [(i, budgets[i]) for i in indices if budgets[i] > 0]
             if not asked:
                 continue
+            self._asked.append(name)
             chosen = [sequences[i] for i, _ in asked]
             try:
                 proposed = drafter.propose(chosen, [budget for _, budget in asked])
@@ -61,9 +70,11 @@ class Router:
     def observe(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
     ) -> None:
-        if all(getattr(drafter.observe, "__func__", None) is Drafter.observe for drafter in self.drafters.values()):
-            return  # nobody watches
+        if not self._watching and not self._asked:
+            return
         for name, indices in self._groups(sequences).items():
+            if name not in self._watching and name not in self._asked:
+                continue
             drafter = self.drafters[name]
             chosen = [sequences[i] for i in indices]
             try:

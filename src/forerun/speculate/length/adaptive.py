@@ -98,7 +98,7 @@ class Adaptive(LengthPolicy):
     def budgets(self, sequences: Seq[Sequence]) -> list[int]:
         plan = self._plan
         if plan.rests:
-            # When most of them left, there are no rows for drafts in this round, but the next one is planned.
+            # When all of them left, there are no rows for drafts in this round, but the next one is planned.
             plan.left = plan.left - 1 if plan.still(sequences) else 0
             self._asked, self._groups = [0] * len(sequences), []
         else:

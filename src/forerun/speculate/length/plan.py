@@ -30,13 +30,13 @@ class Plan:
 
     @property
     def rests(self) -> bool:
-        return self.left > 0 and not self.budgets
+        return not self.budgets and self.left > 0
 
     def still(self, sequences: Seq[Sequence]) -> bool:
-        """Whether a rest still is one for most of those who are here."""
+        """Whether one of those is here for whom it was planned. Newcomers are thought of when all of them have left."""
         batch = len(sequences), sequences[-1].id
         if batch != self.batch:
-            if 2 * sum([sequence.id in self.known for sequence in sequences]) < len(sequences):
+            if self.known.isdisjoint([sequence.id for sequence in sequences]):
                 return False
             self.batch = batch
         return True
