@@ -257,6 +257,18 @@ def test_an_aborted_request_gives_everything_back(llm):
     assert [len(job.output_ids) for job in jobs[1:3]] == [60, 60]
 
 
+def test_who_watches_updates_may_train(llm):
+    """Steps run in inference mode; callbacks do not."""
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def learn(update):
+        (weight * torch.full((3,), 2.0)).sum().backward()
+
+    model = llm()
+    model.generate("ab", params(max_tokens=3), on_update=learn)
+    assert torch.equal(weight.grad, torch.full((3,), 6.0))
+
+
 def test_an_interrupted_generation_leaves_nothing_behind(llm):
     model = llm({"method": "ngram"})
 

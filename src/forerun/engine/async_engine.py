@@ -19,6 +19,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from forerun.core.errors import RequestError
 from forerun.engine.engine import Engine, Update
 from forerun.engine.stream import Delta, ShownText, Stream
@@ -167,6 +169,7 @@ class AsyncEngine:
 
     # Below: the engine thread.
 
+    @torch.inference_mode()
     def _run(self) -> None:
         while not self._ending:
             if not self.engine.busy:

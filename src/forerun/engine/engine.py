@@ -11,11 +11,10 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import ConfigError, RequestError
+from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
@@ -276,7 +275,7 @@ class Engine:
     def busy(self) -> bool:
         return self.scheduler.busy
 
-    @torch.inference_mode()
+    @inference
     def step(self) -> list[Update]:
         """One round for everyone who is scheduled: schedule, speculate, publish."""
         began = self.clock()

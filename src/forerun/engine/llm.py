@@ -7,6 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine, Job, Update
@@ -118,10 +120,11 @@ class LLM:
         try:
             for (_, ids), options in zip(encoded, params):
                 requests.append(self.engine.add(ids, options, speculate=speculate))
-            while self.engine.busy:
-                for update in self.engine.step():
+            with torch.inference_mode():  # entered once, not in every step
+                while self.engine.busy:
+                    updates = self.engine.step()
                     if on_update is not None:
-                        on_update(update)
+                        _tell(on_update, updates)
         except BaseException:
             for job in [job for jobs in requests for job in jobs]:
                 self.engine.abort(job)
@@ -158,3 +161,9 @@ class LLM:
         return RequestOutput(
             text, ids, outputs, RequestMetrics.merged([job.metrics for job in jobs]), jobs[0].prompt_logprobs
         )
+
+
+@torch.inference_mode(False)
+def _tell(on_update: Callable[[Update], None], updates: Seq[Update]) -> None:
+    for update in updates:
+        on_update(update)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
+import torch
+
 from forerun.engine.engine import Engine
 from forerun.engine.metrics import RequestMetrics
 from forerun.sampling.params import SamplingParams
@@ -72,16 +74,17 @@ def measure(engine: Engine, prompts: Seq[Seq[int]], params: Seq[SamplingParams])
     latest: list[Round] = []
     engine.on_round = latest.append
     jobs = [job for prompt, options in zip(prompts, params, strict=True) for job in engine.add(prompt, options)]
-    while engine.busy:
-        latest.clear()
-        began = perf_counter()
-        engine.step()
-        seconds = perf_counter() - began
-        sample = _sample(latest[0], seconds) if latest else None
-        if sample is not None:
-            found.rounds.append(sample)
-            found.tokens += sample.tokens
-            found.seconds += seconds
+    with torch.inference_mode():  # as whoever runs an engine does
+        while engine.busy:
+            latest.clear()
+            began = perf_counter()
+            engine.step()
+            seconds = perf_counter() - began
+            sample = _sample(latest[0], seconds) if latest else None
+            if sample is not None:
+                found.rounds.append(sample)
+                found.tokens += sample.tokens
+                found.seconds += seconds
     engine.on_round = None
     found.answers = [job.output_ids for job in jobs]
     found.metrics = [job.metrics for job in jobs]

@@ -1,0 +1,103 @@
+"""What ``adaptive`` wins and loses on a simulated machine with the bundled pair's prices, by load and acceptance.
+
+``python tests/unit/tune_length.py [NAME=VALUE ...]`` tries other values of its constants. Speeds are over plain
+decoding in undisturbed work, the policy's own time included; a third of the time the machine is busy. Acceptance
+varies from request to request (standard deviation 0.12).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from statistics import mean
+
+from simulated import Machine, play
+
+from forerun.speculate.length.account import Account
+from forerun.speculate.length.adaptive import Adaptive
+
+SEEDS = 14
+PLAN, DRAFTED, PLAIN = 0.12e-3, 0.015e-3, 0.003e-3
+"""Seconds of the policy itself: a plan, a round with drafts, any round."""
+PRICES = {
+    "base": 0.34, "per_sequence": 0.045, "per_row": 0.06, "draft": 0.05, "per_level": 0.017, "per_draft_token": 0.0133,
+    "per_token_behind": 0.0025, "chill": 0.12, "thaws": 2.5, "host": 0.03, "jitter": 0.06, "multiple": 1,
+}  # fmt: skip
+USELESS = 300
+"""Tokens before drafts become good, where recovery is asked for."""
+plans = 0
+
+
+def count_plans() -> None:
+    decide = Adaptive._decide
+
+    def counting(self: Adaptive, *given: object) -> object:
+        global plans
+        plans += 1
+        return decide(self, *given)  # type: ignore[arg-type]
+
+    Adaptive._decide = counting  # type: ignore[assignment, method-assign]
+
+
+def rates(mean_rate: float, seed: int, useless: int) -> Callable[[int, int], float]:
+    draw, known = random.Random(seed), {}
+
+    def accepts(request: int, position: int) -> float:
+        if request not in known:
+            known[request] = min(max(mean_rate + draw.gauss(0.0, 0.12), 0.0), 0.98)
+        return 0.1 if position < useless else known[request]
+
+    return accepts
+
+
+def run(policy: str, count: int, rate: float, length: int, seed: int, depth: int = 3, useless: int = 0) -> float:
+    """Speed over plain decoding."""
+    global plans
+    plans = 0
+    machine = Machine(**PRICES, slow=lambda seconds: 1.5 if int(seconds / 0.11) % 3 == 1 else 1.0)
+    requests = count * (16 if length == 64 else 1 if useless else 4)
+    accepts = rates(rate, seed, useless)
+    found = play(machine, policy, count, accepts, depth=depth, length=length, requests=requests, seed=seed)
+    drafted = sum(nodes > 0 for nodes in found.drafted)
+    work = found.work - 1e-3 * machine.host * drafted
+    if policy == "adaptive":
+        work += PLAN * plans + DRAFTED * drafted + PLAIN * found.rounds
+    return found.plain_work / work
+
+
+def best_fixed(count: int, rate: float, length: int) -> float:
+    return max(mean(run("fixed", count, rate, length, seed, depth) for seed in range(2)) for depth in (1, 2, 3))
+
+
+def main() -> None:
+    for given in sys.argv[1:]:
+        name, value = given.split("=")
+        owner = next(owner for owner in (Account, Adaptive) if hasattr(owner, name))
+        setattr(owner, name, type(getattr(owner, name))(float(value)))
+    count_plans()
+    print(f"{'tokens':>6} {'at once':>7} {'rate':>4} {'best fixed':>10} {'adaptive':>8} {'worst run':>9}")
+    regrets, means = [], []
+    for length, count, rate, useless in [
+        *(
+            (length, count, rate, 0)
+            for length in (64, 256)
+            for count in (1, 4, 8, 16)
+            for rate in (0.79, 0.61, 0.4, 0.1)
+        ),
+        *((1200, count, 0.79, USELESS) for count in (1, 4, 8)),
+    ]:
+        ideal = best_fixed(count, rate, length if not useless else length - useless)
+        if useless:
+            ideal = length / (useless + (length - useless) / ideal)
+        found = [run("adaptive", count, rate, length, seed, useless=useless) for seed in range(SEEDS)]
+        regrets.append(1.0 - mean(found) / max(ideal, 1.0))
+        means.append(mean(found))
+        late = "  drafts useless at first" if useless else ""
+        print(f"{length:6} {count:7} {rate:4} {ideal:10.2f} {mean(found):8.3f} {min(found):9.3f}{late}", flush=True)
+    low = sum(speed < 0.97 for speed in means)
+    print(f"mean regret {mean(regrets):.4f}, lowest mean {min(means):.3f}, below 0.97: {low} of {len(means)}")
+
+
+if __name__ == "__main__":
+    main()
