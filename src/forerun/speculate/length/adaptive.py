@@ -124,7 +124,9 @@ class Adaptive(LengthPolicy):
         if not any(longest):
             return longest
         plan = self._plan
-        if not plan.left or not plan.fits(sequences):
+        if plan.left and not plan.fits(sequences):
+            plan.left = 1  # rows of this round were reserved for it; the next one is planned anew
+        if not plan.left:
             if self._calibrates(sequences):
                 return [0] * len(sequences)
             plan = self._plan = self._decide(sequences, longest)
@@ -232,7 +234,7 @@ class Adaptive(LengthPolicy):
             own = self.beliefs.get(sequences[index].id)
             return self._lag(sequences[index]), own.tested[0] if own is not None else 0.0
 
-        budgets = dict.fromkeys((sequence.id for sequence in sequences), 0)
+        budgets = _nothing(sequences)
         budgets[sequences[min((i for i, cap in enumerate(longest) if cap), key=rank)].id] = 1
         return budgets
 
@@ -279,7 +281,7 @@ class Adaptive(LengthPolicy):
             speed = tokens / (self.prices.round(count, rows) + sum(costs.values()) + extra)
             if speed > best:
                 best, chosen = speed, place
-        budgets = dict.fromkeys((sequence.id for sequence in sequences), 0)
+        budgets = _nothing(sequences)
         for _, depth, index, _ in offers[:chosen]:
             budgets[sequences[index].id] = depth
         promise = best * plain / count
@@ -372,6 +374,11 @@ class Adaptive(LengthPolicy):
     def release(self, sequence: Sequence) -> None:
         self.beliefs.pop(sequence.id, None)
         self.seen.pop(sequence.id, None)
+
+
+def _nothing(sequences: Seq[Sequence]) -> dict[int, int]:
+    """No drafts for those who decode; who reads a prompt will be thought of when it has been read."""
+    return {sequence.id: 0 for sequence in sequences if sequence.scheduled == 1}
 
 
 def _decodes(verdicts: Seq[Verdict]) -> bool:

@@ -13,7 +13,7 @@ class Plan:
     """Who drafts how far, and for how long."""
 
     budgets: dict[int, int] = field(default_factory=dict)
-    """By sequence; empty: nobody drafts."""
+    """By sequence that decodes; empty: nobody drafts."""
     left: int = 0
     """For how many more rounds they hold."""
     promise: float = 1.0
@@ -42,5 +42,6 @@ class Plan:
         return True
 
     def fits(self, sequences: Seq[Sequence]) -> bool:
-        """Whether it was made for about this batch."""
-        return 4 * sum([sequence.id in self.budgets for sequence in sequences]) > 3 * len(sequences)
+        """Whether it was made for most of those who decode."""
+        there = [sequence.id in self.budgets for sequence in sequences if sequence.scheduled == 1]
+        return 4 * sum(there) > 3 * len(there) or not there
