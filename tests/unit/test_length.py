@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from simulated import Machine, play
 
@@ -74,6 +76,25 @@ def test_good_cheap_drafts_are_used(count: int) -> None:
 def test_a_slow_first_moment_is_not_believed_for_long() -> None:
     machine = Machine(**LOOKUP, slow=lambda seconds: 1.7 if seconds < 0.03 else 1.0)
     assert speeds(machine, 8, rate=0.0) > 0.95
+
+
+@dataclass
+class Cold(Machine):
+    """The first rounds with several drafted tokens cost three times as much."""
+
+    cold: int = 12
+
+    def verify(self, sequences: int, rows: int) -> float:
+        deep = rows > 2 * sequences
+        self.cold -= deep
+        return super().verify(sequences, rows) * (3.0 if deep and self.cold >= 0 else 1.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_first_impressions_of_deep_drafts_are_reconsidered(seed: int) -> None:
+    found = play(Cold(**LOOKUP), "adaptive", 1, lambda *_: 0.9, length=1500, seed=seed)
+    late = found.drafted[len(found.drafted) // 2 :]
+    assert sum(late) / len(late) > 2.5
 
 
 @pytest.mark.parametrize("count", [1, 8])

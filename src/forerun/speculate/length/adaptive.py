@@ -17,7 +17,7 @@ from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length.account import Account
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting, policies
 from forerun.speculate.length.beliefs import Belief, MethodBelief
-from forerun.speculate.length.plan import Plan
+from forerun.speculate.length.plan import Doubt, Plan, decodes, nobody
 from forerun.speculate.length.prices import Drafting, Prices
 
 Offer = tuple[float, int, int, float]
@@ -62,6 +62,8 @@ class Adaptive(LengthPolicy):
     """Plain rounds that are slow as if the first one's chill lasted so long."""
     LITTLE = 8
     """Fewer tokens to catch up on than so many are not counted."""
+    GOOD = 1.1
+    """What the best plan must promise to be left for deeper drafts, for the sake of their price."""
     CHECKS = (4, 128)
     """Drafts are interrupted by two plain rounds after so many at first, and after so many at last."""
     FRESH = 4
@@ -91,6 +93,8 @@ class Adaptive(LengthPolicy):
         """Plain rounds until a trial, and how many the last one was worth."""
         self._idle = 0
         """Rounds without drafts that were not accounted for yet."""
+        self._doubts: dict[int, Doubt] = {}
+        """By number of sequences."""
         self._asked: list[int] = []
         self._groups: list[Drafting] = []
         self._news: list[tuple[list[Drafting], list[tuple[Sequence, int, Draft, Verdict]]]] = []
@@ -143,6 +147,8 @@ class Adaptive(LengthPolicy):
             return False
         if (prices.wait and not prices.since) or not prices.sure(len(sequences)):
             return True
+        if self._plan.probes and prices.since:
+            return True
         if prices.since < self._until_check():
             return False
         if self._plan.promise > 1.0:
@@ -169,8 +175,10 @@ class Adaptive(LengthPolicy):
         goes_on = self._plan.promise > 1.0
         needed = -self.LOAN * luck if goes_on else self._excess(sequences, best.budgets)
         if best.promise > (1.0 if goes_on else self.MARGIN) and account.balance >= needed:
-            best.left = max(1, min(self.REPLAN, self._check - self.prices.since))
             best.promise = max(best.promise, self.MARGIN)
+            if goes_on and (deeper := self._deeper(sequences, longest, best)) is not None:
+                return deeper
+            best.left = max(1, min(self.REPLAN, self._check - self.prices.since))
             return best
         trial = best.budgets if len(sequences) == 1 and any(best.budgets.values()) else self._trial(sequences, longest)
         price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self._aftermath()
@@ -185,6 +193,18 @@ class Adaptive(LengthPolicy):
         self._check = self.CHECKS[0]
         rest = min(max(int(lacking / account.SPEND) + 1, self._wait), self.REST)
         return Plan.rest(rest, sequences)
+
+    def _deeper(self, sequences: Seq[Sequence], longest: Seq[int], best: Plan) -> Plan | None:
+        """The deepest drafts instead of the best plan, now and then, where the account is well filled."""
+        deepest = {s.id: cap for s, cap in zip(sequences, longest) if s.scheduled == 1}
+        doubt = self._doubts.setdefault(len(sequences), Doubt())
+        if best.budgets == deepest:
+            doubt.calm()
+            return None
+        may = best.promise > self.GOOD and self.account.balance >= self.account.START
+        if not doubt.due(self.REPLAN, may and not any(map(self._lag, sequences))):
+            return None
+        return Plan(deepest, self.TRIAL, best.promise, probes=True)
 
     def _affordable(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[int]:
         """How deep each may draft where the account has to cover what their drafters must catch up on."""
@@ -234,7 +254,7 @@ class Adaptive(LengthPolicy):
             own = self.beliefs.get(sequences[index].id)
             return self._lag(sequences[index]), own.tested[0] if own is not None else 0.0
 
-        budgets = _nothing(sequences)
+        budgets = nobody(sequences)
         budgets[sequences[min((i for i, cap in enumerate(longest) if cap), key=rank)].id] = 1
         return budgets
 
@@ -281,7 +301,7 @@ class Adaptive(LengthPolicy):
             speed = tokens / (self.prices.round(count, rows) + sum(costs.values()) + extra)
             if speed > best:
                 best, chosen = speed, place
-        budgets = _nothing(sequences)
+        budgets = nobody(sequences)
         for _, depth, index, _ in offers[:chosen]:
             budgets[sequences[index].id] = depth
         promise = best * plain / count
@@ -312,7 +332,7 @@ class Adaptive(LengthPolicy):
         self._settle_idle()
         self.account.pay(1)
         began = self.clock()
-        if _decodes(verdicts):
+        if decodes(verdicts):
             rows = len(sequences) + sum([len(draft) for draft in drafts])
             self.account.book(-self._aftermath())
             self.prices.drafted(len(sequences), rows, seconds, self._groups)
@@ -328,7 +348,7 @@ class Adaptive(LengthPolicy):
         self.host += 0.2 * (min(took, 2.0 * self.host) - self.host) if self.host else took / self.REPLAN
 
     def _observe_plain(self, verdicts: Seq[Verdict], seconds: Seconds) -> None:
-        if _decodes(verdicts):
+        if decodes(verdicts):
             self.prices.plain(len(verdicts), seconds.verify + seconds.accept)
         else:
             self.prices.streak -= 1
@@ -374,13 +394,3 @@ class Adaptive(LengthPolicy):
     def release(self, sequence: Sequence) -> None:
         self.beliefs.pop(sequence.id, None)
         self.seen.pop(sequence.id, None)
-
-
-def _nothing(sequences: Seq[Sequence]) -> dict[int, int]:
-    """No drafts for those who decode; who reads a prompt will be thought of when it has been read."""
-    return {sequence.id: 0 for sequence in sequences if sequence.scheduled == 1}
-
-
-def _decodes(verdicts: Seq[Verdict]) -> bool:
-    """Whether nobody read a prompt."""
-    return all(verdict.fed == 1 for verdict in verdicts)

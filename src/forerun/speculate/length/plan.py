@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.core.sequence import Sequence
+from forerun.core.tree import Verdict
 
 
 @dataclass
@@ -20,6 +21,8 @@ class Plan:
     """Their expected speed over plain decoding."""
     batch: tuple[int, int] = (0, 0)
     """How many sequences a rest was last seen with, and the last one."""
+    probes: bool = False
+    """Made to learn what it costs: plain rounds to compare with come right after it."""
     known: frozenset[int] = frozenset()
     """Those it was planned for."""
 
@@ -45,3 +48,36 @@ class Plan:
         """Whether it was made for most of those who decode."""
         there = [sequence.id in self.budgets for sequence in sequences if sequence.scheduled == 1]
         return 4 * sum(there) > 3 * len(there) or not there
+
+
+def decodes(verdicts: Seq[Verdict]) -> bool:
+    """Whether nobody read a prompt."""
+    return all(verdict.fed == 1 for verdict in verdicts)
+
+
+def nobody(sequences: Seq[Sequence]) -> dict[int, int]:
+    """No drafts for those who decode; who reads a prompt will be thought of when it has been read."""
+    return {sequence.id: 0 for sequence in sequences if sequence.scheduled == 1}
+
+
+@dataclass
+class Doubt:
+    """When the deepest drafts are tried again for the sake of their price: after so many rounds with shorter ones, and
+    twice as many every time. The first of their kind are dear, as code and memory are new to the processor; who
+    believes that never looks again."""
+
+    gap: int = 64
+    left: int = 64
+
+    def calm(self) -> None:
+        """They are drafted anyway."""
+        self.left = self.gap
+
+    def due(self, rounds: int, may: bool) -> bool:
+        """Whether now, ``rounds`` later; not unless it ``may`` be."""
+        self.left -= rounds
+        if self.left > 0 or not may:
+            return False
+        self.gap *= 2
+        self.left = self.gap
+        return True
