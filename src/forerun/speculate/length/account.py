@@ -8,7 +8,7 @@ class Account:
     tokens that it brought."""
 
     SPEND = 0.005
-    START = 3.0
+    START = 2.0
     """The first balance for one sequence. Luck evens out over n, who get less."""
     SAVED = 12.0
     """Most that is kept, or owed."""
