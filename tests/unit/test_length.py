@@ -251,3 +251,35 @@ def test_beliefs_follow_what_was_tested() -> None:
     assert method.acceptance()[0] == pytest.approx(first)
     method.learn(tested=1, matched=0)
     assert method.acceptance()[0] == pytest.approx(6.5 * first / 7.5)
+
+
+def test_newcomers_draft_as_soon_as_their_prompt_is_read() -> None:
+    """Of four whose drafts are all accepted one leaves, and another reads its prompt for three rounds."""
+    policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 1))
+    machine = Machine(**LOOKUP)
+
+    def request(number: int) -> Sequence:
+        return Sequence(number, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m")
+
+    sequences, newest = [request(i) for i in range(4)], []
+    for turn in range(80):
+        if turn == 60:
+            sequences[1] = request(4)
+        for sequence in sequences:
+            reads = sequence.id == 4 and turn < 63
+            sequence.scheduled = 4 if reads else 1
+            sequence.cached = 0 if reads else len(sequence.tokens) - 1
+            sequence.room = None if reads else policy.longest_nodes(sequence)
+        budgets = policy.budgets(sequences)
+        verdicts = [
+            Verdict(tokens=[0] * (n + 1), token=0, fed=s.scheduled, matched=n, tested=n)
+            for s, n in zip(sequences, budgets)
+        ]
+        for sequence, verdict in zip(sequences, verdicts):
+            sequence.tokens += verdict.tokens if verdict.fed == 1 else []
+        seconds = Seconds(machine.drafting(4, max(budgets), 0), machine.verify(4, 4 + sum(budgets)), 0.0)
+        policy.observe(sequences, [Draft.chain([0] * budget) for budget in budgets], verdicts, seconds)
+        newest.append(budgets[1])
+    assert sum(newest[40:60]) > 20, newest
+    assert newest[60:63] == [0, 0, 0]
+    assert sum(newest[63:68]) > 3, newest
