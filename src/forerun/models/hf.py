@@ -19,6 +19,7 @@ from forerun.attention.base import Attention, Query
 from forerun.cache.pool import KVShape
 from forerun.core.batch import Batch, Output, Span
 from forerun.core.errors import ModelError
+from forerun.core.inference import inference
 from forerun.models import activations
 from forerun.models.base import INVARIANT_KEYS, INVARIANT_ROWS, ModelInfo, new_cache, pad_rows
 from forerun.models.linear import choose, describe, replace_linears
@@ -135,7 +136,7 @@ class HFModel:
         )
         self._check_pieces()
 
-    @torch.inference_mode()
+    @inference
     def _check_pieces(self) -> None:
         """Refuse a model whose logits change when a text is fed in pieces: it keeps state outside the KV cache."""
         tokens = [(7 * i + 1) % self.info.vocab_size for i in range(6)]
@@ -156,7 +157,7 @@ class HFModel:
             )
 
     @staticmethod
-    @torch.inference_mode()
+    @inference
     def _probe(module: PreTrainedModel, device: torch.device) -> tuple[tuple[KVShape, ...], list[torch.nn.Linear]]:
         """Each layer's entries, and the linear layers that are called, not only read."""
         probe = _Probe()
@@ -174,7 +175,7 @@ class HFModel:
             )
         return tuple(probe.shapes[layer] for layer in range(len(probe.shapes))), list(called)
 
-    @torch.inference_mode()
+    @inference
     def forward(self, batch: Batch, cache: Attention) -> Output:
         cache.begin(batch)
         ids = pad_rows(batch.input_ids, self.row_multiple)
@@ -218,10 +219,10 @@ class HFModel:
         finally:
             decoder.layers = every
 
-    @torch.inference_mode()
+    @inference
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.module.get_input_embeddings()(ids).clone()
 
-    @torch.inference_mode()
+    @inference
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.module.get_output_embeddings()(hidden).float()

@@ -273,11 +273,11 @@ class NativeModel:
         q, k = (self._rotary.turn(qk, angles, turned) if layer.rope else qk).split_with_sizes(sizes[:2], 1)
         return q, k, v
 
-    @torch.inference_mode()
+    @inference
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self._embedding)
 
-    @torch.inference_mode()
+    @inference
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(self._pad(hidden.to(self.dtype)))[: hidden.shape[0]].float()
 

@@ -13,6 +13,7 @@ import torch
 
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
+from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.models.load import BUNDLED, resolve
@@ -85,7 +86,7 @@ class Layerskip(Drafter[LayerskipConfig]):
             self.head = head
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
 
-    @torch.inference_mode()
+    @inference
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """Entries that drafting writes to the target's cache are overwritten when the target reads the draft."""
         pool, nodes = self.context.cache().pool, self.config.rows_by_depth()

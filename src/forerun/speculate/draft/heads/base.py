@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from forerun.core.errors import ConfigError
+from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
@@ -158,7 +159,7 @@ class BlockDrafter(HeadDrafter[BlockConfig]):
     def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
         """Float32 logits [sequences, depth, vocabulary] of the tokens after the last committed one."""
 
-    @torch.inference_mode()
+    @inference
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         self.learn()
         ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]

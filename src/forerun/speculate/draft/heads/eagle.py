@@ -23,6 +23,7 @@ from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ModelError
+from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.models import streamed
@@ -225,7 +226,7 @@ class Eagle(HeadDrafter[EagleConfig]):
             self.fused, self.packed = self.eagle.fuse(self.context.target), self.eagle.packed
             self.chains = self._find_chains()
 
-    @torch.inference_mode()
+    @inference
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         self.learn()
         pool, nodes = self.cache.pool, self.config.rows_by_depth()

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
@@ -176,7 +177,7 @@ class Parallel(BlockDrafter):
         super().__init__(config, context)
         self.memory: dict[int, _Memory] = {}
 
-    @torch.inference_mode()
+    @inference
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
         head = self.head
         assert isinstance(head, ParallelHead)
