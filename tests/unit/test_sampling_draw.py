@@ -172,3 +172,25 @@ def test_perturb_leaves_rows_without_a_key() -> None:
     assert torch.equal(scores[[0, 2]], logits[[0, 2]])
     assert not torch.equal(scores[1], logits[1])
     assert Sampler(20).perturb(logits, [None] * 3) is logits
+
+
+@pytest.mark.parametrize("kernels", [False] if Sampler(1).compiled is None else [False, True])
+@pytest.mark.parametrize("size", [1, 5, 16, 17, 8192, 20_000])
+def test_the_best_ids_and_the_logs_of_their_probabilities(size: int, kernels: bool) -> None:
+    """Against a sort and a log-softmax in float64; equals are equally good, banned ids never come."""
+    sampler = Sampler(size)
+    if not kernels:
+        sampler.compiled = None
+    generator = torch.Generator().manual_seed(size)
+    scores = torch.randn(6, size, generator=generator) * 4
+    scores[1, ::3] = float("-inf")
+    scores[2, 3:] = float("-inf")
+    scores[3] = scores[3].round()
+    scores[4] = float("-inf")
+    scores[5] += 300
+    true = torch.log_softmax(scores.double(), dim=1).tolist()
+    for row, ids, logs in zip(range(6), *sampler.rank(scores, 8)):
+        best = sorted((value for value in scores[row].tolist() if value > float("-inf")), reverse=True)[:8]
+        assert [scores[row, token].item() for token in ids] == best
+        assert len(set(ids)) == len(ids)
+        assert logs == pytest.approx([true[row][token] for token in ids], abs=3e-5)

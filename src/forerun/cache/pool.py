@@ -343,8 +343,8 @@ class Pool(Pages):
         if moves:
             source = self.places(key, [start + offset for _, offset in moves])
             target = self.places(key, [start + i for i, _ in moves])
-            for side in (self.keys, self.values):
-                for tensor in side:
+            for pair, *sides in zip(self.pairs, self.keys, self.values):
+                for tensor in sides if pair is None else [pair]:
                     tensor[target[0], :, target[1]] = tensor[source[0], :, source[1]]
         self.truncate(key, start + len(offsets))
 

@@ -3,6 +3,7 @@
 // Rows are float32 [rows, size], contiguous; -inf is a banned id. Entry i of a key's noise depends on the key and i alone.
 #include "common.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -233,6 +234,48 @@ void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greed
     shared[t] = q ? _mm512_reduce_add_ps(common) : kept;
     if (!q) row[tokens[t]] = kept;
     if (left[t] > 0) std::memcpy(row, room.data(), size * sizeof(float));
+  }
+}
+
+// The ``count`` best ids of some rows of scores, best first and the first of equals, and the logs of their softmax; row
+// at[t] goes to row into[t] of ``ids`` and ``logs``, which end with -1 and -inf where fewer ids are permitted.
+void rank(const float *scores, int64_t size, int64_t trials, const int64_t *at, int64_t count, const int64_t *into,
+          int32_t *ids, float *logs) {
+  constexpr float NONE = -std::numeric_limits<float>::infinity();
+  for (int64_t t = 0; t < trials; t++) {
+    const float *row = scores + at[t] * size;
+    int32_t *const id = ids + into[t] * count;
+    float *const value = logs + into[t] * count;
+    std::fill(id, id + count, -1);
+    std::fill(value, value + count, NONE);
+    // The sum of e^(v - base): a new largest number seldom comes, and then all before it counts for less.
+    __m512 sum = _mm512_setzero_ps(), base = _mm512_set1_ps(NONE), floor = base;
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 mask = first(size - i);
+      const __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(NONE), mask, row + i);
+      __mmask16 better = _mm512_cmp_ps_mask(v, floor, _CMP_GT_OQ);
+      while (better) {
+        const int lane = __builtin_ctz(better);
+        const float found = row[i + lane];
+        better &= better - 1;
+        if (!(found > value[count - 1])) continue;
+        int64_t place = count - 1;
+        for (; place > 0 && found > value[place - 1]; place--) value[place] = value[place - 1], id[place] = id[place - 1];
+        value[place] = found;
+        id[place] = static_cast<int32_t>(i + lane);
+        floor = _mm512_set1_ps(value[count - 1]);
+        if (place) continue;
+        const __m512 top = _mm512_set1_ps(found);
+        sum = _mm512_mul_ps(sum, exponential(_mm512_sub_ps(base, top)));
+        base = top;
+      }
+      const __m512 x = _mm512_sub_ps(v, base);
+      const __mmask16 counts = _mm512_cmp_ps_mask(v, _mm512_set1_ps(NONE), _CMP_NEQ_UQ) &
+                               _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87), _CMP_NLT_UQ);
+      sum = _mm512_add_ps(sum, _mm512_maskz_mov_ps(counts, exponential(x)));
+    }
+    const float all = value[0] + std::log(_mm512_reduce_add_ps(sum));
+    for (int64_t k = 0; k < count; k++) value[k] = id[k] < 0 ? NONE : value[k] - all;
   }
 }
 

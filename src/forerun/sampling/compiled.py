@@ -63,6 +63,7 @@ class Compiled:
         self._at = ids.data_ptr()
         self._gumbel, self._choose = found.gumbel, found.choose
         self._draw, self._overlaps, self._weigh = found.draw, found.overlaps, found.weigh
+        self._rank = found.rank
 
     def noise(self, keys: Seq[int], size: int) -> torch.Tensor:
         """Gumbel noise, float32 [len(keys), size]."""
@@ -117,6 +118,17 @@ class Compiled:
         values = made.tolist()
         ends = (count, count + trials, count + 2 * trials, len(values))
         return Weighed(residual, values[:count], *(values[a:b] for a, b in pairwise(ends)))
+
+    def rank(self, scores: torch.Tensor, rows: Seq[int], into: Seq[int], ids: torch.Tensor, logs: torch.Tensor) -> None:
+        """The best ids of some ``rows`` of ``scores`` [rows, vocabulary], float32, best first, and the logs of their
+        softmax: into rows ``into`` of ``ids``, int32 [any, count], and ``logs``, float32, which end with -1 and -inf
+        where fewer ids are permitted."""
+        scores = scores.contiguous()
+        at, to = array("q", rows), array("q", into)
+        self._rank(
+            scores.data_ptr(), scores.shape[1], len(at), at.buffer_info()[0], ids.shape[1], to.buffer_info()[0],
+            ids.data_ptr(), logs.data_ptr(),
+        )  # fmt: skip
 
     def draw(self, weights: torch.Tensor, spots: Seq[float]) -> list[int]:
         """Per row of ``weights`` [rows, vocabulary], the first id at which the cumulative share exceeds its spot, in

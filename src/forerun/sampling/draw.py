@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from math import inf
 
 import torch
 
@@ -61,6 +62,30 @@ class Sampler:
             return law, tops, ids
         top, places = best(warped)
         return probabilities(warped), top.tolist(), places.tolist()
+
+    def rank(self, scores: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Per row of ``scores`` [rows, vocabulary] the best ``count`` ids, best first, and the logs of their softmax;
+        fewer where fewer are permitted."""
+        count = min(count, scores.shape[1])
+        ids, logs = torch.empty(len(scores), count, dtype=torch.int32), torch.empty(len(scores), count)
+        every = range(len(scores))
+        self.rank_into(scores, every, every, ids, logs)
+        found = [[log for log in row if log > -inf] for row in logs.tolist()]
+        return [row[: len(kept)] for row, kept in zip(ids.tolist(), found)], found
+
+    def rank_into(
+        self, scores: torch.Tensor, rows: Seq[int], into: Seq[int], ids: torch.Tensor, logs: torch.Tensor
+    ) -> None:
+        """The best ids of some ``rows`` of ``scores`` [rows, vocabulary], best first, and the logs of their softmax:
+        into rows ``into`` of ``ids``, int32 [any, count], and ``logs``, float32, both on the host. Where fewer ids are
+        permitted, the last logs are not above -inf."""
+        if self.compiled is not None and scores.dtype is torch.float32:
+            self.compiled.rank(scores, rows, into, ids, logs)
+            return
+        scores = scores[torch.as_tensor(rows, device=scores.device)].float()
+        values, found = scores.topk(ids.shape[1], dim=1)
+        ids[list(into)] = found.int().cpu()
+        logs[list(into)] = (values - scores.logsumexp(dim=1, keepdim=True)).cpu()
 
     def perturb(self, warped: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
         """``warped`` plus the Gumbel row of each key; None: unchanged."""

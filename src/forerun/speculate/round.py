@@ -73,7 +73,8 @@ def _keep_hidden(target: Target, result: Verification, sequences: Seq[Sequence],
     if not target.hidden:
         return
     for sequence, verdict, offset in zip(sequences, verdicts, result.batch.offsets):
-        first = offset + sequence.scheduled
-        kept = [first + node for node in verdict.path[: verdict.accepted]]
-        rows = [*range(offset, first), *kept]
+        first, path = offset + sequence.scheduled, verdict.path[: verdict.accepted]
+        rows: slice | list[int] = slice(offset, first + len(path))
+        if path != list(range(len(path))):
+            rows = [*range(offset, first), *(first + node for node in path)]
         verdict.hidden = {layer: result.output.hidden[layer][rows] for layer in target.hidden}

@@ -19,7 +19,7 @@ from forerun.core.registry import Registry
 from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft, Verdict
 from forerun.models.base import Model
-from forerun.sampling.draw import Sampler, best, node_key, probabilities
+from forerun.sampling.draw import Sampler, node_key, probabilities
 from forerun.sampling.noise import DRAFT
 from forerun.sampling.warp import Row, warp
 
@@ -237,7 +237,7 @@ class Chooser:
             return [[t] if value > float("-inf") else [] for value, t in zip(values, tokens)], q, q_rows
         if shared:
             q = probabilities(warped) if hot else None
-            return self._top(self.sampler.shared(warped, rows), width), q, q_rows
+            return self.sampler.rank(self.sampler.shared(warped, rows), width)[0], q, q_rows
         q, tops, greedy = self.sampler.law(warped)
         roots = [len(row.sequence.tokens) for row in rows]
 
@@ -246,10 +246,10 @@ class Chooser:
 
         if width > 1 and not self.rule.replacement:
             noisy = [key if row.heat > 0.0 else None for key, row in zip(keys(0), rows)]
-            return self._top(self.sampler.perturb(warped, noisy), width), q, q_rows
+            return self.sampler.rank(self.sampler.perturb(warped, noisy), width)[0], q, q_rows
         draws = [self.sampler.draw(q, keys(trial)).tolist() for trial in range(width)]
         cold = any(row.heat == 0.0 for row in rows) and width > 1
-        top = self._top(warped, width) if cold else [[token] for token in greedy]
+        top = self.sampler.rank(warped, width)[0] if cold else [[token] for token in greedy]
         ids = [[d[i] for d in draws] if row.heat > 0.0 else top[i] for i, row in enumerate(rows)]
         return [each if value > float("-inf") else [] for each, value in zip(ids, tops)], q, q_rows
 
@@ -262,18 +262,4 @@ class Chooser:
         scores = warp(self.align(logits), rows)
         if not self.rule.needs_q:
             scores = self.sampler.shared(scores, rows)
-        top = torch.log_softmax(scores, dim=1).topk(min(count, scores.shape[1]), dim=1)
-        return top.indices.tolist(), top.values.tolist()
-
-    @staticmethod
-    def _top(scores: torch.Tensor, width: int) -> list[list[int]]:
-        """The best ``width`` ids of each row that are permitted at all."""
-        if width == 1:
-            values, tokens = (each.tolist() for each in best(scores))
-            return [[token] if value > float("-inf") else [] for token, value in zip(tokens, values)]
-        top = scores.topk(min(width, scores.shape[1]), dim=1)
-        finite = top.values > float("-inf")
-        return [
-            [token for token, good in zip(ids, kept) if good]
-            for ids, kept in zip(top.indices.tolist(), finite.tolist())
-        ]
+        return self.sampler.rank(scores, count)

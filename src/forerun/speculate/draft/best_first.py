@@ -56,6 +56,8 @@ class TreeConfig(DrafterConfig):
     def grow(self, source: Continuations[S], root: S, depth: int, floor: float = -inf) -> tuple[Draft, float]:
         """The draft this configuration asks for, at most ``depth`` deep, without paths whose log q is below
         ``floor``; and the sum of its nodes' path probabilities, the expected number of accepted tokens."""
+        if not self.branches:
+            return follow(source, root, depth, floor)
         if self.tree_nodes is not None:
             nodes = best_first(source, root, self.tree_nodes, depth, floor)
         else:
@@ -70,6 +72,22 @@ class Node:
     token: int
     parent: int
     score: float
+
+
+def follow(source: Continuations[S], root: S, depth: int, floor: float = -inf) -> tuple[Draft, float]:
+    """The chain of likeliest continuations, and the sum of its nodes' path probabilities."""
+    tokens: list[int] = []
+    score = expected = 0.0
+    state = root
+    while len(tokens) < depth:
+        likeliest = next(iter(source(state)), None)
+        if likeliest is None or score + likeliest[1] < floor:
+            break
+        score += likeliest[1]
+        state = likeliest[2]
+        tokens.append(likeliest[0])
+        expected += exp(score)
+    return Draft.chain(tokens), expected
 
 
 def best_first(source: Continuations[S], root: S, nodes: int, depth: int, floor: float = -inf) -> list[Node]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -53,12 +54,14 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
         """The likeliest followers of every token, the best first."""
         self.logs = torch.zeros(shape)
         """The logs of their probabilities."""
+        self._rows = self.ids.numpy(), self.logs.numpy()
 
     def _candidates(self, token: int) -> Iterator[tuple[int, float, int]]:
-        ids = self.ids[token].tolist()
-        if ids[0] != UNSEEN:
-            for candidate, log_p in zip(ids, self.logs[token].tolist()):
-                yield candidate, log_p, candidate
+        ids, logs = self._rows
+        if ids[token, 0] != UNSEEN:
+            for candidate, log_p in zip(ids[token].tolist(), logs[token].tolist()):
+                if log_p > -inf:
+                    yield candidate, log_p, candidate
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = []
@@ -75,11 +78,7 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
         """Remember the top of every row of logits, rejected ones and prompts' included. Of several rows of one token
         the last stays."""
         logits = result.output.logits
-        tokens = result.batch.input_ids[result.batch.logit_rows].tolist()
+        tokens = [span.tokens[row] for span in result.batch.spans for row in span.logits]
         latest = {token: row for row, token in enumerate(tokens)}
         if latest:
-            logits = logits[list(latest.values())]
-            top = logits.topk(self.ids.shape[1], dim=1)
-            where = torch.tensor(list(latest))
-            self.ids[where] = top.indices.int().cpu()
-            self.logs[where] = (top.values - logits.logsumexp(dim=1, keepdim=True)).float().cpu()
+            self.context.sampler.rank_into(logits, list(latest.values()), list(latest), self.ids, self.logs)

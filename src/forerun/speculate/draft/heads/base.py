@@ -102,7 +102,8 @@ class HeadDrafter(Drafter[C]):
         """[tokens, layers * hidden size] of the tokens a round added to the target's cache."""
         if verdict.hidden is None or verdict.error is not None:
             return None
-        return torch.cat([verdict.hidden[layer] for layer in self.head.layers], dim=-1)
+        parts = [verdict.hidden[layer] for layer in self.head.layers]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def observe(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
