@@ -89,6 +89,8 @@ class Adaptive(LengthPolicy):
         self._took = 0.0
         self._plan = Plan()
         self._check = self.CHECKS[0]
+        self._settling = False
+        """Whether plain rounds go on until what was measured before them is priced."""
         self._wait, self._between = 0, self.BETWEEN[0]
         """Plain rounds until a trial, and how many the last one was worth."""
         self._idle = 0
@@ -129,7 +131,8 @@ class Adaptive(LengthPolicy):
             return longest
         plan = self._plan
         if plan.left and not plan.fits(sequences):
-            plan.left = 1  # rows of this round were reserved for it; the next one is planned anew
+            plan.left = 0  # rows of this round were reserved for it: as far as newcomers like, as it says for others
+            longest = [min(cap, plan.budgets.get(s.id, cap)) for cap, s in zip(longest, sequences)]
         if not plan.left:
             if self._calibrates(sequences):
                 return [0] * len(sequences)
@@ -145,15 +148,14 @@ class Adaptive(LengthPolicy):
         prices = self.prices
         if any(sequence.scheduled > 1 for sequence in sequences):
             return False
-        if (prices.wait and not prices.since) or not prices.sure(len(sequences)):
+        if self._settling and prices.wait:
             return True
-        if self._plan.probes and prices.since:
-            return True
-        if prices.since < self._until_check():
-            return False
-        if self._plan.promise > 1.0:
+        probed = self._plan.probes and prices.since
+        checks = prices.since >= self._until_check()
+        self._settling = probed or checks or not prices.sure(len(sequences))
+        if checks and not probed and self._plan.promise > 1.0:
             self._check = min(2 * self._check, self.CHECKS[1])
-        return True
+        return self._settling
 
     def _until_check(self) -> int:
         """How many rounds with drafts may follow each other; a trial ends with plain rounds."""
