@@ -55,7 +55,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     403: {"description": "The server does not answer to the name in the Host header"},
     404: {"description": "There is no such model"},
     413: {"description": "The body is too large"},
-    429: {"description": "Too many requests are waiting"},
+    429: {"description": "Too many sequences are waiting"},
     503: {"description": "The server is shutting down"},
 }
 
@@ -284,6 +284,7 @@ def _operations(app: FastAPI, server: Server) -> None:
             "created": server.started,
             "owned_by": "forerun",
             "max_model_len": server.limit,
+            "chat_template": server.text.chat_template is not None,
             "speculative": {
                 name: {"num_speculative_tokens": drafter.config.num_speculative_tokens}
                 for name, drafter in engine.engine.router.drafters.items()
