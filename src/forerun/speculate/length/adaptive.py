@@ -50,7 +50,9 @@ class Adaptive(LengthPolicy):
     """Rounds that a plan with drafts holds: planning costs host time, and beliefs move slowly."""
     COASTING = 32
     """And where it pays so well that most of them need not be watched."""
-    LOAN = 0.25
+    LUCK = -0.5
+    """Which power of the number of sequences the account's limits follow: luck evens out over them."""
+    LOAN = 0.5
     """How far below zero the account may be taken by a plan that goes on, for one sequence."""
     TOGETHER = 8
     """Rounds with drafts that are accounted for at once, no more than the account could pay for."""
@@ -184,30 +186,40 @@ class Adaptive(LengthPolicy):
         self.beliefs.learn(self._news, self.seen)
         self._news.clear()
         self._wait -= self.ledger.rest()
-        account, luck = self.account, len(sequences) ** -0.75
+        account, luck = self.account, len(sequences) ** self.LUCK
         account.open(luck)
         best = self._best(sequences, self._affordable(sequences, longest))
         goes_on = self._plan.promise > 1.0
+        pays = best.promise > (1.0 if goes_on else self.MARGIN)
         needed = -self.LOAN * luck if goes_on else self._excess(sequences, best.budgets)
-        if best.promise > (1.0 if goes_on else self.MARGIN) and account.balance >= needed:
+        if len(sequences) > 1:
+            needed = min(needed, luck * account.START)
+        if pays and account.balance >= needed:
             best.promise = max(best.promise, self.MARGIN)
             rounds = self.COASTING if self._rich(best.promise) else self.REPLAN
-            best.left = max(1, min(rounds, self._check - self.prices.since))
+            due = self._check - self.prices.since  # a check may be overdue while prompts are read
+            best.left = min(rounds, due if due > 0 else self.TOGETHER)
             if goes_on and (deeper := self._deeper(sequences, longest, best)) is not None:
                 return deeper
             return best
-        trial = best.budgets if len(sequences) == 1 and any(best.budgets.values()) else self._trial(sequences, longest)
-        price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self.ledger.aftermath()
-        lacking = min(price, account.START * luck) - account.balance
         if goes_on:
             self._wait = self._between = self.BETWEEN[0]
-        if lacking <= 0.0 and self._wait <= 0:
-            self._wait = self._between = min(2 * self._between, self.BETWEEN[1])
-            return Plan(trial, self.TRIAL)
+        if pays and not goes_on and len(sequences) > 1:
+            return self._rest(sequences, needed)  # a trial would spend what it takes
+        trial = best.budgets if len(sequences) == 1 and any(best.budgets.values()) else self._trial(sequences, longest)
+        price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self.ledger.aftermath()
+        price = min(price, luck * account.START)
+        if account.balance < price or self._wait > 0:
+            return self._rest(sequences, price)
+        self._wait = self._between = min(2 * self._between, self.BETWEEN[1])
+        return Plan(trial, self.TRIAL)
+
+    def _rest(self, sequences: Seq[Sequence], price: float) -> Plan:
+        """Nobody drafts until the account covers this price and enough rounds have passed since the last trial."""
         self.beliefs.loosen(math.inf, self.SEQUENCE_OPEN)
         self._check = self.CHECKS[0]
-        rest = min(max(int(lacking / account.SPEND) + 1, self._wait), self.REST)
-        return Plan.rest(rest, sequences)
+        rounds = max(int((price - self.account.balance) / self.account.SPEND) + 1, self._wait)
+        return Plan.rest(min(rounds, self.REST), sequences)
 
     def _deeper(self, sequences: Seq[Sequence], longest: Seq[int], best: Plan) -> Plan | None:
         """The deepest drafts instead of the best plan, now and then, where the account is well filled."""
@@ -360,7 +372,7 @@ class Adaptive(LengthPolicy):
         took = (self._took + self.clock() - began) / count
         ledger.host += 0.2 * (min(took, 2.0 * ledger.host) - ledger.host) if ledger.host else took / self.REPLAN
         self._took = 0.0
-        if self.account.balance < -self.LOAN * sequences**-0.75:
+        if self.account.balance < -self.LOAN * sequences**self.LUCK:
             self._plan.left = 0
         return brought / count
 

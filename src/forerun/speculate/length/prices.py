@@ -163,7 +163,7 @@ class Prices:
             if verified:
                 # More rows never cost less than none.
                 self.verify.add(count, rows, max(verified / pace, self.round(count, count)))
-            guesses = [self.drafting(*part[:3]) for part in parts]
+            guesses = [max(self.drafting(*part[:3]), 1e-9) for part in parts]
             for part, guess in zip(parts, guesses):
                 # Methods that drafted together share the time as their estimates say.
                 self.draft[part.method].add(*part[1:], guess, drafted / pace * guess / sum(guesses))
