@@ -34,10 +34,13 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 def expected(plain: Callable[..., Any]) -> dict[str, Any]:
     """Plain decodes, made before the server's thread owns the engine."""
     chat = {"prompt": "<system>be brief\n<user>hi\n<assistant>"}
+    first = plain(chat, SamplingParams(temperature=0.8, seed=7, max_tokens=24))
+    again = {"prompt": f"{chat['prompt']}{first.text}\n<user>go on\n<assistant>"}
     return {
         "completion": plain(PROMPT, SamplingParams(temperature=0.8, seed=7, max_tokens=24)),
         "greedy": plain(PROMPT, SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)),
-        "chat": plain(chat, SamplingParams(temperature=0.8, seed=7, max_tokens=24)),
+        "chat": first,
+        "again": plain(again, SamplingParams(temperature=0.8, seed=7, max_tokens=24)),
         "several": [
             plain(prompt, SamplingParams(temperature=0.8, seed=7, max_tokens=8, n=1)) for prompt in ("a = ", "b = ")
         ],
@@ -89,6 +92,56 @@ def test_chat(client: openai.OpenAI, expected: dict[str, Any]) -> None:
     chunks = list(client.chat.completions.create(**options, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected["chat"].text
+
+
+def test_an_answer_is_the_next_request_s_turn(client: openai.OpenAI, server: Running, expected: dict[str, Any]) -> None:
+    turns: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    options = {"model": "tiny", "temperature": 0.8, "seed": 7, "max_completion_tokens": 24}
+    first = client.chat.completions.create(**options, messages=turns).choices[0].message
+    raw = server.post("/v1/chat/completions", {**options, "messages": turns}).json()["choices"][0]["message"]
+    full = {**first.model_dump(), "annotations": [], "tool_calls": [], "audio": None, "function_call": None}
+    for message in (first, first.model_dump(), raw, full):
+        second = client.chat.completions.create(
+            **options, messages=[*turns, message, {"role": "user", "content": "go on"}]
+        )
+        assert second.choices[0].message.content == expected["again"].text
+
+
+def test_null_is_the_default(server: Running, expected: dict[str, Any]) -> None:
+    """Every field that may be left out may be null, those of objects in the body included."""
+    description = server.http.get("/openapi.json").json()["components"]["schemas"]
+    for path, name, body in (
+        ("/v1/completions", "CompletionRequest", {"prompt": PROMPT, "temperature": 0}),
+        ("/v1/chat/completions", "ChatRequest", {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}),
+    ):
+        nulls: dict[str, Any] = dict.fromkeys(description[name]["properties"])
+        plain = server.post(path, body).json()
+        full = server.post(path, nulls | body)
+        assert full.status_code == 200, full.text
+        assert full.json()["choices"] == plain["choices"]
+        usage = full.json()["usage"]
+        assert (usage["completion_tokens"] == 16) if "prompt" in body else (usage["total_tokens"] == 512)
+        for field, kind in (("stream_options", "StreamOptions"), ("speculative", "Speculative")):
+            inner = {**body, field: dict.fromkeys(description[kind]["properties"])}
+            answer = server.post(path, inner | ({"stream": True} if field == "stream_options" else {}))
+            assert answer.status_code == 200, answer.text
+    sampled = {"prompt": PROMPT, "temperature": None, "top_p": None, "seed": 7, "max_tokens": 24}
+    ones = {"prompt": PROMPT, "temperature": 1, "top_p": 1, "seed": 7, "max_tokens": 24}
+    texts = [server.post("/v1/completions", body).json()["choices"][0]["text"] for body in (sampled, ones)]
+    assert texts[0] == texts[1]
+
+
+def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
+    hello = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    for extra in (
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"tool_choice": "auto", "parallel_tool_calls": True, "function_call": "none"},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"service_tier": "auto", "safety_identifier": "me", "prompt_cache_key": "key", "modalities": ["text"]},
+    ):
+        assert server.post("/v1/chat/completions", {**hello, **extra}).status_code == 200, extra
+    assert server.post("/v1/completions", {"prompt": PROMPT, "suffix": "", "max_tokens": 2}).status_code == 200
 
 
 @pytest.mark.parametrize("wish", [{"enabled": False}, {"method": "ngram"}, {"num_speculative_tokens": 1}])
