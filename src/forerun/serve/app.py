@@ -22,6 +22,7 @@ from forerun.serve import errors, page
 from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard
 from forerun.serve.metrics import Recorder
+from forerun.serve.replies import ChatReply, CompletionReply, Echo
 from forerun.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -30,7 +31,7 @@ from forerun.serve.schema import (
     Speculative,
     TokenizeRequest,
 )
-from forerun.serve.stream import DONE, ChatReply, CompletionReply, Reply
+from forerun.serve.stream import DONE, Reply
 from forerun.serve.text import TextService
 
 
@@ -161,9 +162,7 @@ class Server:
             max_tokens=body.max_tokens,
             prompt_logprobs=body.logprobs if echoes else None,
         )
-        echo = None
-        if body.echo:
-            echo = [await self.text.decode(prompt) for prompt in prompts]
+        echo = await self._echo(body, prompts) if body.echo else None
         streams = await self.submit(prompts, params, body, explicit)
         options = self.reply_options(body, streams, body.logprobs is not None)
         return CompletionReply(streams, self.text, echo=echo, **options)
@@ -173,6 +172,13 @@ class Server:
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]
         return [await self.text.encode(item) if isinstance(item, str) else list(item) for item in prompt]
+
+    async def _echo(self, body: CompletionRequest, prompts: Seq[Seq[int]]) -> list[Echo]:
+        given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        texts = given if isinstance(given[0], str) else [await self.text.decode(prompt) for prompt in prompts]
+        if body.logprobs is None:
+            return [Echo(text) for text in texts]
+        return [Echo(text, await self.text.offsets(prompt, text)) for prompt, text in zip(prompts, texts)]
 
     async def chat(self, body: ChatRequest) -> Reply:
         self.check_model(body.model)
