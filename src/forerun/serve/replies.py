@@ -79,8 +79,7 @@ class ChatReply(Reply):
     prefix = "chatcmpl"
 
     def openings(self) -> list[dict[str, Any]]:
-        opening = {"role": "assistant", "content": ""}
-        return [{"index": choice.index, "delta": opening, "finish_reason": None} for choice in self.choices]
+        return [self._body(choice, {"delta": {"role": "assistant", "content": ""}}) for choice in self.choices]
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         return self._body(choice, {"message": {"role": "assistant", "content": choice.text, "refusal": None}})
