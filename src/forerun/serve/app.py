@@ -16,6 +16,7 @@ from starlette.types import Send
 
 from forerun import __version__
 from forerun.engine.async_engine import AsyncEngine
+from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
 from forerun.sampling.params import SamplingParams
 from forerun.serve import answers, errors, openapi, page
@@ -77,9 +78,10 @@ class Server:
         loaded = self.engine.engine.router.drafters
         if wish is None:
             return {"priority": priority}
-        if not wish.enabled:
-            if wish.method is not None or wish.num_speculative_tokens:
-                raise ApiError(400, "speculative.enabled is false: remove the other options", param="speculative")
+        if not wish.enabled or wish.method == NONE:
+            if wish.method not in (None, NONE) or wish.num_speculative_tokens:
+                why = "method is 'none'" if wish.enabled else "enabled is false"
+                raise ApiError(400, f"speculative.{why}: remove the other options", param="speculative")
             return {"speculate": False, "trace": wish.trace, "priority": priority}
         if not loaded:
             raise ApiError(
@@ -142,6 +144,12 @@ class Server:
         self.check_model(body.model)
         if body.echo and body.stream and body.logprobs is not None:
             raise ApiError(400, "echo with logprobs does not stream: remove stream, echo or logprobs", param="echo")
+        if body.max_tokens == 0 and not body.echo:
+            raise ApiError(
+                400, "max_tokens is 0: ask for a token, or for the prompt alone with echo: true", param="max_tokens"
+            )
+        if body.max_tokens == 0 and body.min_tokens:
+            raise ApiError(400, f"min_tokens ({body.min_tokens}) exceeds max_tokens (0)", param="min_tokens")
         prompts = await self._prompts(body)
         if len(prompts) * body.n > 128:
             raise ApiError(400, f"{len(prompts)} prompts times n {body.n} are more than 128 answers", param="n")
@@ -149,13 +157,13 @@ class Server:
         echoes = body.echo and body.logprobs is not None
         params = body.sampling(
             logprobs=body.logprobs,
-            max_tokens=body.max_tokens,
+            max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
             prompt_logprobs=body.logprobs if echoes else None,
         )
         echo = await self._echo(body, prompts) if body.echo else None
         streams = await self.submit(prompts, params, body, explicit)
         options = self.reply_options(body, streams, body.logprobs is not None)
-        return CompletionReply(streams, self.text, echo=echo, **options)
+        return CompletionReply(streams, self.text, echo=echo, silent=body.max_tokens == 0, **options)
 
     async def _prompts(self, body: CompletionRequest) -> list[list[int]]:
         prompt: Any = body.prompt

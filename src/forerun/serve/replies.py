@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.stop import ERROR, LENGTH, Finish
+from forerun.engine.stream import Delta
 from forerun.serve.listed import Placed, by_name, finite
 from forerun.serve.stream import Choice, Reply
 
@@ -23,13 +25,20 @@ class CompletionReply(Reply):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, *arguments: Any, echo: Seq[Echo] | None = None, **options: Any) -> None:
+    def __init__(self, *arguments: Any, echo: Seq[Echo] | None = None, silent: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.silent = silent
+        """Only the prompt was asked for: the token that the engine makes in reading it is not part of the answer."""
         self.echo = echo
         """The prompts, where the answer repeats them."""
 
     def _echo(self, choice: Choice) -> Echo:
         return self.echo[choice.index // self.per_prompt] if self.echo is not None else Echo()
+
+    def _read(self, place: int, delta: Delta) -> Choice:
+        if self.silent and delta.finish is not None and delta.finish.reason != ERROR:
+            delta = Delta(delta.index, [], [], None, Finish(LENGTH), delta.seconds)
+        return super()._read(place, delta)
 
     def openings(self) -> list[dict[str, Any]]:
         if self.echo is None:

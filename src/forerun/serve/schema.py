@@ -119,7 +119,7 @@ class Speculative(Body):
     """This request's choice among the server's drafters."""
 
     enabled: bool = Field(True, description="false: decode plainly")
-    method: str | None = Field(None, description="one of the loaded methods; default: the first")
+    method: str | None = Field(None, description="one of the loaded methods (default: the first), or none")
     num_speculative_tokens: int | None = Field(None, ge=0, description="at most the server's; 0: decode plainly")
     trace: bool = Field(False, description="return what became of every draft, round by round")
 
@@ -257,7 +257,7 @@ class Generation(Body):
 
 class CompletionRequest(Generation):
     prompt: Prompt
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=0, description="0, with echo: the prompt alone, and its logprobs")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     best_of: int | None = Field(None, ge=1, description="refused unless it equals n: there is no re-ranking here")
