@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import groupby
 from statistics import median
+from time import perf_counter
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from forerun.bench.methods import method_configs, runnable, shape, with_trees
 from forerun.bench.peers import peer_contenders
 from forerun.bench.prompts import make_prompts, repetition_rate
 from forerun.bench.rows import acceptance_by_position
-from forerun.bench.run import BenchConfig, take_turns
+from forerun.bench.run import TURN, BenchConfig, side_by_side, take_turns
 from forerun.bench.shapes import bytes_per_token, random_checkpoint
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
@@ -148,6 +150,55 @@ def test_measuring_counts_decoding_rounds_only(llm):
     assert found.seconds == pytest.approx(sum(r.total for r in found.rounds))
     assert all(r.rows == len(r.depths) and r.depth == 0 for r in found.rounds)
     assert engine.on_round is None
+
+
+def test_a_whole_run_counts_what_prompts_took_and_brought(llm):
+    engine = llm(max_num_seqs=1).engine
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (6, 4)]
+    began = perf_counter()
+    found = measure(engine, [[5, 6, 7, 8], [9, 10, 11]], params, whole=True)
+    assert found.tokens == 6 + 4
+    assert sum(r.tokens for r in found.rounds) == 6 + 4 - 2
+    assert sum(r.total for r in found.rounds) < found.seconds < perf_counter() - began
+
+
+@pytest.mark.parametrize(("fresh", "kept"), [(False, 1), (True, 3)])
+def test_what_a_length_policy_has_measured_stays_unless_it_is_to_be_forgotten(llm, fresh, kept):
+    policies = []
+
+    class Noting(EngineContender):
+        def run(self, prompts, params):
+            policies.append(self.engine.policy)
+            return super().run(prompts, params)
+
+    contender = Noting("ngram", llm(), {"method": "ngram", "length": "adaptive"}, 1)
+    config = BenchConfig(fresh=fresh, whole=True, max_tokens=3, repeats=3)
+    take_turns([contender], [[1, 2, 3], [4, 5, 6]], config, temperature=0.0, concurrency=1)
+    assert len({id(policy) for policy in policies}) == kept
+
+
+def test_contenders_with_several_requests_take_turns_in_their_midst(llm):
+    class Noting(EngineContender):
+        def rounds(self, prompts, params, found):
+            for _ in super().rounds(prompts, params, found):
+                turns.append(self.name)
+                yield
+
+    turns: list[str] = []
+    prompts, params = [[1, 2, 3], [4, 5, 6]], SamplingParams(temperature=0.0, max_tokens=TURN + 9, ignore_eos=True)
+    contenders = [Noting(name, llm(), {"method": "none"}, 2) for name in ("a", "b")]
+    found = [Measured(), Measured()]
+    side_by_side(contenders, prompts, [params] * 2, found, begin=1)
+    assert [name for name, _ in groupby(turns)] == ["b", "a", "b", "a"]
+    assert turns[: 2 * TURN] == ["b"] * TURN + ["a"] * TURN
+    alone = contenders[0].run(prompts, [params] * 2)
+    assert found[0].answers == found[1].answers == alone.answers
+    assert found[0].tokens == alone.tokens == 2 * (TURN + 9) - 2
+
+
+def test_whole_runs_have_no_peers():
+    with pytest.raises(ConfigError, match="whole"):
+        BenchConfig(whole=True, peers=["transformers"])
 
 
 def test_peers_answer_the_same_prompts_with_the_same_counts(llm, tiny_draft):

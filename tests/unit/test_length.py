@@ -173,7 +173,7 @@ def test_rows_that_are_not_planned_are_not_reserved() -> None:
     wanted = {policy.longest_nodes(sequence)}
     assert wanted <= {0, 3}
     policy.release(sequence)
-    assert not policy.beliefs
+    assert not policy.beliefs.own
     assert not policy.seen
 
 

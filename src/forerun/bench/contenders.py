@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import Measured, measure
+from forerun.plan.estimate import Measured, measure, rounds
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
 
@@ -29,7 +29,7 @@ class Contender(Protocol):
         """Whether its tokens must be those of plain decoding."""
 
     def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
-        """Answer the prompts, all of them; only decoding is timed."""
+        """Answer the prompts, all of them, and time decoding."""
 
     def close(self) -> None:
         """Give memory back."""
@@ -43,6 +43,8 @@ class EngineContender:
     llm: LLM
     options: Mapping[str, Any]
     concurrency: int
+    whole: bool = False
+    """Whether the rounds that read prompts count."""
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,12 +54,14 @@ class EngineContender:
         config = replace(self.llm.config, max_num_seqs=self.concurrency)
         return Engine(self.llm.model, self.llm.tokenizer, config, SpeculativeConfig.parse(self.options))
 
-    def renew(self) -> None:
+    def renew(self, fresh: bool = False) -> None:
         """A drafter that has not seen these prompts' answers, which some would recite; what the length policy has
-        measured stays."""
+        measured stays, unless ``fresh``."""
         policy = self.engine.policy
         del self.engine
         self.engine = self._new_engine()
+        if fresh:
+            return
         self.engine.policy = policy
         self.engine.scheduler.draft_rows = policy.longest_nodes
 
@@ -79,7 +83,11 @@ class EngineContender:
         return self.llm.model.invariant and (rule.identity or (rule.lossless and temperature == 0.0))
 
     def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
-        return measure(self.engine, prompts, params)
+        return measure(self.engine, prompts, params, whole=self.whole)
+
+    def rounds(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams], found: Measured) -> Iterator[None]:
+        """The same, round by round."""
+        return rounds(self.engine, prompts, params, found, whole=self.whole)
 
     def close(self) -> None:
         del self.engine

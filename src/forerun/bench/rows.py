@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 from forerun.bench.contenders import FASTEST, Contender
@@ -19,7 +19,8 @@ def table(
     temperature: float,
     concurrency: int,
 ) -> list[dict[str, Any]]:
-    """One row per contender, each against ``none`` of the same run and against the fastest plain mode."""
+    """One row per contender, each against ``none`` of the same run and against the fastest plain mode;
+    ``speedup_error`` is the standard error of the repeats' mean speed-up."""
     names = [contender.name for contender in contenders]
     plain = runs[names.index(NONE)]
     fastest = runs[names.index(FASTEST)] if FASTEST in names else plain
@@ -31,6 +32,7 @@ def table(
         row["tokens_per_second"] = median(m.tokens_per_second for m in found)
         ratios = [m.tokens_per_second / p.tokens_per_second for m, p in zip(found, plain)]
         row["speedup"], row["speedup_range"] = median(ratios), [min(ratios), max(ratios)]
+        row["speedup_error"] = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
         row["speedup_over_fastest"] = median(m.tokens_per_second / f.tokens_per_second for m, f in zip(found, fastest))
         row |= _speculation(found, plain, concurrency)
         row["identical"] = None

@@ -7,8 +7,11 @@ import tempfile
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from forerun.bench.contenders import FASTEST, Contender, EngineContender
 from forerun.bench.environment import environment, read_bandwidth
@@ -25,6 +28,8 @@ from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
 
 WARM_UP_TOKENS = 8
+TURN = 32
+"""Rounds of a turn: long enough for warm caches, shorter than a neighbour's moods."""
 OUT_OF_CACHE = 256 << 20
 TREE_NODES = 8
 
@@ -62,6 +67,10 @@ class BenchConfig:
     )
     random_draft_shape: str | None = None
     """and a draft model of this shape"""
+    whole: bool = False
+    """count the rounds that read prompts, too: the speed of requests that come and go"""
+    fresh: bool = False
+    """forget after every repeat what the length policy has measured"""
     fastest: bool = True
     """measure plain decoding without bit-equal logits too"""
     trees: int | None = None
@@ -83,6 +92,8 @@ class BenchConfig:
             raise ConfigError(f"sampling has unknown options {', '.join(sorted(unknown))}")
         if self.sampling and self.peers:
             raise ConfigError("sampling options are not passed on to peers: leave one of the two out")
+        if self.whole and self.peers:
+            raise ConfigError("only decoding is timed where peers take part: leave whole or peers out")
         if not self.concurrency or min(self.concurrency) < 1:
             raise ConfigError(f"concurrency must be at least 1, not {list(self.concurrency)}")
         if not self.temperatures or min(self.temperatures) < 0:
@@ -134,9 +145,9 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     )
     rows = []
     for concurrency in config.concurrency:
-        contenders: list[Contender] = [EngineContender(o["method"], llm, o, concurrency) for o in options]
+        contenders: list[Contender] = [EngineContender(o["method"], llm, o, concurrency, config.whole) for o in options]
         if fastest is not None:
-            contenders.append(EngineContender(FASTEST, fastest, {"method": NONE}, concurrency))
+            contenders.append(EngineContender(FASTEST, fastest, {"method": NONE}, concurrency, config.whole))
         if concurrency == 1:
             contenders += peer_contenders(config.peers, llm, config.speculative.get("model"))
         for temperature in config.temperatures:
@@ -160,6 +171,7 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
         "prompt_tokens": config.prompt_tokens,
         "max_tokens": config.max_tokens,
         "repeats": config.repeats,
+        "whole": config.whole,
         "prompt_repetition_rate": repetition_rate(prompts),
     }
     return {"environment": about, "rows": rows, "left_out": left_out}
@@ -169,7 +181,7 @@ def take_turns(
     contenders: Seq[Contender], prompts: Seq[list[int]], config: BenchConfig, temperature: float, concurrency: int
 ) -> list[list[Measured]]:
     """Per contender, one measurement per repeat, each by a drafter that has not seen the prompts. The turn passes after
-    every prompt, or every full batch."""
+    every prompt, or, where they are answered together or count as a whole, after ``TURN`` rounds."""
 
     def params(first: int, count: int, tokens: int) -> list[SamplingParams]:
         seeds = range(config.seed + first, config.seed + first + count)
@@ -177,21 +189,44 @@ def take_turns(
         return [SamplingParams(**options, seed=seed) for seed in seeds]
 
     others = [prompt[::-1] for prompt in prompts[:concurrency]]
-    size = len(prompts) if concurrency > 1 else 1
     runs: list[list[Measured]] = [[] for _ in contenders]
     for repeat in range(config.repeats):
         for contender, found in zip(contenders, runs):
             found.append(Measured())
             if isinstance(contender, EngineContender):
-                contender.renew()
+                contender.renew(fresh=config.fresh)
             contender.run(others, params(0, concurrency, min(WARM_UP_TOKENS, config.max_tokens)))
-        for first in range(0, len(prompts), size):
-            turn = (repeat + first // size) % len(contenders)
-            for index in [*range(turn, len(contenders)), *range(turn)]:
-                part = prompts[first : first + size]
-                answered = contenders[index].run(part, params(first, len(part), config.max_tokens))
-                runs[index][-1].extend(answered)
+        if concurrency > 1 or config.whole:
+            engines = [contender for contender in contenders if isinstance(contender, EngineContender)]
+            found = [each[-1] for each in runs]
+            side_by_side(engines, prompts, params(0, len(prompts), config.max_tokens), found, repeat)
+            continue
+        for first, prompt in enumerate(prompts):
+            for index in _order(len(contenders), repeat + first):
+                runs[index][-1].extend(contenders[index].run([prompt], params(first, 1, config.max_tokens)))
     return runs
+
+
+def side_by_side(
+    contenders: Seq[EngineContender],
+    prompts: Seq[list[int]],
+    params: Seq[SamplingParams],
+    found: Seq[Measured],
+    begin: int = 0,
+) -> None:
+    """All contenders at once, ``TURN`` rounds each in turns, so that a slow moment of the machine meets them all."""
+    with torch.inference_mode():
+        running = {
+            index: contenders[index].rounds(prompts, params, found[index]) for index in _order(len(contenders), begin)
+        }
+        while running:
+            for index, rounds in list(running.items()):
+                if sum(1 for _ in islice(rounds, TURN)) < TURN:
+                    del running[index]
+
+
+def _order(count: int, begin: int) -> list[int]:
+    return [(begin + index) % count for index in range(count)]
 
 
 def _bandwidth(llm: LLM, rows: Seq[dict[str, Any]]) -> dict[str, Any]:

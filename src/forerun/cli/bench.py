@@ -36,6 +36,7 @@ COLUMNS = {
     "concurrency": "batch",
     "tokens_per_second": "tokens/s",
     "speedup": "speed-up",
+    "speedup_error": "±",
     "predicted_speedup": "predicted",
     "speedup_over_fastest": "over fastest",
     "alpha": "alpha",
@@ -97,7 +98,8 @@ def bench(
 ) -> None:
     """Measure methods against plain decoding, predicted beside measured.
 
-    Contenders take turns on every prompt; figures are medians, decoding only. Every losing row stays.
+    Contenders take turns on every prompt; figures are medians, decoding only unless --whole; ± is the standard error of
+    the mean speed-up. Every losing row stays.
     """
     refuse_batch_size(engine)
     config = BenchConfig(
@@ -157,7 +159,7 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
         f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s), "
         f"{about['processor']}\n{about['prompts']} {about['prompt_set']} prompts of {about['prompt_tokens']} tokens "
         f"(repeats {'-' if repeated is None else f'{repeated:.2f}'}), {about['max_tokens']} new tokens each{options}, "
-        f"medians of {about['repeats']} interleaved runs"
+        f"medians of {about['repeats']} interleaved runs{', prompts included' if about['whole'] else ''}"
     )
     if result["left_out"]:
         write(["left out", "because"], list(result["left_out"].items()))

@@ -6,6 +6,7 @@ Never in a tight loop: a draft step that follows a target pass finds cold caches
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from statistics import median
@@ -50,7 +51,7 @@ class Measured:
     tokens: int = 0
     """Tokens emitted in ``seconds``."""
     seconds: float = 0.0
-    """Time of decoding: rounds that read no prompt."""
+    """Time of decoding: rounds that read no prompt; of all rounds where they were asked for."""
 
     def extend(self, other: Measured) -> None:
         self.answers += other.answers
@@ -68,27 +69,38 @@ class Measured:
         return RequestMetrics.merged(self.metrics) if self.metrics else RequestMetrics()
 
 
-def measure(engine: Engine, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
-    """Run the prompts through ``engine``, as many at a time as it takes, and time every round."""
+def measure(engine: Engine, prompts: Seq[Seq[int]], params: Seq[SamplingParams], *, whole: bool = False) -> Measured:
+    """Run the prompts through ``engine``, as many at a time as it takes, and time every round; with ``whole`` those
+    that read prompts count, too."""
     found = Measured()
+    with torch.inference_mode():  # as whoever runs an engine does
+        for _ in rounds(engine, prompts, params, found, whole=whole):
+            pass
+    return found
+
+
+def rounds(
+    engine: Engine, prompts: Seq[Seq[int]], params: Seq[SamplingParams], found: Measured, *, whole: bool = False
+) -> Iterator[None]:
+    """The same, round by round, for whoever lets several engines take turns; ``found`` is whole at the end."""
     latest: list[Round] = []
     engine.on_round = latest.append
     jobs = [job for prompt, options in zip(prompts, params, strict=True) for job in engine.add(prompt, options)]
-    with torch.inference_mode():  # as whoever runs an engine does
-        while engine.busy:
-            latest.clear()
-            began = perf_counter()
-            engine.step()
-            seconds = perf_counter() - began
-            sample = _sample(latest[0], seconds) if latest else None
-            if sample is not None:
-                found.rounds.append(sample)
-                found.tokens += sample.tokens
-                found.seconds += seconds
+    while engine.busy:
+        latest.clear()
+        began = perf_counter()
+        engine.step()
+        seconds = perf_counter() - began
+        sample = _sample(latest[0], seconds) if latest else None
+        if sample is not None:
+            found.rounds.append(sample)
+        if sample is not None or whole:
+            found.tokens += sum(len(verdict.tokens) for round_ in latest for verdict in round_.verdicts)
+            found.seconds += seconds
+        yield
     engine.on_round = None
     found.answers = [job.output_ids for job in jobs]
     found.metrics = [job.metrics for job in jobs]
-    return found
 
 
 def _sample(round_: Round, seconds: float) -> Sample | None:

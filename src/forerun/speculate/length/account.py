@@ -32,6 +32,8 @@ class Account:
 
     def pay(self, rounds: int) -> None:
         """Pay what so many rounds owe for catching up."""
+        if not self.owed:
+            return
         left = self.owed * (1.0 - 1.0 / self.HORIZON) ** rounds
         self.book(left - self.owed)
         self.owed = left

@@ -11,17 +11,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from time import perf_counter
+from typing import NamedTuple
 
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length.account import Account
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting, policies
-from forerun.speculate.length.beliefs import Belief, MethodBelief
+from forerun.speculate.length.beliefs import Beliefs, MethodBelief, News
 from forerun.speculate.length.plan import Doubt, Plan, decodes, nobody
 from forerun.speculate.length.prices import Drafting, Prices
 
-Offer = tuple[float, int, int, float]
-"""A position that may be drafted: expected tokens it adds, its depth, whose it is, expected rows it adds."""
+
+class Seen(NamedTuple):
+    """A round with drafts."""
+
+    groups: Seq[Drafting]
+    drafts: Seq[Draft]
+    verdicts: Seq[Verdict]
+    seconds: Seconds
 
 
 @policies.register("adaptive")
@@ -52,6 +59,8 @@ class Adaptive(LengthPolicy):
     """Rounds that a plan with drafts holds: planning costs host time, and beliefs move slowly."""
     LOAN = 0.25
     """How far below zero the account may be taken by a plan that goes on, for one sequence."""
+    TOGETHER = 8
+    """Rounds with drafts that are accounted for at once."""
     TRIAL = 4
     """Rounds that a trial lasts, unless the account says no before."""
     BETWEEN = (8, 64)
@@ -76,19 +85,22 @@ class Adaptive(LengthPolicy):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.prices = Prices(setting)
-        self.methods = {
+        methods = {
             method: MethodBelief(len(nodes) - 1, self.RATE, self.METHOD_WEIGHT)
             for method, nodes in setting.nodes.items()
         }
-        self.beliefs: dict[int, Belief] = {}
+        self.beliefs = Beliefs(methods, self.METHOD_FADE, self.SEQUENCE_FADE)
         self.seen: dict[int, int] = {}
         """Committed tokens of each sequence that its drafter has been shown."""
         self.account = Account()
         self.host = 0.0
         """Seconds that this policy itself takes for a round with drafts."""
         self._took = 0.0
+        """Seconds of its own that were not counted yet."""
         self._plan = Plan()
         self._check = self.CHECKS[0]
+        self._settling = False
+        """Whether plain rounds go on until what was measured before them is priced."""
         self._wait, self._between = 0, self.BETWEEN[0]
         """Plain rounds until a trial, and how many the last one was worth."""
         self._idle = 0
@@ -97,11 +109,17 @@ class Adaptive(LengthPolicy):
         """By number of sequences."""
         self._asked: list[int] = []
         self._groups: list[Drafting] = []
-        self._news: list[tuple[list[Drafting], list[tuple[Sequence, int, Draft, Verdict]]]] = []
+        self._steady: list[int] = []
+        """Sequences for which the last round's budgets hold unless the plan ends; empty: look again."""
+        self._seen: list[Seen] = []
+        """Rounds with drafts that were not accounted for yet."""
+        self._news: list[tuple[list[str], list[News]]] = []
 
     def budgets(self, sequences: Seq[Sequence]) -> list[int]:
         plan = self._plan
-        if plan.rests:
+        if plan.left and self._steady and self._repeats(sequences):
+            plan.left -= 1
+        elif plan.rests:
             # When all of them left, there are no rows for drafts in this round, but the next one is planned.
             plan.left = plan.left - 1 if plan.still(sequences) else 0
             self._asked, self._groups = [0] * len(sequences), []
@@ -129,8 +147,10 @@ class Adaptive(LengthPolicy):
             return longest
         plan = self._plan
         if plan.left and not plan.fits(sequences):
-            plan.left = 1  # rows of this round were reserved for it; the next one is planned anew
+            plan.left = 0  # rows of this round were reserved for it: as far as newcomers like, as it says for others
+            longest = [min(cap, plan.budgets.get(s.id, cap)) for cap, s in zip(longest, sequences)]
         if not plan.left:
+            self._digest()
             if self._calibrates(sequences):
                 return [0] * len(sequences)
             plan = self._plan = self._decide(sequences, longest)
@@ -145,15 +165,14 @@ class Adaptive(LengthPolicy):
         prices = self.prices
         if any(sequence.scheduled > 1 for sequence in sequences):
             return False
-        if (prices.wait and not prices.since) or not prices.sure(len(sequences)):
+        if self._settling and prices.wait:
             return True
-        if self._plan.probes and prices.since:
-            return True
-        if prices.since < self._until_check():
-            return False
-        if self._plan.promise > 1.0:
+        probed = self._plan.probes and prices.since > 0
+        checks = prices.since >= self._until_check()
+        self._settling = probed or checks or not prices.sure(len(sequences))
+        if checks and not probed and self._plan.promise > 1.0:
             self._check = min(2 * self._check, self.CHECKS[1])
-        return True
+        return self._settling
 
     def _until_check(self) -> int:
         """How many rounds with drafts may follow each other; a trial ends with plain rounds."""
@@ -167,7 +186,8 @@ class Adaptive(LengthPolicy):
 
     def _decide(self, sequences: Seq[Sequence], longest: Seq[int]) -> Plan:
         """The best plan if the account covers it, else a small trial, else rest until there is enough for one."""
-        self._learn()
+        self.beliefs.learn(self._news, self.seen)
+        self._news.clear()
         self._settle_idle()
         account, luck = self.account, len(sequences) ** -0.75
         account.open(luck)
@@ -188,7 +208,7 @@ class Adaptive(LengthPolicy):
         if lacking <= 0.0 and self._wait <= 0:
             self._wait = self._between = min(2 * self._between, self.BETWEEN[1])
             return Plan(trial, self.TRIAL)
-        for belief in self.beliefs.values():
+        for belief in self.beliefs.own.values():
             belief.loosen(self.SEQUENCE_OPEN)
         self._check = self.CHECKS[0]
         rest = min(max(int(lacking / account.SPEND) + 1, self._wait), self.REST)
@@ -236,7 +256,7 @@ class Adaptive(LengthPolicy):
         for sequence in sequences:
             depth = budgets.get(sequence.id)
             if depth and sequence.drafter is not None:
-                made = self.methods[sequence.drafter].existence()[depth - 1]
+                made = self.beliefs.methods[sequence.drafter].existence()[depth - 1]
                 rows += made * self.setting.nodes[sequence.drafter][depth]
         cost = self.prices.round(len(sequences), rows)
         cost += sum(self.prices.drafting(*part) for part in self._drafting(sequences, budgets))
@@ -251,37 +271,17 @@ class Adaptive(LengthPolicy):
         """A short draft for one sequence: of those whose drafters have least to catch up on, the least known."""
 
         def rank(index: int) -> tuple[int, float]:
-            own = self.beliefs.get(sequences[index].id)
+            own = self.beliefs.own.get(sequences[index].id)
             return self._lag(sequences[index]), own.tested[0] if own is not None else 0.0
 
         budgets = nobody(sequences)
         budgets[sequences[min((i for i, cap in enumerate(longest) if cap), key=rank)].id] = 1
         return budgets
 
-    def _offers(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[Offer]:
-        """Every position that may be drafted, the most promising first."""
-        exists = {method: belief.existence() for method, belief in self.methods.items()}
-        shared = {method: belief.acceptance() for method, belief in self.methods.items()}
-        offers: list[Offer] = []
-        for index, (sequence, cap) in enumerate(zip(sequences, longest)):
-            if not cap or sequence.drafter is None:
-                continue
-            rates, there = shared[sequence.drafter], exists[sequence.drafter]
-            own = self.beliefs.get(sequence.id)
-            if own is not None:
-                rates = own.rates(rates, self.SEQUENCE_WEIGHT)
-            nodes, chance = self.setting.nodes[sequence.drafter], 1.0
-            for depth in range(1, cap + 1):
-                chance *= rates[depth - 1]
-                made = there[depth - 1]
-                offers.append((chance * made, depth, index, made * (nodes[depth] - nodes[depth - 1])))
-        offers.sort(key=lambda offer: (-offer[0], offer[1]))
-        return offers
-
     def _best(self, sequences: Seq[Sequence], longest: Seq[int]) -> Plan:
         """The admission prefix with the most expected tokens per second among those that are not empty."""
         count, rows = len(sequences), float(sum(sequence.scheduled for sequence in sequences))
-        offers = self._offers(sequences, longest)
+        offers = self.beliefs.offers(sequences, longest, self.setting.nodes, self.SEQUENCE_WEIGHT)
         plain = self.prices.round(count, rows)
         best, chosen = 0.0, 0
         tokens, extra = float(count), self.host / self.prices.pace
@@ -306,46 +306,86 @@ class Adaptive(LengthPolicy):
             budgets[sequences[index].id] = depth
         promise = best * plain / count
         pays = promise > self.MARGIN
-        self._forget(budgets if pays else {}, {sequences[index].drafter for _, _, index, _ in offers[:chosen] if pays})
+        active = {sequences[index].drafter for _, _, index, _ in offers[:chosen] if pays}
+        self.beliefs.forget(budgets if pays else {}, active, self.SILENT_FADE, self.OPEN)
         return Plan(budgets, self.REPLAN, promise)
 
-    def _forget(self, budgets: Mapping[int, int], active: set[str | None]) -> None:
-        """Hold less against those whom a plan leaves out."""
-        for key, budget in budgets.items():
-            if not budget and key in self.beliefs:
-                self.beliefs[key].fade(self.SILENT_FADE)
-        for method, belief in self.methods.items():
-            if method not in active:
-                belief.loosen(self.OPEN)
-
     def _untried(self, method: str) -> bool:
-        return self.methods[method].tested[0] < self.UNTRIED or self.prices.untried(method)
+        return self.beliefs.methods[method].tested[0] < self.UNTRIED or self.prices.untried(method)
 
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
         if not self._groups:
+            self._digest()
             self._idle += 1
             self.prices.streak += 1
             # In a long rest only the last rounds are looked at: this costs host time too.
             if self._plan.left < self.prices.RECENT or self.prices.wait:
                 self._observe_plain(verdicts, seconds)
             return
-        self._settle_idle()
-        self.account.pay(1)
-        began = self.clock()
-        if decodes(verdicts):
-            rows = len(sequences) + sum([len(draft) for draft in drafts])
-            self.account.book(-self._aftermath())
-            self.prices.drafted(len(sequences), rows, seconds, self._groups)
-            self._settle(len(sequences), rows, sum([len(verdict.tokens) for verdict in verdicts]), seconds)
-        news = []
+        news, steady = [], decodes(verdicts)
         for asked, sequence, draft, verdict in zip(self._asked, sequences, drafts, verdicts):
-            known = self.seen.get(sequence.id, 0)
-            if asked and (len(draft) or len(sequence.tokens) - len(verdict.tokens) - known < self.LITTLE):
-                self.seen[sequence.id] = len(sequence.tokens)
-                news.append((sequence, asked, draft, verdict))
-        self._news.append((self._groups, news))
-        took, self._took = self._took + self.clock() - began, 0.0
+            if asked:
+                known = self.seen.get(sequence.id, 0)
+                if len(draft) or len(sequence.tokens) - len(verdict.tokens) - known < self.LITTLE:
+                    self.seen[sequence.id] = len(sequence.tokens)
+                    news.append(News(sequence, asked, draft, verdict))
+                else:
+                    steady = False
+        self._seen.append(Seen(self._groups, drafts, verdicts, seconds))
+        self._news.append(([part.method for part in self._groups], news))
+        if steady and any(part.behind for part in self._groups):
+            self._groups = [part._replace(behind=0) for part in self._groups]
+        self._steady = [sequence.id for sequence in sequences] if steady else []
+        if len(self._seen) >= self.TOGETHER:
+            self._digest()
+
+    def _repeats(self, sequences: Seq[Sequence]) -> bool:
+        """Whether the last round's budgets are the plan's for this one."""
+        if [sequence.id for sequence in sequences] != self._steady:
+            return False
+        return all(self.longest(sequence) >= asked for asked, sequence in zip(self._asked, sequences))
+
+    def _digest(self) -> None:
+        """Account for rounds with drafts: some together, where caches know the way."""
+        if not self._seen:
+            return
+        began = self.clock()
+        self._settle_idle()
+        priced: dict[tuple[int, int], tuple[float, float, float]] = {}
+        for groups, drafts, verdicts, seconds in self._seen:
+            self.account.pay(1)
+            if not decodes(verdicts):
+                continue
+            count = len(verdicts)
+            rows = count + sum([len(draft) for draft in drafts])
+            self.account.book(-self._aftermath())
+            self.prices.drafted(count, rows, seconds, groups)
+            key = rows, id(groups)
+            if key not in priced:
+                priced[key] = self._price(count, rows, groups)
+            self._settle(count, sum([len(verdict.tokens) for verdict in verdicts]), seconds, priced[key])
+        took = (self._took + self.clock() - began) / len(self._seen)
         self.host += 0.2 * (min(took, 2.0 * self.host) - self.host) if self.host else took / self.REPLAN
+        self._took = 0.0
+        self._seen.clear()
+
+    def _price(self, count: int, rows: int, groups: Seq[Drafting]) -> tuple[float, float, float]:
+        """Seconds of a plain round, of one with these drafts, and of what their drafters catch up on in it."""
+        prices = self.prices
+        cost = prices.round(count, rows) + sum([prices.drafting(*part) for part in groups])
+        behind = sum([prices.draft[part.method].per_token * part.behind for part in groups])
+        return prices.round(count, count), cost, behind
+
+    def _settle(self, count: int, tokens: int, seconds: Seconds, price: tuple[float, float, float]) -> None:
+        """Book what a round with drafts brought and cost."""
+        (plain, cost, behind), prices = price, self.prices
+        if prices.since <= self.FRESH:
+            spent = (seconds.draft + seconds.verify + seconds.accept) / prices.pace
+            cost = min(max(spent, cost), cost + self.SURPRISE * plain)
+        self.account.owed += behind / plain
+        self.account.book(tokens / count - (cost - behind + self.host / prices.pace) / plain)
+        if self.account.balance < -self.LOAN * count**-0.75:
+            self._plan.left = 0
 
     def _observe_plain(self, verdicts: Seq[Verdict], seconds: Seconds) -> None:
         if decodes(verdicts):
@@ -359,38 +399,6 @@ class Adaptive(LengthPolicy):
         self._wait -= idle
         self.account.earn(idle)
 
-    def _settle(self, count: int, rows: int, tokens: int, seconds: Seconds) -> None:
-        """Book what a round with drafts brought and cost."""
-        prices = self.prices
-        plain = prices.round(count, count)
-        cost = prices.round(count, rows) + sum(prices.drafting(*part) for part in self._groups)
-        if prices.since <= self.FRESH:
-            spent = (seconds.draft + seconds.verify + seconds.accept) / prices.pace
-            cost = min(max(spent, cost), cost + self.SURPRISE * plain)
-        behind = sum(prices.draft[part.method].per_token * part.behind for part in self._groups) / plain
-        self.account.owed += behind
-        self.account.book(tokens / count - (cost + self.host / prices.pace) / plain + behind)
-        if self.account.balance < -self.LOAN * count**-0.75:
-            self._plan.left = 0
-
-    def _learn(self) -> None:
-        """Take the rounds since the last plan to heart: together, where caches know the way."""
-        for groups, news in self._news:
-            for part in groups:
-                self.methods[part.method].fade(self.METHOD_FADE)
-            for sequence, asked, draft, verdict in news:
-                assert sequence.drafter is not None
-                method = self.methods[sequence.drafter]
-                method.learn_made(asked, draft.depth)
-                if not len(draft):
-                    continue
-                method.learn(verdict.tested, verdict.matched)
-                if sequence.id in self.seen:
-                    own = self.beliefs.setdefault(sequence.id, Belief(len(method.tested)))
-                    own.fade(self.SEQUENCE_FADE)
-                    own.learn(verdict.tested, verdict.matched)
-        self._news.clear()
-
     def release(self, sequence: Sequence) -> None:
-        self.beliefs.pop(sequence.id, None)
+        self.beliefs.own.pop(sequence.id, None)
         self.seen.pop(sequence.id, None)

@@ -51,7 +51,7 @@ class Prices:
         self.pace = 1.0
         """How slow the machine is at present; prices are what they would be at 1."""
         self.since = 0
-        """Rounds with drafts since the last plain one."""
+        """Rounds with drafts since two plain ones in a row."""
         self.streak = 0
         """Plain rounds since the last one with drafts."""
         self.chill: float | None = None
@@ -100,13 +100,15 @@ class Prices:
     def plain(self, count: int, seconds: float) -> None:
         """A plain round was measured; ``streak`` says which one after drafts it is."""
         rows = self.rows(count)
-        if self.since:
+        if self.streak == 1:
             self._recent.clear()
+        else:
             self.since = 0
         known = self.verify.known(count, rows)
         if known >= self.SURE or (not known and self.sure(count)):
             self._track(seconds / self.round(count, rows))
-        if known < self.verify.WINDOW:
+        # Between the chill of drafts and what follows it the present pace is not known.
+        if known < self.SURE or (known < self.verify.WINDOW and self.streak > self.SETTLED):
             self.verify.add(count, rows, seconds / self.pace)
 
     def _track(self, ratio: float) -> None:
@@ -121,7 +123,8 @@ class Prices:
             self.pace = pace
             if self._cold is not None and len(self._recent) == self.RECENT:
                 chill = min(max(self._cold / pace, self.CHILL[0]), self.CHILL[1])
-                self.chill = chill if self.chill is None else self.chill + 0.3 * (chill - self.chill)
+                before = self.chill or 1.0
+                self.chill = before + 0.3 * (chill - before)
                 self._cold = None
         elif self.streak == 2:
             self._cold = pace
