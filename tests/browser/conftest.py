@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from running import Running, run_server
 
 from forerun import LLM
+from forerun.serve.app import ServerOptions
 
 FLAGS = [
     "--no-sandbox",
@@ -42,4 +43,11 @@ def bundled() -> Iterator[Running]:
     """The bundled pair, as ``forerun serve`` runs it."""
     llm = LLM(speculative_config=[{"method": "draft_model"}, {"method": "ngram"}], max_num_seqs=2, max_model_len=512)
     with run_server(llm) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def no_template() -> Iterator[Running]:
+    """The bundled target alone, which has no chat template."""
+    with run_server(LLM(max_num_seqs=2, max_model_len=512), ServerOptions(model_name="tiny")) as running:
         yield running

@@ -238,6 +238,21 @@ def test_trace_tells_every_token_and_draft(client: openai.OpenAI) -> None:
     assert [r for chunk in streamed for r in chunk.choices[0].trace] == rounds
 
 
+def test_a_trace_begins_with_the_answers_text(server: Running) -> None:
+    """Behind it are the stop text and what came in the same round; an unfinished character is in both."""
+    body = {"prompt": PROMPT, "temperature": 0.8, "seed": 7, "max_tokens": 24, "speculative": {"trace": True}}
+    text = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    byte = server.post("/tokenize", {"prompt": "🙂"}).json()["tokens"][0]
+    for extra, rest in (
+        ({"stop": [text[12:17]]}, text[12:17]),
+        ({"logit_bias": {str(byte): 100}, "max_tokens": 2}, ""),
+    ):
+        (choice,) = server.post("/v1/completions", {**body, **extra}).json()["choices"]
+        traced = "".join(token for made in choice["trace"] for token, _ in made["tokens"])
+        assert traced.startswith(choice["text"] + rest)
+    assert choice["text"].endswith("\ufffd")
+
+
 def test_cancelling_a_stream_frees_the_request(client: openai.OpenAI, server: Running) -> None:
     with client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
@@ -344,6 +359,7 @@ def test_models_and_tokens(client: openai.OpenAI, server: Running) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny"
     assert model.max_model_len == 512
+    assert model.chat_template is True
     assert set(model.speculative) == {"draft_model", "ngram", "pattern"}
     assert client.models.retrieve("tiny").id == "tiny"
     tokens = server.post("/tokenize", {"prompt": "naïve = 'é'"}).json()["tokens"]

@@ -258,12 +258,60 @@ def test_a_full_queue_refuses(engine: AsyncEngine, served: LLM) -> None:
     async def work() -> None:
         ids = served.tokenizer.encode(PROMPT)
         streams = [await engine.submit(ids, LONG) for _ in range(8)]
-        with pytest.raises(QueueFullError, match="4 requests are waiting"):
+        with pytest.raises(QueueFullError, match="4 sequences wait already; at most 4 may"):
             await engine.submit(ids, LONG)
         streams[0].abort()
         streams.append(await engine.submit(ids, LONG))
         for stream in streams:
             stream.abort()
+
+    run(work())
+
+
+def test_every_answer_takes_a_place_in_the_queue(engine: AsyncEngine, served: LLM) -> None:
+    """Four run and four may wait; of a request for n answers, each is one of them."""
+
+    async def work() -> None:
+        ids = served.tokenizer.encode(PROMPT)
+        many = await engine.submit(ids, replace(LONG, n=6))
+        with pytest.raises(QueueFullError, match="2 sequences wait already; at most 4 may"):
+            await engine.submit(ids, replace(LONG, n=3))
+        two = await engine.submit(ids, replace(LONG, n=2))
+        with pytest.raises(QueueFullError):
+            await engine.submit(ids, LONG)
+        many.abort()
+        four = await engine.submit(ids, replace(LONG, n=4))
+        for stream in (two, four):
+            stream.abort()
+
+    run(work())
+
+
+def test_an_idle_engine_takes_any_n(engine: AsyncEngine, served: LLM) -> None:
+    async def work() -> None:
+        ids = served.tokenizer.encode(PROMPT)
+        short = SamplingParams(max_tokens=2, ignore_eos=True)
+        stream = await engine.submit(ids, replace(short, n=128))
+        with pytest.raises(QueueFullError, match="124 sequences wait already"):
+            await engine.submit(ids, short)
+        assert sum(delta.finish is not None for delta in await read(stream)) == 128
+        assert (await read(await engine.submit(ids, short)))[-1].finish.reason == "length"
+
+    run(work())
+
+
+def test_answers_that_have_ended_wait_no_more(engine: AsyncEngine, served: LLM) -> None:
+    """A request with one long answer left is one sequence, whatever its n was."""
+
+    async def work() -> None:
+        ids = served.tokenizer.encode(PROMPT)
+        many = await engine.submit(ids, replace(LONG, n=8, max_tokens=40))
+        with pytest.raises(QueueFullError):
+            await engine.submit(ids, LONG)
+        while sum(job.finish is None for job in many.jobs) > 4:
+            await many.read()
+        (await engine.submit(ids, LONG)).abort()
+        many.abort()
 
     run(work())
 

@@ -278,7 +278,7 @@ def test_a_full_queue_and_a_late_answer(served: LLM) -> None:
     with run_server(served, options, max_queue=1) as running:
         check(running.post(COMPLETIONS, body), 504, "not answered within 0.3 seconds")
         full = running.post(COMPLETIONS, {**body, "prompt": ["a"] * 6})
-        check(full, 429, "1 requests are waiting already")
+        check(full, 429, "1 sequences wait already; at most 1 may")
         assert full.headers["Retry-After"] == "1"
         stream = running.post(COMPLETIONS, {**body, "stream": True})
         assert '"error":{"message":"the request was not answered within 0.3 seconds"' in stream.text

@@ -14,7 +14,7 @@ from forerun.cache.pool import Pages
 from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import RequestError
 from forerun.core.sequence import Sequence
-from forerun.engine.scheduler import PATIENCE, Pace, Scheduler
+from forerun.engine.scheduler import LONGEST_WAIT, PATIENCE, Pace, Scheduler
 
 PARAMS = SimpleNamespace()
 
@@ -318,6 +318,38 @@ def test_low_priority_waits_but_not_for_ever():
             break
     assert PATIENCE < scheduler.clock < 2.1 * PATIENCE
     assert len(rounds.done) > PATIENCE / 2.1
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [(0, -1000), (1000, -1000), (10**9, -(10**9)), (0, -(10**400))],
+    ids=["0 and -1000", "1000 and -1000", "billions", "beyond floats"],
+)
+def test_no_priority_keeps_a_request_waiting_for_ever(mine: int, theirs: int) -> None:
+    """More urgent newcomers than can be served, as many as a bounded queue takes: whoever waits is served once those
+    are who came in time, all differences of priority notwithstanding."""
+    scheduler, rounds = make(max_num_seqs=2)
+    scheduler.add(sequence(0, 2, output=2, priority=theirs))
+    patient = sequence(1, 2, output=2, priority=mine)
+    scheduler.add(patient)
+    for key in range(2, 10 * LONGEST_WAIT):
+        if len(scheduler.waiting) < 9:
+            scheduler.add(sequence(key, 2, output=2, priority=theirs))
+        rounds.step()
+        if patient in rounds.done:
+            break
+    assert patient in rounds.done
+    expected = LONGEST_WAIT * (2 if mine else 1)
+    assert 0.95 * expected < scheduler.clock < expected + 20
+
+
+def test_lower_priority_goes_first_however_large() -> None:
+    values = [10**400, 0, 1, 1000, 999, -1, 10, 20, -1000, -(10**9), -20]
+    scheduler, rounds = make(max_num_seqs=1)
+    for key, value in enumerate(values):
+        scheduler.add(sequence(key, 2, output=1, priority=value))
+    rounds.finish(100)
+    assert [one.priority for one in rounds.done] == sorted(values)
 
 
 def test_urgent_requests_are_admitted_first_and_preempted_last():

@@ -53,7 +53,7 @@ class Sequence:
     """Most nodes that this round has rows and pages for in its draft (None: not bounded)."""
     priority: int = 0
     """Lower values are served first."""
-    rank: tuple[int, int] = (0, 0)
+    rank: tuple[float, int] = (0.0, 0)
     """The scheduler's order: its turn in rounds, then its arrival."""
     constraint: Constraint | None = field(default=None, repr=False)
     """Which tokens its grammar permits; None: all."""

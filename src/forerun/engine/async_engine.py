@@ -30,7 +30,7 @@ log = logging.getLogger("forerun")
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as the queue holds; try again later."""
+    """More sequences would wait than the queue holds; try again later."""
 
 
 class TimeLimitError(RequestError):
@@ -58,11 +58,11 @@ class _Held:
 class AsyncEngine:
     """Asyncio in front of an ``Engine``.
 
-    ``max_queue`` bounds the requests that wait beyond those that can run (QueueFullError above it). A request whose
-    reader leaves ``max_backlog`` rounds unread is set aside until half of them are read. Where rounds are short, those
-    of up to ``max_delay`` seconds are handed over together, because waking a reader may cost a tenth of one; first and
-    last tokens never wait. ``on_deltas`` and ``on_forget`` may be set to see every request's deltas and its end, in its
-    reader's event loop.
+    ``max_queue`` bounds the sequences that wait beyond those that can run (QueueFullError above it; a request for n
+    answers is n of them). An idle engine takes any one request. A request whose reader leaves ``max_backlog`` rounds
+    unread is set aside until half of them are read. Where rounds are short, those of up to ``max_delay`` seconds are
+    handed over together, because waking a reader may cost a tenth of one; first and last tokens never wait.
+    ``on_deltas`` and ``on_forget`` may be set to see every request's deltas and its end, in its reader's event loop.
     """
 
     def __init__(
@@ -101,10 +101,15 @@ class AsyncEngine:
         while draining."""
         if self.draining:
             raise ClosedError("the server is shutting down and takes no new requests")
-        if len(self.streams) >= self.max_queue + self.engine.config.max_num_seqs:
-            raise QueueFullError(f"{self.max_queue} requests are waiting already; try again later")
+        ahead = sum(stream._unfinished for stream in list(self.streams))
+        places = self.engine.config.max_num_seqs
+        if ahead and ahead + params.n > places + self.max_queue:
+            raise QueueFullError(
+                f"{max(0, ahead - places)} sequences wait already; at most {self.max_queue} may: try again later"
+            )
         loop = asyncio.get_running_loop()
         stream = Stream(self, loop)
+        stream._unfinished = params.n
         added: asyncio.Future[None] = loop.create_future()
         self.streams.add(stream)
         self.post(lambda: self._add(stream, added, prompt, params, choices))
@@ -203,7 +208,6 @@ class AsyncEngine:
         except Exception as error:  # noqa: BLE001 - it belongs to whoever submitted the request
             _post_to(stream._loop, partial(_settle, added, error))
             return
-        stream._unfinished = len(stream.jobs)
         for job in stream.jobs:
             self._by_job[job.sequence.id] = stream
             if self.tokenizer is not None:

@@ -167,7 +167,7 @@ class Engine:
         """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run.
 
         ``method`` chooses among the loaded drafters (None: the first); ``max_draft`` bounds this request's drafted
-        tokens per round; ``trace`` records its rounds. Lower values of ``priority`` are served first.
+        tokens per round; ``trace`` records its rounds. Lower values of ``priority`` go first, within bounds.
         """
         params = self._check(prompt, params)
         drafter = self._choose(method, max_draft) if speculate else None

@@ -11,7 +11,9 @@ from forerun.core.errors import RequestError
 from forerun.core.sequence import Sequence
 
 PATIENCE = 256
-"""How many rounds later a request is served for each step of ``priority``."""
+"""How many rounds later a request is served for the first step of ``priority``; for further ones, ever fewer."""
+LONGEST_WAIT = 1024
+"""Rounds by which no priority, however large, moves a request's turn."""
 SMALLEST_CHUNK = 16
 """Prompt tokens that are read in every round whatever else there is to do, if no fewer prompts wait than decode."""
 FEWEST_TOKENS = 4
@@ -108,11 +110,11 @@ class Pace:
 class Scheduler:
     """Continuous batching under a row budget and the pool's pages.
 
-    A sequence ranks by its arrival, ``PATIENCE`` rounds later per step of ``priority``: lower values go first, and
-    nobody waits for ever. In every round each running sequence that decodes gets its row; prompts are read in rank
-    order, as many tokens as ``pace`` allows; drafts get the rows and pages that are left. A sequence is admitted
-    when the pages of all its tokens are there; when pages run out later, the last-ranked one is preempted and
-    recomputed, without a changed token.
+    A sequence ranks by its turn: its arrival, moved by less than ``LONGEST_WAIT`` rounds for its ``priority``. Lower
+    values go first, and nobody waits for requests that come more than twice as many rounds later. In every round each
+    running sequence that decodes gets its row; prompts are read in rank order, as many tokens as ``pace`` allows;
+    drafts get the rows and pages that are left. A sequence is admitted when the pages of all its tokens are there; when
+    pages run out later, the last-ranked one is preempted and recomputed, without a changed token.
 
     ``draft_rows`` says how many rows a decoding sequence's draft may add; ``reusable`` how many of a new one's
     tokens may come from ``tree``. ``on_admit`` learns how many did, ``on_preempt`` who lost their pages.
@@ -153,7 +155,8 @@ class Scheduler:
                 f"the request may need {sequence.max_tokens} tokens of KV cache; the pool holds "
                 f"{self.pool.num_pages * self.pool.page_size}: lower max_tokens or raise kv_cache_memory"
             )
-        sequence.rank = (self.clock + PATIENCE * sequence.priority, sequence.id)
+        moved = LONGEST_WAIT * sequence.priority / (abs(sequence.priority) + LONGEST_WAIT // PATIENCE - 1)
+        sequence.rank = (self.clock + moved, sequence.id)
         insort(self.waiting, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
@@ -286,5 +289,5 @@ def _missing(sequence: Sequence) -> int:
     return len(sequence.tokens) - sequence.cached
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: Sequence) -> tuple[float, int]:
     return sequence.rank

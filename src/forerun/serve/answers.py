@@ -205,6 +205,7 @@ class Model(Answer):
     created: int
     owned_by: str
     max_model_len: int
+    chat_template: bool = Field(description="whether it can chat")
     speculative: dict[str, DraftsOf] = Field(description="the loaded drafters")
 
 

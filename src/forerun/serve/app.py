@@ -296,6 +296,7 @@ def _operations(app: FastAPI, server: Server) -> None:
             "created": server.started,
             "owned_by": "forerun",
             "max_model_len": server.limit,
+            "chat_template": server.text.chat_template is not None,
             "speculative": {
                 name: {"num_speculative_tokens": drafter.config.num_speculative_tokens}
                 for name, drafter in engine.engine.router.drafters.items()

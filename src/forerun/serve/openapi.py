@@ -19,7 +19,7 @@ STATUSES = {
     404: "There is no such model",
     408: "The body did not arrive in time",
     413: "The body is too large",
-    429: "Too many requests are waiting: try again after the seconds in Retry-After",
+    429: "Too many sequences are waiting: try again after the seconds in Retry-After",
     500: "The server is at fault",
     503: "The server is shutting down",
     504: "The answer took longer than the server allows",

@@ -193,7 +193,12 @@ class Generation(Body):
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
     speculative: Speculative | None = None
-    priority: int = Field(0, ge=-1000, le=1000)
+    priority: int = Field(
+        0,
+        ge=-1000,
+        le=1000,
+        description="lower is served earlier; no value moves a turn by more than 1024 rounds",
+    )
     user: str | None = Field(None, description=IGNORED)
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description="accepted; nothing is stored")

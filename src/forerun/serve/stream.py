@@ -156,16 +156,23 @@ class Reply(ABC):
         return listed.after(delta.logprobs, len(choice.text), delta.finish)
 
     def _trace(self, index: int, place: int, delta: Delta) -> dict[str, Any]:
-        """A round in text: every emitted token with its origin, and the drafted tokens that were not kept."""
+        """A round in text: every emitted token with its origin, and the drafted tokens that were not kept. All emitted
+        tokens begin with the answer's text; behind it is what a stop cut off."""
         round_ = delta.round
         assert round_ is not None
         detokenizer = self._detokenizers.get(index)
         if detokenizer is None:
             sequence = self.streams[place].jobs[delta.index].sequence
-            prompt = sequence.tokens[: sequence.num_prompt]
-            detokenizer = self._detokenizers[index] = Detokenizer(self.text.tokenizer, prompt)
+            detokenizer = self._detokenizers[index] = Detokenizer(
+                self.text.tokenizer,
+                sequence.tokens[: sequence.num_prompt],
+                skip_special_tokens=sequence.params.skip_special_tokens,
+            )
+        texts = [detokenizer.push([token]) for token in round_.tokens]
+        if delta.finish is not None:
+            texts[-1] += detokenizer.finish()
         return {
-            "tokens": [[detokenizer.push([token]), origin] for token, origin in zip(round_.tokens, round_.origins)],
+            "tokens": [[text, origin] for text, origin in zip(texts, round_.origins)],
             "rejected": [self.text.token_text(token)[0] for token in round_.rejected],
             "drafted": round_.drafted,
             "method": round_.method,

@@ -4,6 +4,7 @@ import { drawPositions, drawRounds, drawSpeeds } from "/page/charts.js";
 
 const $ = (id) => document.getElementById(id);
 let running = null; // the AbortController of the run in progress
+let drafters = {}; // the server's, by method
 
 function headers() {
   const key = $("key").value;
@@ -21,8 +22,21 @@ async function loadModel() {
   if (!response.ok) throw new Error(body.error.message);
   const model = body.data[0];
   $("model").textContent = `${model.id}, ${model.max_model_len} tokens of context.`;
-  const options = [...Object.keys(model.speculative), "none"].map((name) => new Option(name, name));
+  drafters = model.speculative;
+  const options = [...Object.keys(drafters), "none"].map((name) => new Option(name, name));
   $("method").replaceChildren(...options);
+  offerDrafts();
+  $("chat").disabled = !model.chat_template;
+  $("chat_note").hidden = model.chat_template;
+  if (!model.chat_template) $("chat").checked = false;
+}
+
+// What the chosen method leaves to choose.
+function offerDrafts() {
+  const drafter = drafters[$("method").value];
+  $("tokens").disabled = $("compare").disabled = !drafter;
+  $("tokens").max = drafter?.num_speculative_tokens ?? 0;
+  $("tokens").placeholder = drafter ? `up to ${drafter.num_speculative_tokens}` : "none";
 }
 
 // The request's body; `plain` decodes without drafts.
@@ -67,9 +81,11 @@ async function* events(request, signal) {
 }
 
 function span(text, kind) {
-  const element = document.createElement(kind === "rejected" ? "s" : "span");
+  const struck = kind === "rejected" || kind === "dropped";
+  const element = document.createElement(struck ? "s" : "span");
   element.className = kind;
-  element.textContent = text;
+  // What is no part of the answer must not break its lines.
+  element.textContent = struck ? text.replaceAll("\n", "⏎") : text;
   return element;
 }
 
@@ -86,6 +102,25 @@ function showRound(round) {
   if (atEnd) answer.scrollTop = answer.scrollHeight;
 }
 
+// Of the tokens shown, the first `length` characters are the answer; a stop text cut the rest off.
+function cutAnswer(length) {
+  let left = length;
+  for (const token of document.querySelectorAll("#answer span:not(.prompt)")) {
+    const text = token.textContent;
+    if (text.length > left) {
+      token.after(span(text.slice(left), "dropped"));
+      token.textContent = text.slice(0, left);
+    }
+    left -= token.textContent.length;
+  }
+}
+
+// On a narrow screen the answer is below the form. The focus stays where it is.
+function bringAnswerIntoView() {
+  const section = $("answer").parentElement;
+  if (section.getBoundingClientRect().top > 0.6 * innerHeight) section.scrollIntoView();
+}
+
 class Run {
   constructor() {
     this.text = "";
@@ -100,7 +135,6 @@ class Run {
   add(round) {
     const now = performance.now();
     const accepted = round.tokens.filter(([, origin]) => origin === "accepted").length;
-    this.text += round.tokens.map(([text]) => text).join("");
     this.lengths.push(round.tokens.length);
     this.tokens += round.tokens.length;
     for (let i = 0; i < round.drafted; i++) {
@@ -117,6 +151,7 @@ async function decode(plain, signal, onRound) {
   const run = new Run();
   for await (const event of events(body(plain), signal)) {
     for (const choice of event.choices) {
+      run.text += choice.text ?? choice.delta.content;
       for (const round of choice.trace ?? []) {
         run.add(round);
         onRound(run, round);
@@ -135,8 +170,10 @@ async function runAll(signal) {
   const speeds = { on: 0, off: 0 };
   const plainOnly = $("method").value === "none";
   $("answer").replaceChildren(span($("prompt").value, "prompt"));
+  bringAnswerIntoView();
   $("verdict").textContent = "";
   drawSpeeds($("speeds"), speeds);
+  drawRounds($("rounds"), $("mean"), []);
   drawPositions($("positions"), []);
   say(plainOnly ? "Decoding plainly …" : "Speculating …");
   const first = await decode(plainOnly, signal, (run, round) => {
@@ -146,6 +183,7 @@ async function runAll(signal) {
     drawPositions($("positions"), run.positions);
     drawSpeeds($("speeds"), speeds);
   });
+  cutAnswer(first.text.length);
   speeds[plainOnly ? "off" : "on"] = first.speed;
   drawSpeeds($("speeds"), speeds);
   if ($("compare").checked && !plainOnly) {
@@ -189,6 +227,7 @@ async function start(event) {
 }
 
 $("form").addEventListener("submit", start);
+$("method").addEventListener("change", offerDrafts);
 $("stop").addEventListener("click", () => running?.abort());
 $("rejects").addEventListener("change", () => document.body.classList.toggle("hide-rejected", !$("rejects").checked));
 document.addEventListener("keydown", (event) => {

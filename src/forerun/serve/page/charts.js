@@ -32,6 +32,12 @@ export function drawPositions(element, positions) {
 
 // One column per round, the latest ones.
 export function drawRounds(element, output, lengths) {
+  if (!lengths.length) {
+    element.replaceChildren();
+    element.setAttribute("aria-label", "nothing yet");
+    output.textContent = "";
+    return;
+  }
   const shown = lengths.slice(-SHOWN);
   const tallest = Math.max(2, ...shown);
   const svg = document.createElementNS(SVG, "svg");
@@ -50,8 +56,8 @@ export function drawRounds(element, output, lengths) {
     svg.append(rect);
   });
   element.replaceChildren(svg);
-  const mean = lengths.length ? lengths.reduce((a, b) => a + b, 0) / lengths.length : 0;
-  output.textContent = lengths.length ? `mean ${mean.toFixed(2)}` : "";
+  const mean = lengths.reduce((a, b) => a + b, 0) / lengths.length;
+  output.textContent = `mean ${mean.toFixed(2)}`;
   element.setAttribute("aria-label", `${lengths.length} rounds, ${mean.toFixed(2)} tokens each`);
 }
 
@@ -61,9 +67,10 @@ export function drawSpeeds(element, speeds) {
     ["off", "plain", "off"],
   ].filter(([key]) => speeds[key] > 0);
   const fastest = Math.max(...rows.map(([key]) => speeds[key]), 1e-9);
+  const words = (speed) => speed.toFixed(speed < 100 ? 1 : 0);
   element.replaceChildren(
-    ...rows.map(([key, label, kind]) => bar(label, speeds[key] / fastest, speeds[key].toFixed(1), kind)),
+    ...rows.map(([key, label, kind]) => bar(label, speeds[key] / fastest, words(speeds[key]), kind)),
   );
-  const words = rows.map(([key, label]) => `${label}: ${speeds[key].toFixed(1)} tokens per second`);
-  element.setAttribute("aria-label", words.join(", ") || "nothing yet");
+  const said = rows.map(([key, label]) => `${label}: ${words(speeds[key])} tokens per second`);
+  element.setAttribute("aria-label", said.join(", ") || "nothing yet");
 }

@@ -1,0 +1,119 @@
+"""``docs/serving.md``: what it names exists, what exists it names, and what it asks is answered."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+from running import Running
+
+from forerun.cli.main import app as cli
+from forerun.engine.scheduler import LONGEST_WAIT, PATIENCE
+from forerun.serve.app import create_app
+from forerun.serve.errors import TYPES
+from forerun.serve.schema import ChatRequest, CompletionRequest, Generation, Speculative
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+CURL = re.compile(
+    r"curl -sN? localhost:8000(\S+) -H 'Content-Type: application/json' -d '(\{.*?\})'(?: \||$)", re.S | re.M
+)
+
+
+def first_column(heading: str, number: int = 0) -> list[str]:
+    """The first cells of a section's table."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    tables = re.findall(r"^\|[^\n]*\|\n\|[-|]+\|\n((?:\|[^\n]*\n)+)", section, re.M)
+    return [row.split("|")[1].strip().strip("`") for row in tables[number].splitlines()]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.S | re.M)
+
+
+def serve_options() -> dict[str, set[str]]:
+    """Flags of ``forerun serve``, by the panel of its help."""
+    command: Any = typer.main.get_command(cli)
+    panels: dict[str, set[str]] = {}
+    for option in command.commands["serve"].params:
+        panels.setdefault(getattr(option, "rich_help_panel", None) or "", set()).update(option.opts)
+    return panels
+
+
+def test_endpoints(server: Running) -> None:
+    routes = create_app(server.engine).routes
+    known = {f"{method} {route.path}" for route in routes for method in getattr(route, "methods", ())}
+    known = {name.replace("{name:path}", "{name}") for name in known if not name.startswith("HEAD ")}
+    assert set(first_column("Endpoints")) == known - {"GET /page/{name}"}
+
+
+def test_options() -> None:
+    panels = serve_options()
+    assert set(first_column("Limits and safety")) == panels[""]
+    everywhere = set().union(*panels.values())
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
+    assert named - {"--help"} <= everywhere
+
+
+def test_request_fields() -> None:
+    assert set(first_column("Speculation, request by request")) == set(Speculative.model_fields)
+    listed = PAGE.split("there are vLLM's:")[1].split("(lower")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) <= set(Generation.model_fields)
+    for path, body in CURL.findall(PAGE):
+        model = ChatRequest if "chat" in path else CompletionRequest
+        assert set(json.loads(filled(body))) <= set(model.model_fields)
+
+
+def test_metrics_of_an_answer(server: Running) -> None:
+    metrics = server.post("/v1/completions", {"prompt": "a = ", "max_tokens": 4}).json()["metrics"]
+    assert first_column("Speculation, request by request", 1) == [*metrics, *metrics["speculative_decoding"]]
+
+
+def test_metric_names(server: Running) -> None:
+    server.post("/v1/completions", {"prompt": "a = ", "max_tokens": 4})
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    known = {f.name + ("_total" if f.type == "counter" else "") for f in families if not f.name.endswith("_created")}
+    assert set(first_column("Metrics")) == known
+    assert set(re.findall(r"forerun:[a-z_]+[a-z]", PAGE)) - {"forerun:target"} <= known
+
+
+def test_limits_are_the_codes() -> None:
+    assert f"by {PATIENCE} rounds" in PAGE
+    assert f"less than {LONGEST_WAIT} whatever" in PAGE
+    assert f"{LONGEST_WAIT} rounds" in (Generation.model_fields["priority"].description or "")
+    statuses = {int(code) for row in first_column("Limits and safety", 1) for code in row.split(", ")}
+    assert statuses == set(TYPES) - {405}
+
+
+def filled(body: str) -> str:
+    """A body with a choice of the page's loop in place of the shell's variable."""
+    return body.replace("'\"$wish\"'", '{"enabled": false}')
+
+
+def test_curl_examples(server: Running) -> None:
+    found = CURL.findall(PAGE)
+    assert len(found) == PAGE.count("curl -s") == 7
+    for path, body in found:
+        answer = server.post(path, json.loads(filled(body)))
+        assert answer.status_code == (400 if "3000" in body else 200), answer.text
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=["complete", "stream"])
+def test_python_examples(code: str, server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    code = code.replace("http://localhost:8000", server.url).replace("forerun:target", "tiny")
+    scope: dict[str, Any] = {"__name__": "example"}
+    exec(compile(code, "docs/serving.md", "exec"), scope)
+    assert isinstance(scope["client"], openai.OpenAI)
+    said = capsys.readouterr().out
+    assert said.startswith("True\n") or re.search(r"\[\d+ tokens in \d+ rounds\]\n$", said)
+
+
+def test_it_is_linked() -> None:
+    assert "(docs/serving.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "(serving.md)" in (ROOT / "docs/tour.md").read_text(encoding="utf-8")
