@@ -38,9 +38,7 @@ def serve(
         typer.Option(metavar="JSON", help="another drafter, which requests may choose by method (repeatable)"),
     ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
-    max_queue: Annotated[
-        int, typer.Option(help="answers that may wait before 429 (n of a request count n)", min=1)
-    ] = 1024,
+    max_queue: Annotated[int, typer.Option(help="sequences that may wait before 429", min=1)] = 1024,
     max_delay: Annotated[float, typer.Option(help="seconds to gather tokens that are sent together", min=0)] = 0.01,
     max_body_bytes: Annotated[int, typer.Option(help="largest request", min=1024)] = 4 << 20,
     request_timeout: Annotated[float, typer.Option(help="seconds from arrival to the last token", min=1)] = 600.0,

@@ -8,27 +8,18 @@ earlier rounds alone, so rules that compare p with q stay exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from time import perf_counter
-from typing import NamedTuple
 
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-from forerun.speculate.length.account import Account
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting, policies
 from forerun.speculate.length.beliefs import Beliefs, MethodBelief, News
-from forerun.speculate.length.plan import Doubt, Plan, decodes, nobody
+from forerun.speculate.length.ledger import Entry, Ledger
+from forerun.speculate.length.plan import Coasting, Doubt, Plan, decodes, nobody
 from forerun.speculate.length.prices import Drafting, Prices
-
-
-class Seen(NamedTuple):
-    """A round with drafts."""
-
-    groups: Seq[Drafting]
-    drafts: Seq[Draft]
-    verdicts: Seq[Verdict]
-    seconds: Seconds
 
 
 @policies.register("adaptive")
@@ -57,29 +48,24 @@ class Adaptive(LengthPolicy):
     """A draft must promise this much more than plain decoding; where it has been kept up, anything more."""
     REPLAN = 16
     """Rounds that a plan with drafts holds: planning costs host time, and beliefs move slowly."""
+    COASTING = 32
+    """And where it pays so well that most of them need not be watched."""
     LOAN = 0.25
     """How far below zero the account may be taken by a plan that goes on, for one sequence."""
     TOGETHER = 8
-    """Rounds with drafts that are accounted for at once."""
+    """Rounds with drafts that are accounted for at once, no more than the account could pay for."""
     TRIAL = 4
     """Rounds that a trial lasts, unless the account says no before."""
     BETWEEN = (8, 64)
     """Plain rounds before the next trial; each one in vain doubles them."""
     REST = 256
     """Most rounds without a thought of drafts."""
-    AFTERMATH = 2.5
-    """Plain rounds that are slow as if the first one's chill lasted so long."""
     LITTLE = 8
     """Fewer tokens to catch up on than so many are not counted."""
     GOOD = 1.1
     """What the best plan must promise to be left for deeper drafts, for the sake of their price."""
     CHECKS = (4, 128)
     """Drafts are interrupted by two plain rounds after so many at first, and after so many at last."""
-    FRESH = 4
-    """Rounds after a plain one in which a round's own time tells what it cost."""
-    SURPRISE = 0.75
-    """Most plain rounds that such a round may seem dearer than expected; it may have been disturbed."""
-
     clock = staticmethod(perf_counter)
 
     def __init__(self, setting: Setting) -> None:
@@ -92,9 +78,8 @@ class Adaptive(LengthPolicy):
         self.beliefs = Beliefs(methods, self.METHOD_FADE, self.SEQUENCE_FADE)
         self.seen: dict[int, int] = {}
         """Committed tokens of each sequence that its drafter has been shown."""
-        self.account = Account()
-        self.host = 0.0
-        """Seconds that this policy itself takes for a round with drafts."""
+        self.ledger = Ledger(self.prices)
+        self.account = self.ledger.account
         self._took = 0.0
         """Seconds of its own that were not counted yet."""
         self._plan = Plan()
@@ -103,21 +88,22 @@ class Adaptive(LengthPolicy):
         """Whether plain rounds go on until what was measured before them is priced."""
         self._wait, self._between = 0, self.BETWEEN[0]
         """Plain rounds until a trial, and how many the last one was worth."""
-        self._idle = 0
-        """Rounds without drafts that were not accounted for yet."""
         self._doubts: dict[int, Doubt] = {}
         """By number of sequences."""
         self._asked: list[int] = []
         self._groups: list[Drafting] = []
         self._steady: list[int] = []
         """Sequences for which the last round's budgets hold unless the plan ends; empty: look again."""
-        self._seen: list[Seen] = []
-        """Rounds with drafts that were not accounted for yet."""
         self._news: list[tuple[list[str], list[News]]] = []
+        """Rounds with drafts that nothing was learnt from yet."""
+        self._coasting = Coasting()
 
     def budgets(self, sequences: Seq[Sequence]) -> list[int]:
         plan = self._plan
-        if plan.left and self._steady and self._repeats(sequences):
+        repeats = plan.left > 0 and bool(self._steady) and self._repeats(sequences)
+        if self._coasting.gone and not (repeats and self._coasting.left):
+            self._wake(sequences)
+        if repeats:
             plan.left -= 1
         elif plan.rests:
             # When all of them left, there are no rows for drafts in this round, but the next one is planned.
@@ -130,6 +116,15 @@ class Adaptive(LengthPolicy):
             self._groups = self._drafting(sequences, asked) if asked else []
             self._took += self.clock() - began
         return self._asked
+
+    def _wake(self, sequences: Seq[Sequence]) -> None:
+        """Watch again: drafters have seen what those got for whom they drafted meanwhile."""
+        drafted = {key for key, asked in zip(self._steady, self._asked) if asked}
+        for sequence in sequences:
+            if sequence.id in drafted:
+                self.seen[sequence.id] = len(sequence.tokens)
+        self.prices.since += self._coasting.gone
+        self._coasting = Coasting()
 
     def longest_nodes(self, sequence: Sequence) -> int:
         """Where the plan holds, what it wants: rows and pages that are not going to be used are not reserved."""
@@ -188,7 +183,7 @@ class Adaptive(LengthPolicy):
         """The best plan if the account covers it, else a small trial, else rest until there is enough for one."""
         self.beliefs.learn(self._news, self.seen)
         self._news.clear()
-        self._settle_idle()
+        self._wait -= self.ledger.rest()
         account, luck = self.account, len(sequences) ** -0.75
         account.open(luck)
         best = self._best(sequences, self._affordable(sequences, longest))
@@ -196,20 +191,20 @@ class Adaptive(LengthPolicy):
         needed = -self.LOAN * luck if goes_on else self._excess(sequences, best.budgets)
         if best.promise > (1.0 if goes_on else self.MARGIN) and account.balance >= needed:
             best.promise = max(best.promise, self.MARGIN)
+            rounds = self.COASTING if self._rich(best.promise) else self.REPLAN
+            best.left = max(1, min(rounds, self._check - self.prices.since))
             if goes_on and (deeper := self._deeper(sequences, longest, best)) is not None:
                 return deeper
-            best.left = max(1, min(self.REPLAN, self._check - self.prices.since))
             return best
         trial = best.budgets if len(sequences) == 1 and any(best.budgets.values()) else self._trial(sequences, longest)
-        price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self._aftermath()
+        price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self.ledger.aftermath()
         lacking = min(price, account.START * luck) - account.balance
         if goes_on:
             self._wait = self._between = self.BETWEEN[0]
         if lacking <= 0.0 and self._wait <= 0:
             self._wait = self._between = min(2 * self._between, self.BETWEEN[1])
             return Plan(trial, self.TRIAL)
-        for belief in self.beliefs.own.values():
-            belief.loosen(self.SEQUENCE_OPEN)
+        self.beliefs.loosen(math.inf, self.SEQUENCE_OPEN)
         self._check = self.CHECKS[0]
         rest = min(max(int(lacking / account.SPEND) + 1, self._wait), self.REST)
         return Plan.rest(rest, sequences)
@@ -222,7 +217,7 @@ class Adaptive(LengthPolicy):
             doubt.calm()
             return None
         may = best.promise > self.GOOD and self.account.balance >= self.account.START
-        if not doubt.due(self.REPLAN, may and not any(map(self._lag, sequences))):
+        if not doubt.due(best.left, may and not any(map(self._lag, sequences))):
             return None
         return Plan(deepest, self.TRIAL, best.promise, probes=True)
 
@@ -260,12 +255,8 @@ class Adaptive(LengthPolicy):
                 rows += made * self.setting.nodes[sequence.drafter][depth]
         cost = self.prices.round(len(sequences), rows)
         cost += sum(self.prices.drafting(*part) for part in self._drafting(sequences, budgets))
-        excess = max(cost + self.host / self.prices.pace, plain) / plain - 1.0
-        return min(excess + self._aftermath(), self.account.SAVED)
-
-    def _aftermath(self) -> float:
-        """What plain rounds after drafts are going to lose that a plan or trial begins."""
-        return self.AFTERMATH * ((self.prices.chill or 1.0) - 1.0) if self.prices.rested else 0.0
+        excess = max(cost + self.ledger.host / self.prices.pace, plain) / plain - 1.0
+        return min(excess + self.ledger.aftermath(), self.account.SAVED)
 
     def _trial(self, sequences: Seq[Sequence], longest: Seq[int]) -> dict[int, int]:
         """A short draft for one sequence: of those whose drafters have least to catch up on, the least known."""
@@ -284,7 +275,7 @@ class Adaptive(LengthPolicy):
         offers = self.beliefs.offers(sequences, longest, self.setting.nodes, self.SEQUENCE_WEIGHT)
         plain = self.prices.round(count, rows)
         best, chosen = 0.0, 0
-        tokens, extra = float(count), self.host / self.prices.pace
+        tokens, extra = float(count), self.ledger.host / self.prices.pace
         drafting: dict[str, tuple[int, int]] = {}
         costs: dict[str, float] = {}
         untried = any(self._untried(sequence.drafter) for sequence in sequences if sequence.drafter is not None)
@@ -314,9 +305,15 @@ class Adaptive(LengthPolicy):
         return self.beliefs.methods[method].tested[0] < self.UNTRIED or self.prices.untried(method)
 
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
+        if self._coasting.left:
+            self._coasting.see(sum([len(verdict.tokens) for verdict in verdicts]))
+            if self._coasting.slack < 0.0:
+                self._plan.left = 0
+                self.beliefs.loosen(self.OPEN, self.SEQUENCE_OPEN)
+            return
         if not self._groups:
             self._digest()
-            self._idle += 1
+            self.ledger.idle += 1
             self.prices.streak += 1
             # In a long rest only the last rounds are looked at: this costs host time too.
             if self._plan.left < self.prices.RECENT or self.prices.wait:
@@ -331,13 +328,18 @@ class Adaptive(LengthPolicy):
                     news.append(News(sequence, asked, draft, verdict))
                 else:
                     steady = False
-        self._seen.append(Seen(self._groups, drafts, verdicts, seconds))
+        self.ledger.entries.append(Entry(self._groups, drafts, verdicts, seconds))
         self._news.append(([part.method for part in self._groups], news))
         if steady and any(part.behind for part in self._groups):
             self._groups = [part._replace(behind=0) for part in self._groups]
         self._steady = [sequence.id for sequence in sequences] if steady else []
-        if len(self._seen) >= self.TOGETHER:
-            self._digest()
+        if len(self.ledger.entries) >= min(self.TOGETHER, self.account.balance):
+            before = self.account.balance
+            brought = self._digest()
+            if self.account.balance < before:
+                self._plan.left = min(self._plan.left, self.REPLAN)
+            elif steady and self._rich(self._plan.promise):
+                self._coasting = Coasting.over(self._plan.left, len(sequences), brought)
 
     def _repeats(self, sequences: Seq[Sequence]) -> bool:
         """Whether the last round's budgets are the plan's for this one."""
@@ -345,59 +347,32 @@ class Adaptive(LengthPolicy):
             return False
         return all(self.longest(sequence) >= asked for asked, sequence in zip(self._asked, sequences))
 
-    def _digest(self) -> None:
-        """Account for rounds with drafts: some together, where caches know the way."""
-        if not self._seen:
-            return
+    def _digest(self) -> float:
+        """Account for rounds with drafts; returns their tokens per round."""
+        ledger = self.ledger
+        count = len(ledger.entries)
+        if not count:
+            return 0.0
         began = self.clock()
-        self._settle_idle()
-        priced: dict[tuple[int, int], tuple[float, float, float]] = {}
-        for groups, drafts, verdicts, seconds in self._seen:
-            self.account.pay(1)
-            if not decodes(verdicts):
-                continue
-            count = len(verdicts)
-            rows = count + sum([len(draft) for draft in drafts])
-            self.account.book(-self._aftermath())
-            self.prices.drafted(count, rows, seconds, groups)
-            key = rows, id(groups)
-            if key not in priced:
-                priced[key] = self._price(count, rows, groups)
-            self._settle(count, sum([len(verdict.tokens) for verdict in verdicts]), seconds, priced[key])
-        took = (self._took + self.clock() - began) / len(self._seen)
-        self.host += 0.2 * (min(took, 2.0 * self.host) - self.host) if self.host else took / self.REPLAN
+        sequences = len(ledger.entries[-1].verdicts)
+        self._wait -= ledger.rest()
+        brought = ledger.settle()
+        took = (self._took + self.clock() - began) / count
+        ledger.host += 0.2 * (min(took, 2.0 * ledger.host) - ledger.host) if ledger.host else took / self.REPLAN
         self._took = 0.0
-        self._seen.clear()
-
-    def _price(self, count: int, rows: int, groups: Seq[Drafting]) -> tuple[float, float, float]:
-        """Seconds of a plain round, of one with these drafts, and of what their drafters catch up on in it."""
-        prices = self.prices
-        cost = prices.round(count, rows) + sum([prices.drafting(*part) for part in groups])
-        behind = sum([prices.draft[part.method].per_token * part.behind for part in groups])
-        return prices.round(count, count), cost, behind
-
-    def _settle(self, count: int, tokens: int, seconds: Seconds, price: tuple[float, float, float]) -> None:
-        """Book what a round with drafts brought and cost."""
-        (plain, cost, behind), prices = price, self.prices
-        if prices.since <= self.FRESH:
-            spent = (seconds.draft + seconds.verify + seconds.accept) / prices.pace
-            cost = min(max(spent, cost), cost + self.SURPRISE * plain)
-        self.account.owed += behind / plain
-        self.account.book(tokens / count - (cost - behind + self.host / prices.pace) / plain)
-        if self.account.balance < -self.LOAN * count**-0.75:
+        if self.account.balance < -self.LOAN * sequences**-0.75:
             self._plan.left = 0
+        return brought / count
+
+    def _rich(self, promise: float) -> bool:
+        """Whether drafts pay so well that not every round need be watched."""
+        return promise > self.GOOD and self.account.balance > 0.75 * self.account.SAVED
 
     def _observe_plain(self, verdicts: Seq[Verdict], seconds: Seconds) -> None:
         if decodes(verdicts):
             self.prices.plain(len(verdicts), seconds.verify + seconds.accept)
         else:
             self.prices.streak -= 1
-
-    def _settle_idle(self) -> None:
-        """Account for the rounds without drafts."""
-        idle, self._idle = self._idle, 0
-        self._wait -= idle
-        self.account.earn(idle)
 
     def release(self, sequence: Sequence) -> None:
         self.beliefs.own.pop(sequence.id, None)

@@ -131,6 +131,13 @@ class Beliefs:
                 mine = self.own.setdefault(key, Belief(len(self.methods[method].tested)))
                 mine.learn(tested, matched, count * _average(self.own_fade, drafts[key]))
 
+    def loosen(self, method: float, own: float) -> None:
+        """Let what is known of a method weigh no more than so many tests, and of a sequence."""
+        for shared in self.methods.values():
+            shared.loosen(method)
+        for belief in self.own.values():
+            belief.loosen(own)
+
     def forget(self, budgets: Mapping[int, int], active: set[str | None], share: float, most: float) -> None:
         """Hold less against those whom a plan leaves out: of sequences keep ``share``, of methods ``most`` tests."""
         for key, budget in budgets.items():

@@ -81,3 +81,32 @@ class Doubt:
         self.gap *= 2
         self.left = self.gap
         return True
+
+
+@dataclass
+class Coasting:
+    """Rounds for which a plan goes on without being accounted for, as long as tokens come as they did before."""
+
+    left: int = 0
+    gone: int = 0
+    expected: float = 0.0
+    """Tokens of a round at which nobody gets suspicious."""
+    patience: float = 0.0
+    slack: float = 0.0
+    """How many tokens may be missing."""
+
+    SHARE = 0.85
+    PATIENCE = 4.0
+
+    @classmethod
+    def over(cls, rounds: int, sequences: int, tokens: float) -> Coasting:
+        """For so many rounds, after some that brought ``tokens`` each; luck evens out over sequences."""
+        patience = cls.PATIENCE * sequences**0.5
+        return cls(rounds, 0, cls.SHARE * tokens, patience, patience)
+
+    def see(self, tokens: int) -> None:
+        """One round was like that."""
+        self.left, self.gone = self.left - 1, self.gone + 1
+        self.slack = min(self.slack + tokens - self.expected, self.patience)
+        if self.slack < 0.0:
+            self.left = 0
