@@ -10,7 +10,6 @@ from typing import Any
 
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from running import Running
 
 from forerun import SamplingParams
@@ -34,10 +33,13 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 def expected(plain: Callable[..., Any]) -> dict[str, Any]:
     """Plain decodes, made before the server's thread owns the engine."""
     chat = {"prompt": "<system>be brief\n<user>hi\n<assistant>"}
+    first = plain(chat, SamplingParams(temperature=0.8, seed=7, max_tokens=24))
+    again = {"prompt": f"{chat['prompt']}{first.text}\n<user>go on\n<assistant>"}
     return {
         "completion": plain(PROMPT, SamplingParams(temperature=0.8, seed=7, max_tokens=24)),
         "greedy": plain(PROMPT, SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)),
-        "chat": plain(chat, SamplingParams(temperature=0.8, seed=7, max_tokens=24)),
+        "chat": first,
+        "again": plain(again, SamplingParams(temperature=0.8, seed=7, max_tokens=24)),
         "several": [
             plain(prompt, SamplingParams(temperature=0.8, seed=7, max_tokens=8, n=1)) for prompt in ("a = ", "b = ")
         ],
@@ -91,7 +93,59 @@ def test_chat(client: openai.OpenAI, expected: dict[str, Any]) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected["chat"].text
 
 
-@pytest.mark.parametrize("wish", [{"enabled": False}, {"method": "ngram"}, {"num_speculative_tokens": 1}])
+def test_an_answer_is_the_next_request_s_turn(client: openai.OpenAI, server: Running, expected: dict[str, Any]) -> None:
+    turns: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    options = {"model": "tiny", "temperature": 0.8, "seed": 7, "max_completion_tokens": 24}
+    first = client.chat.completions.create(**options, messages=turns).choices[0].message
+    raw = server.post("/v1/chat/completions", {**options, "messages": turns}).json()["choices"][0]["message"]
+    full = {**first.model_dump(), "annotations": [], "tool_calls": [], "audio": None, "function_call": None}
+    for message in (first, first.model_dump(), raw, full):
+        second = client.chat.completions.create(
+            **options, messages=[*turns, message, {"role": "user", "content": "go on"}]
+        )
+        assert second.choices[0].message.content == expected["again"].text
+
+
+def test_null_is_the_default(server: Running, expected: dict[str, Any]) -> None:
+    """Every field that may be left out may be null, those of objects in the body included."""
+    description = server.http.get("/openapi.json").json()["components"]["schemas"]
+    for path, name, body in (
+        ("/v1/completions", "CompletionRequest", {"prompt": PROMPT, "temperature": 0}),
+        ("/v1/chat/completions", "ChatRequest", {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}),
+    ):
+        nulls: dict[str, Any] = dict.fromkeys(description[name]["properties"])
+        plain = server.post(path, body).json()
+        full = server.post(path, nulls | body)
+        assert full.status_code == 200, full.text
+        assert full.json()["choices"] == plain["choices"]
+        usage = full.json()["usage"]
+        assert (usage["completion_tokens"] == 16) if "prompt" in body else (usage["total_tokens"] == 512)
+        for field, kind in (("stream_options", "StreamOptions"), ("speculative", "Speculative")):
+            inner = {**body, field: dict.fromkeys(description[kind]["properties"])}
+            answer = server.post(path, inner | ({"stream": True} if field == "stream_options" else {}))
+            assert answer.status_code == 200, answer.text
+    sampled = {"prompt": PROMPT, "temperature": None, "top_p": None, "seed": 7, "max_tokens": 24}
+    ones = {"prompt": PROMPT, "temperature": 1, "top_p": 1, "seed": 7, "max_tokens": 24}
+    texts = [server.post("/v1/completions", body).json()["choices"][0]["text"] for body in (sampled, ones)]
+    assert texts[0] == texts[1]
+
+
+def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
+    hello = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    for extra in (
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"tool_choice": "auto", "parallel_tool_calls": True, "function_call": "none"},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"service_tier": "auto", "safety_identifier": "me", "prompt_cache_key": "key", "modalities": ["text"]},
+    ):
+        assert server.post("/v1/chat/completions", {**hello, **extra}).status_code == 200, extra
+    assert server.post("/v1/completions", {"prompt": PROMPT, "suffix": "", "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "wish", [{"enabled": False}, {"method": "none"}, {"method": "ngram"}, {"num_speculative_tokens": 1}]
+)
 def test_speculation_is_chosen_per_request(
     client: openai.OpenAI, expected: dict[str, Any], wish: dict[str, Any]
 ) -> None:
@@ -100,7 +154,7 @@ def test_speculation_is_chosen_per_request(
     )
     assert answer.choices[0].text == expected["completion"].text
     speculation = answer.metrics["speculative_decoding"]
-    if wish.get("enabled") is False:
+    if wish in ({"enabled": False}, {"method": "none"}):
         assert (speculation["num_spec_steps"], speculation["draft_acceptance_rate"]) == (0, None)
         assert speculation["method"] is None
     elif "method" in wish:
@@ -149,6 +203,26 @@ def test_echo(client: openai.OpenAI, expected: dict[str, Any]) -> None:
     assert scored.token_logprobs[0] is None
     assert len(scored.tokens) == len(scored.token_logprobs) > 24
     assert "".join(scored.tokens).startswith(PROMPT)
+
+
+def test_a_prompt_alone_is_scored(client: openai.OpenAI, server: Running) -> None:
+    """max_tokens 0: the probabilities are those of the prompt's part of an answer, and nothing else comes."""
+    options = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "echo": True}
+    longer = client.completions.create(**options, max_tokens=3, logprobs=2).choices[0].logprobs
+    answer = client.completions.create(**options, max_tokens=0, logprobs=2)
+    scored = answer.choices[0].logprobs
+    count = answer.usage.prompt_tokens
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (PROMPT, "length")
+    assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (0, count)
+    assert (scored.tokens, scored.text_offset) == (longer.tokens[:count], longer.text_offset[:count])
+    assert scored.top_logprobs == longer.top_logprobs[:count]
+    assert scored.token_logprobs == longer.token_logprobs[:count]
+    assert len(scored.token_logprobs) == count > 1
+    chunks = list(client.completions.create(**options, max_tokens=0, n=2, stream=True))
+    for index in range(2):
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(choice.text for choice in own) == PROMPT
+        assert own[-1].finish_reason == "length"
 
 
 def test_trace_tells_every_token_and_draft(client: openai.OpenAI) -> None:
@@ -294,34 +368,3 @@ def test_models_and_tokens(client: openai.OpenAI, server: Running) -> None:
     assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "<user>hi\n<assistant>"
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/version").json()["version"]
-
-
-def test_prometheus_metrics(client: openai.OpenAI, server: Running) -> None:
-    def read() -> dict[tuple[str, str | None], float]:
-        families = text_string_to_metric_families(server.http.get("/metrics").text)
-        samples = [sample for family in families for sample in family.samples]
-        assert {sample.labels.pop("model_name") for sample in samples if "model_name" in sample.labels} == {"tiny"}
-        return {(s.name.removeprefix("forerun:"), next(iter(s.labels.values()), None)): s.value for s in samples}
-
-    before = read()
-    answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
-    after = read()
-    speculation = answer.metrics["speculative_decoding"]
-
-    def grown(name: str, label: str | None = None) -> float:
-        return after[name, label] - before.get((name, label), 0.0)
-
-    assert grown("spec_decode_num_drafts_total") == speculation["num_spec_steps"]
-    assert grown("spec_decode_num_draft_tokens_total") == speculation["num_draft_tokens"]
-    assert grown("spec_decode_num_accepted_tokens_total") == speculation["num_accepted_draft_tokens"]
-    first = sum(accepted >= 1 for accepted in speculation["per_step_accepted"])
-    assert grown("spec_decode_num_accepted_tokens_per_pos_total", "0") == first
-    assert grown("generation_tokens_total") == 24
-    assert grown("request_success_total", "length") == 1
-    assert grown("time_to_first_token_seconds_count") == 1
-    assert grown("e2e_request_latency_seconds_count") == 1
-    assert grown("inter_token_latency_seconds_count") > 0
-    for phase in ("draft", "verify", "accept", "host"):
-        assert grown("round_seconds_total", phase) > 0
-    assert after["num_requests_running", None] == 0
-    assert 0 <= after["prefix_cache_hit_rate", None] <= 1

@@ -330,7 +330,7 @@ class Engine:
             metrics.add(draft, verdict)
         if job.traced:
             job.trace.append(TraceRound.of(draft, verdict))
-        stats.add(draft, verdict)
+        stats.add(draft, verdict, len(job.sequence.tokens) - len(verdict.tokens))
 
     def _end(self, job: Job, finish: Finish | None, now: float | None = None) -> None:
         job.finish = finish

@@ -144,6 +144,10 @@ class RequestMetrics:
         return total
 
 
+SHORTEST = 6
+"""Texts of up to two to this many tokens are counted together."""
+
+
 @dataclass
 class EngineStats:
     """Totals of an engine since it started; seconds by phase."""
@@ -158,6 +162,8 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
+    by_context: dict[int, list[int]] = field(default_factory=dict)
+    """Drafts, drafted and accepted tokens by the length of the text drafted for, up to the key, a power of two."""
     generated_tokens: int = 0
     prompt_tokens: int = 0
     preemptions: int = 0
@@ -167,14 +173,18 @@ class EngineStats:
     synthetic: bool = False
     """Drafts are accepted at given rates, whatever their tokens."""
 
-    def add(self, draft: Draft, verdict: Verdict) -> None:
-        """Count what one sequence got from a round."""
+    def add(self, draft: Draft, verdict: Verdict, length: int) -> None:
+        """Count what one sequence of ``length`` tokens got from a round."""
         self.generated_tokens += len(verdict.tokens)
         if not len(draft):
             return
         self.num_drafts += 1
         self.num_draft_tokens += len(draft)
         self.num_accepted_tokens += verdict.accepted
+        counts = self.by_context.setdefault(1 << max(SHORTEST, (length - 1).bit_length()), [0, 0, 0])
+        counts[0] += 1
+        counts[1] += len(draft)
+        counts[2] += verdict.accepted
         self.accepted_per_pos.extend([0] * (verdict.accepted - len(self.accepted_per_pos)))
         for position in range(verdict.accepted):
             self.accepted_per_pos[position] += 1

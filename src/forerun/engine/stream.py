@@ -93,6 +93,11 @@ class Stream:
         return self._produced - self._consumed
 
     @property
+    def unfinished(self) -> int:
+        """Answers whose end the reader has not been given."""
+        return self._unfinished
+
+    @property
     def num_prompt_tokens(self) -> int:
         return self.jobs[0].sequence.num_prompt
 

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import Send
 
 from forerun import __version__
 from forerun.engine.async_engine import AsyncEngine
+from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
 from forerun.sampling.params import SamplingParams
-from forerun.serve import errors, page
+from forerun.serve import answers, errors, openapi, page
 from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard
 from forerun.serve.metrics import Recorder
+from forerun.serve.openapi import BODY, GENERATION, responses
+from forerun.serve.replies import ChatReply, CompletionReply, Echo
 from forerun.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -30,7 +33,7 @@ from forerun.serve.schema import (
     Speculative,
     TokenizeRequest,
 )
-from forerun.serve.stream import DONE, ChatReply, CompletionReply, Reply
+from forerun.serve.stream import DONE, Reply
 from forerun.serve.text import TextService
 
 
@@ -47,17 +50,6 @@ class ServerOptions:
     body_timeout: float = 60.0
     request_timeout: float = 600.0
     """From arrival to the last token."""
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "The request cannot be run as it is"},
-    401: {"description": "The API key is missing or wrong"},
-    403: {"description": "The server does not answer to the name in the Host header"},
-    404: {"description": "There is no such model"},
-    413: {"description": "The body is too large"},
-    429: {"description": "Too many sequences are waiting"},
-    503: {"description": "The server is shutting down"},
-}
 
 
 class Server:
@@ -86,9 +78,10 @@ class Server:
         loaded = self.engine.engine.router.drafters
         if wish is None:
             return {"priority": priority}
-        if not wish.enabled:
-            if wish.method is not None or wish.num_speculative_tokens:
-                raise ApiError(400, "speculative.enabled is false: remove the other options", param="speculative")
+        if not wish.enabled or wish.method == NONE:
+            if wish.method not in (None, NONE) or wish.num_speculative_tokens:
+                why = "method is 'none'" if wish.enabled else "enabled is false"
+                raise ApiError(400, f"speculative.{why}: remove the other options", param="speculative")
             return {"speculate": False, "trace": wish.trace, "priority": priority}
         if not loaded:
             raise ApiError(
@@ -151,6 +144,12 @@ class Server:
         self.check_model(body.model)
         if body.echo and body.stream and body.logprobs is not None:
             raise ApiError(400, "echo with logprobs does not stream: remove stream, echo or logprobs", param="echo")
+        if body.max_tokens == 0 and not body.echo:
+            raise ApiError(
+                400, "max_tokens is 0: ask for a token, or for the prompt alone with echo: true", param="max_tokens"
+            )
+        if body.max_tokens == 0 and body.min_tokens:
+            raise ApiError(400, f"min_tokens ({body.min_tokens}) exceeds max_tokens (0)", param="min_tokens")
         prompts = await self._prompts(body)
         if len(prompts) * body.n > 128:
             raise ApiError(400, f"{len(prompts)} prompts times n {body.n} are more than 128 answers", param="n")
@@ -158,21 +157,26 @@ class Server:
         echoes = body.echo and body.logprobs is not None
         params = body.sampling(
             logprobs=body.logprobs,
-            max_tokens=body.max_tokens,
+            max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
             prompt_logprobs=body.logprobs if echoes else None,
         )
-        echo = None
-        if body.echo:
-            echo = [await self.text.decode(prompt) for prompt in prompts]
+        echo = await self._echo(body, prompts) if body.echo else None
         streams = await self.submit(prompts, params, body, explicit)
         options = self.reply_options(body, streams, body.logprobs is not None)
-        return CompletionReply(streams, self.text, echo=echo, **options)
+        return CompletionReply(streams, self.text, echo=echo, silent=body.max_tokens == 0, **options)
 
     async def _prompts(self, body: CompletionRequest) -> list[list[int]]:
         prompt: Any = body.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]
         return [await self.text.encode(item) if isinstance(item, str) else list(item) for item in prompt]
+
+    async def _echo(self, body: CompletionRequest, prompts: Seq[Seq[int]]) -> list[Echo]:
+        given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        texts = given if isinstance(given[0], str) else [await self.text.decode(prompt) for prompt in prompts]
+        if body.logprobs is None:
+            return [Echo(text) for text in texts]
+        return [Echo(text, await self.text.offsets(prompt, text)) for prompt, text in zip(prompts, texts)]
 
     async def chat(self, body: ChatRequest) -> Reply:
         self.check_model(body.model)
@@ -233,9 +237,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> Fas
         engine.close()
         server.text.close()
 
-    app = FastAPI(
-        title="Forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan, responses=ERRORS
-    )
+    app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(
         Guard,
         api_key=options.api_key,
@@ -245,21 +247,31 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> Fas
     )
     errors.install(app)
     page.install(app)
+    drafters = engine.engine.router.drafters
+    openapi.install(
+        app,
+        model=options.model_name,
+        methods={name: drafter.config.num_speculative_tokens for name, drafter in drafters.items()},
+        has_key=options.api_key is not None,
+    )
     _answers(app, server)
     _operations(app, server)
     return app
 
 
 def _answers(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions", response_model=None)
+    completion = responses(*GENERATION, good=answers.Completion, chunk=answers.CompletionChunk)
+    conversation = responses(*GENERATION, good=answers.Chat, chunk=answers.ChatChunk)
+
+    @app.post("/v1/completions", response_model=None, responses=completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await server.answer(request, body, server.completion(body))
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, responses=conversation)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await server.answer(request, body, server.chat(body))
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=responses(*BODY, good=answers.Tokens))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
         if body.messages is not None:
@@ -268,7 +280,7 @@ def _answers(app: FastAPI, server: Server) -> None:
             tokens = await server.text.encode(body.prompt or "", special=body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": server.limit}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses=responses(*BODY, good=answers.Prompt))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
         return {"prompt": await server.text.decode(body.tokens)}
@@ -291,25 +303,25 @@ def _operations(app: FastAPI, server: Server) -> None:
             },
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=responses(good=answers.Models))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=responses(404, good=answers.Model))
     async def one_model(name: str) -> dict[str, Any]:
         server.check_model(name)
         return model()
 
-    @app.get("/health")
+    @app.get("/health", responses=responses(503, good=answers.Health))
     async def health() -> dict[str, str]:
         if engine.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         return {"status": "ok"}
 
-    @app.get("/version")
+    @app.get("/version", responses=responses(good=answers.Version))
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_class=PlainTextResponse, responses=responses())
     async def metrics() -> Response:
         return Response(server.recorder.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

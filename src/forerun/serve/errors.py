@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,6 +29,10 @@ TYPES = {
     503: "unavailable_error",
     504: "timeout_error",
 }
+
+
+NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
+"""Pydantic's errors whose words would name our classes."""
 
 
 class ApiError(Exception):
@@ -72,19 +77,43 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error; the server's log has the cause")
 
 
-def _invalid(error: RequestValidationError) -> ApiError:
+def _place(given: Any, loc: Sequence[str | int], missing: bool) -> str | None:
+    """Where in the body something is wrong, as the client wrote it; ``loc`` names validators and union members too."""
+    found: list[str] = []
+    for part in loc:
+        known = given if isinstance(given, dict) else range(len(given)) if isinstance(given, list) else ()
+        if part in known:
+            found.append(str(part))
+            given = given[part]
+    if missing:
+        found.append(str(loc[-1]))
+    return ".".join(found) or None
+
+
+def _invalid(error: RequestValidationError, content_type: str | None) -> ApiError:
     """The first thing that is wrong with a body, in words."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    kind = first["type"]
+    kind, loc = first["type"], first["loc"][1:]
     if kind == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not valid JSON: {reason}", code="json_invalid")
-    name = ".".join(place) or None
+    if not loc and not _is_json(content_type):
+        came = f"it came as {content_type}" if content_type else "it came without a Content-Type"
+        message = f"send the body as JSON, with the header 'Content-Type: application/json': {came}"
+        return ApiError(400, message, code="unsupported_content_type")
+    if not loc and kind in ("missing", *NO_OBJECT):
+        return ApiError(400, "the body must be a JSON object", code="not_an_object")
+    name = _place(error.body, loc, kind == "missing")
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown field {name!r}: remove it", param=name, code="unknown_field")
-    message = first["msg"].removeprefix("Value error, ")
+    message = "must be an object" if kind in NO_OBJECT else first["msg"].removeprefix("Value error, ")
+    message = message.replace(" after validation", "")
     return ApiError(400, f"{name}: {message}" if name else message, param=name, code=kind)
+
+
+def _is_json(content_type: str | None) -> bool:
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def install(app: FastAPI) -> None:
@@ -95,7 +124,7 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _invalid(error).response()
+        return _invalid(error, request.headers.get("content-type")).response()
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)

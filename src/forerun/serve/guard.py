@@ -16,6 +16,10 @@ OPEN = ("/", "/health", "/metrics")
 """Paths that need no key; the playground's files, under /page/, neither."""
 
 
+def needs_key(path: str) -> bool:
+    return path not in OPEN and not path.startswith("/page/")
+
+
 class Guard:
     """ASGI middleware. Bodies are read whole, at most ``max_body_bytes`` within ``body_timeout`` seconds.
 
@@ -74,8 +78,7 @@ class Guard:
             )
 
     def _check_key(self, scope: Scope) -> None:
-        path = scope["path"]
-        if self.key is None or path in OPEN or path.startswith("/page/"):
+        if self.key is None or not needs_key(scope["path"]):
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, key = given.partition(b" ")

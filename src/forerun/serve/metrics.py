@@ -55,6 +55,11 @@ class EngineCollector:
         yield self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "accepted tokens by draft position", by_position, ["position"]
         )
+        by_context = dict(stats.by_context)
+        for place, name in enumerate(("num_drafts", "num_draft_tokens", "num_accepted_tokens")):
+            values = {(str(length),): counts[place] for length, counts in sorted(by_context.items())}
+            text = f"{name} by the length of the text drafted for: at most so many tokens, more than half"
+            yield self._counter(f"spec_decode_{name}_by_context", text, values, ["context"])
         phases = ("draft", "verify", "accept", "host")
         seconds = {(phase,): getattr(stats, f"{phase}_seconds") for phase in phases}
         yield self._counter("round_seconds", "where the engine's time went", seconds, ["phase"])
@@ -110,7 +115,7 @@ class Recorder:
             "forerun:request_success", "answers by why they ended", ["model_name", "finished_reason"],
             registry=self.registry,
         )  # fmt: skip
-        self.ended = {reason: ended.labels(model, reason) for reason in ("stop", "length", "error")}
+        self.ended = {reason: ended.labels(model, reason) for reason in ("stop", "length", "error", "abort")}
         self._latest: dict[tuple[Stream, int], float] = {}
         engine.on_deltas = self.observe
         engine.on_forget = self.forget
@@ -130,6 +135,8 @@ class Recorder:
                 del self._latest[key]
 
     def forget(self, stream: Stream) -> None:
+        if stream.unfinished:  # its reader left, or it was ended for being late or at shutdown
+            self.ended["abort" if stream.error is None else "error"].inc(stream.unfinished)
         for job in stream.jobs:
             self._latest.pop((stream, job.index), None)
 

@@ -1,11 +1,23 @@
 """Request bodies. Names are OpenAI's and vLLM's. A field that is not here is an error that names it; fields that make
-no difference to the answer are accepted."""
+no difference to the answer are accepted, and null leaves any optional field at its default."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from forerun.core.errors import ConfigError
 from forerun.sampling.params import SamplingParams, StructuredOutputsParams
@@ -15,33 +27,99 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 64
 
 
-def _encodable(text: str) -> str:
+def _encodable(text: Any) -> Any:
     """JSON can spell half a surrogate pair, which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("the text has half a surrogate pair") from None
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("the text has half a surrogate pair") from None
     return text
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+Whole = BeforeValidator(_encodable)
+Text = Annotated[str, Whole]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-StopText = Annotated[Text, Field(min_length=1, max_length=1024)]
+Regex = Annotated[str, Field(max_length=65536), Whole]
+StopText = Annotated[str, Field(min_length=1, max_length=1024), Whole]
+
+
+def _shape(value: Any) -> str | None:
+    """Which member of a union is meant: errors are then about that one alone."""
+    if isinstance(value, list):
+        first = value[0] if value else None
+        return "lists" if isinstance(first, list) else "numbers" if isinstance(first, int) else "list"
+    return {str: "text", dict: "object", bool: "flag"}.get(type(value))
+
+
+def _choice(what: str) -> Discriminator:
+    return Discriminator(_shape, custom_error_type="wrong_kind", custom_error_message=f"must be {what}")
+
+
+Stop = Annotated[
+    Annotated[StopText, Tag("text")] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("list")],
+    _choice("a text or a list of texts"),
+]
+Object = Annotated[dict[str, Any], Tag("object")]
+ObjectOrText = Annotated[Object | Annotated[Text, Tag("text")], _choice("an object or a text")]
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES), Tag("list")]
+    | Annotated[list[TokenId], Field(min_length=1), Tag("numbers")]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES), Tag("lists")
+    ],
+    _choice("a text, a list of texts, a list of token ids, or a list of such lists"),
+]
+
+
+def _absent(value: Any) -> None:
+    if value is not None and value not in ("", [], {}):
+        raise ValueError("this server does not support it: leave it out")
+
+
+Absent = Annotated[None, BeforeValidator(_absent), WithJsonSchema({"enum": [None, "", [], {}]})]
+"""OpenAI's, and without a meaning here: accepted only where it asks for nothing."""
+IGNORED = "accepted; makes no difference"
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields or converted types."""
+    """A JSON object without unknown fields or converted types. Null is an optional field's default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def _optional(cls) -> set[str]:
+        return {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        optional = cls._optional()
+        return {name: value for name, value in given.items() if value is not None or name not in optional}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        fields = handler.resolve_ref_schema(schema).get("properties", {})
+        for name in cls._optional() & set(fields):
+            about = {key: fields[name].pop(key) for key in ("title", "description", "default") if key in fields[name]}
+            kinds = fields[name].get("anyOf", [fields[name]])
+            if {"type": "null"} not in kinds and None not in fields[name].get("enum", []):
+                fields[name] = {"anyOf": [*kinds, {"type": "null"}]}
+            fields[name] |= about
+        return schema
 
 
 class Speculative(Body):
     """This request's choice among the server's drafters."""
 
     enabled: bool = Field(True, description="false: decode plainly")
-    method: str | None = Field(None, description="one of the loaded methods; default: the first")
+    method: str | None = Field(None, description="one of the loaded methods (default: the first), or none")
     num_speculative_tokens: int | None = Field(None, ge=0, description="at most the server's; 0: decode plainly")
     trace: bool = Field(False, description="return what became of every draft, round by round")
 
@@ -49,6 +127,7 @@ class Speculative(Body):
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = Field(False, description="events are not padded here")
 
 
 class JsonSchema(Body):
@@ -56,7 +135,9 @@ class JsonSchema(Body):
 
     name: str = Field("schema", max_length=64)
     description: str | None = None
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    schema_: Annotated[Object | Annotated[bool, Tag("flag")], _choice("an object, true or false")] = Field(
+        alias="schema"
+    )
     strict: bool | None = None
 
 
@@ -74,8 +155,8 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's field: exactly one of these."""
 
-    json_: dict[str, Any] | Text | None = Field(None, alias="json")
-    regex: Text | None = Field(None, max_length=65536)
+    json_: ObjectOrText | None = Field(None, alias="json")
+    regex: Regex | None = None
     choice: list[Text] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
@@ -93,7 +174,7 @@ class Generation(Body):
     top_k: int = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -107,8 +188,8 @@ class Generation(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | Text | None = None
-    guided_regex: Text | None = Field(None, max_length=65536)
+    guided_json: ObjectOrText | None = None
+    guided_regex: Regex | None = None
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
     speculative: Speculative | None = None
@@ -118,8 +199,8 @@ class Generation(Body):
         le=1000,
         description="lower is served earlier; no value moves a turn by more than 1024 rounds",
     )
-    user: str | None = Field(None, description="accepted; makes no difference")
-    metadata: dict[str, Any] | None = Field(None, description="accepted; makes no difference")
+    user: str | None = Field(None, description=IGNORED)
+    metadata: dict[str, Any] | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description="accepted; nothing is stored")
 
     @model_validator(mode="after")
@@ -179,20 +260,13 @@ class Generation(Body):
         )
 
 
-Prompt = (
-    Text
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
-)
-
-
 class CompletionRequest(Generation):
     prompt: Prompt
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=0, description="0, with echo: the prompt alone, and its logprobs")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     best_of: int | None = Field(None, ge=1, description="refused unless it equals n: there is no re-ranking here")
+    suffix: Absent = None
 
     @model_validator(mode="after")
     def _no_best_of(self) -> CompletionRequest:
@@ -206,10 +280,23 @@ class TextPart(Body):
     text: Text
 
 
+Content = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[list[TextPart], Tag("list")], _choice("a text or a list of text parts")
+]
+
+
 class Message(Body):
+    """A turn. An answer's own message is one: what OpenAI's client adds to it may stay, as long as it says nothing."""
+
+    # Before the content, which is null where a tool is called: that is what the error should be about.
+    tool_calls: Absent = None
+    function_call: Absent = None
+    refusal: Absent = None
+    annotations: Absent = None
+    audio: Absent = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
-    name: Text | None = Field(None, max_length=256)
+    content: Content
+    name: Annotated[str, Field(max_length=256), Whole] | None = None
 
     def plain(self) -> dict[str, str]:
         """As a chat template wants it."""
@@ -222,6 +309,20 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Absent = None
+    tool_choice: Literal["none", "auto"] | None = Field(None, description=IGNORED)
+    parallel_tool_calls: bool | None = Field(None, description=IGNORED)
+    functions: Absent = None
+    function_call: Literal["none", "auto"] | None = Field(None, description=IGNORED)
+    modalities: list[Literal["text"]] | None = Field(None, description=IGNORED)
+    audio: Absent = None
+    prediction: Absent = None
+    web_search_options: Absent = None
+    reasoning_effort: Absent = None
+    verbosity: Absent = None
+    service_tier: str | None = Field(None, description=IGNORED)
+    safety_identifier: str | None = Field(None, description=IGNORED)
+    prompt_cache_key: str | None = Field(None, description=IGNORED)
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:

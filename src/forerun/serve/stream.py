@@ -15,20 +15,18 @@ from json.encoder import encode_basestring as quote
 from typing import Any
 
 from forerun.core.errors import ForerunError
-from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.stop import ERROR, Finish
 from forerun.engine.stream import Delta, Stream
 from forerun.models.tokenizer import Detokenizer
 from forerun.serve.errors import ApiError, as_api_error
+from forerun.serve.listed import Listed, Placed
 from forerun.serve.text import TextService
 from forerun.speculate.accept.base import NO_TOKEN
 
 MARK = "\0"
 """Stands for a choice's text while an event is taken apart."""
 DONE = "data: [DONE]\n\n"
-LOWEST = -9999.0
-"""Stands for a log-probability of minus infinity, which JSON lacks."""
 
 
 @dataclass(slots=True)
@@ -37,12 +35,10 @@ class Choice:
 
     index: int
     text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[Placed] = field(default_factory=list)
     finish: Finish | None = None
     num_tokens: int = 0
     trace: list[dict[str, Any]] = field(default_factory=list)
-    offset: int = 0
-    """Characters of the answer before ``text``."""
 
 
 async def merge(streams: Seq[Stream]) -> AsyncGenerator[list[tuple[int, Delta]]]:
@@ -114,6 +110,7 @@ class Reply(ABC):
         self.per_prompt = len(streams[0].jobs)
         self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
         self._detokenizers: dict[int, Detokenizer] = {}
+        self._listed: dict[int, Listed] = {}
         self._frames: dict[int, tuple[str, str]] = {}
 
     @abstractmethod
@@ -134,17 +131,29 @@ class Reply(ABC):
             message = str(delta.finish.stopped_by)
             raise ApiError(400 if message == NO_TOKEN or message.startswith("the grammar") else 500, message)
         choice = self.choices[place * self.per_prompt + delta.index]
-        new = Choice(
-            choice.index, delta.text, delta.logprobs, delta.finish, len(delta.token_ids), offset=len(choice.text)
-        )
+        choice.text += delta.text
+        new = Choice(choice.index, delta.text, self._list(choice, place, delta), delta.finish, len(delta.token_ids))
         if self.traced and delta.round is not None:
             new.trace = [self._trace(choice.index, place, delta)]
-        choice.text += delta.text
-        choice.logprobs.extend(delta.logprobs)
+        choice.logprobs.extend(new.logprobs)
         choice.num_tokens += new.num_tokens
         choice.finish = delta.finish
         choice.trace.extend(new.trace)
         return new
+
+    def _list(self, choice: Choice, place: int, delta: Delta) -> list[Placed]:
+        """The tokens whose text has come to be shown."""
+        if not self.logprobs:
+            return []
+        listed = self._listed.get(choice.index)
+        if listed is None:
+            sequence = self.streams[place].jobs[delta.index].sequence
+            listed = self._listed[choice.index] = Listed(
+                self.text.tokenizer,
+                sequence.tokens[: sequence.num_prompt],
+                skip_special_tokens=sequence.params.skip_special_tokens,
+            )
+        return listed.after(delta.logprobs, len(choice.text), delta.finish)
 
     def _trace(self, index: int, place: int, delta: Delta) -> dict[str, Any]:
         """A round in text: every emitted token with its origin, and the drafted tokens that were not kept. All emitted
@@ -290,108 +299,3 @@ class Reply(ABC):
 
 def _data(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-class CompletionReply(Reply):
-    kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
-
-    def __init__(self, *arguments: Any, echo: Seq[str] | None = None, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.echo = echo
-        """The prompts' texts, where the answer repeats them."""
-
-    def openings(self) -> list[dict[str, Any]]:
-        if self.echo is None:
-            return []
-        return [self._body(choice, self._prompt(choice), None) for choice in self.choices]
-
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        prompt = self._prompt(choice)
-        return self._body(choice, prompt + choice.text, self._logprobs(choice, self._prompt_logprobs(choice)))
-
-    def piece(self, choice: Choice) -> dict[str, Any]:
-        return self._body(choice, choice.text, self._logprobs(choice, []))
-
-    @staticmethod
-    def _body(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        finish = choice.finish
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish.reason if finish is not None else None,
-            "stop_reason": finish.stopped_by if finish is not None else None,
-        }
-
-    def _prompt(self, choice: Choice) -> str:
-        return self.echo[choice.index // self.per_prompt] if self.echo is not None else ""
-
-    def _prompt_logprobs(self, choice: Choice) -> list[TokenLogprobs | int]:
-        """Of the echoed prompt; the first token has none, only its id."""
-        if self.echo is None or not self.logprobs:
-            return []
-        job = self.streams[choice.index // self.per_prompt].jobs[0]
-        found = job.prompt_logprobs or []
-        return [job.sequence.tokens[i] if item is None else item for i, item in enumerate(found)]
-
-    def _logprobs(self, choice: Choice, before: Seq[TokenLogprobs | int]) -> dict[str, Any] | None:
-        if not self.logprobs:
-            return None
-        tokens: list[str] = []
-        values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        place = choice.offset
-        for item in [*before, *choice.logprobs]:
-            token = item if isinstance(item, int) else item.token
-            text = self.text.token_text(token)[0]
-            tokens.append(text)
-            offsets.append(place)
-            place += len(text)
-            if isinstance(item, int):
-                values.append(None)
-                tops.append(None)
-                continue
-            values.append(_finite(item.logprob))
-            top = {self.text.token_text(t)[0]: _finite(value) for t, value in item.top.items()}
-            tops.append(top | {text: _finite(item.logprob)})
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-
-class ChatReply(Reply):
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-    prefix = "chatcmpl"
-
-    def openings(self) -> list[dict[str, Any]]:
-        opening = {"role": "assistant", "content": ""}
-        return [{"index": choice.index, "delta": opening, "finish_reason": None} for choice in self.choices]
-
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        return self._body(choice, {"message": {"role": "assistant", "content": choice.text, "refusal": None}})
-
-    def piece(self, choice: Choice) -> dict[str, Any]:
-        return self._body(choice, {"delta": {"content": choice.text}})
-
-    def _body(self, choice: Choice, content: dict[str, Any]) -> dict[str, Any]:
-        finish = choice.finish
-        return {
-            "index": choice.index,
-            **content,
-            "logprobs": {"content": [self._token(item) for item in choice.logprobs]} if self.logprobs else None,
-            "finish_reason": finish.reason if finish is not None else None,
-            "stop_reason": finish.stopped_by if finish is not None else None,
-        }
-
-    def _token(self, item: TokenLogprobs) -> dict[str, Any]:
-        top = [self._entry(token, value) for token, value in item.top.items()]
-        return {**self._entry(item.token, item.logprob), "top_logprobs": top}
-
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text, encoded = self.text.token_text(token)
-        return {"token": text, "logprob": _finite(value), "bytes": encoded}
-
-
-def _finite(value: float) -> float:
-    return max(value, LOWEST)

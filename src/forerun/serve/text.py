@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 
 from forerun.core.errors import RequestError
+from forerun.models.tokenizer import Detokenizer
 
 log = logging.getLogger("forerun")
 
@@ -44,6 +45,7 @@ class TextService:
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forerun-text")
         self.token_text = lru_cache(maxsize=1 << 17)(self._token_text)
+        self.token_name = lru_cache(maxsize=1 << 17)(self._token_name)
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *arguments))
@@ -61,6 +63,20 @@ class TextService:
             if token >= size:
                 raise RequestError(f"token id {token} is outside the tokenizer's {size}")
         return await self.run(self._encoder.decode, list(tokens))
+
+    async def offsets(self, prompt: Seq[int], text: str) -> list[int]:
+        """Where a prompt's tokens begin in its text, which may lack the special tokens put before it."""
+        return await self.run(self._offsets, prompt, text)
+
+    def _offsets(self, prompt: Seq[int], text: str) -> list[int]:
+        detokenizer = Detokenizer(self._encoder, skip_special_tokens=False)
+        offsets = []
+        for token in prompt:
+            offsets.append(len(detokenizer.text))
+            detokenizer.push([token])
+        detokenizer.finish()
+        before = max(0, detokenizer.text.find(text))
+        return [min(max(0, offset - before), len(text)) for offset in offsets]
 
     async def encode_chat(self, messages: Seq[dict[str, str]]) -> list[int]:
         """Raises RequestError if there is no template, or it refuses the messages."""
@@ -92,6 +108,16 @@ class TextService:
             return text, [int(letters[3:-1], 16)]
         known = [BYTE_LETTERS.get(letter) for letter in letters]
         return text, None if None in known else [byte for byte in known if byte is not None]
+
+    def _token_name(self, token: int) -> str:
+        """One token's text, or, where it is not whole characters, its bytes as OpenAI's completions write them."""
+        encoded = self.token_text(token)[1]
+        if encoded is None:
+            return f"token_id:{token}"
+        try:
+            return bytes(encoded).decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,116 @@
+"""The kinds of answers: completions and chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.stop import ERROR, LENGTH, Finish
+from forerun.engine.stream import Delta
+from forerun.serve.listed import Placed, by_name, finite
+from forerun.serve.stream import Choice, Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as an answer repeats it, and where its tokens begin."""
+
+    text: str = ""
+    offsets: Seq[int] = ()
+
+
+class CompletionReply(Reply):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, *arguments: Any, echo: Seq[Echo] | None = None, silent: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.silent = silent
+        """Only the prompt was asked for: the token that the engine makes in reading it is not part of the answer."""
+        self.echo = echo
+        """The prompts, where the answer repeats them."""
+
+    def _echo(self, choice: Choice) -> Echo:
+        return self.echo[choice.index // self.per_prompt] if self.echo is not None else Echo()
+
+    def _read(self, place: int, delta: Delta) -> Choice:
+        if self.silent and delta.finish is not None and delta.finish.reason != ERROR:
+            delta = Delta(delta.index, [], [], None, Finish(LENGTH), delta.seconds)
+        return super()._read(place, delta)
+
+    def openings(self) -> list[dict[str, Any]]:
+        if self.echo is None:
+            return []
+        return [self._body(choice, self._echo(choice).text, None) for choice in self.choices]
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        prompt = self._echo(choice)
+        return self._body(choice, prompt.text + choice.text, self._logprobs(choice, prompt))
+
+    def piece(self, choice: Choice) -> dict[str, Any]:
+        return self._body(choice, choice.text, self._logprobs(choice, Echo()))
+
+    @staticmethod
+    def _body(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        finish = choice.finish
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish.reason if finish is not None else None,
+            "stop_reason": finish.stopped_by if finish is not None else None,
+        }
+
+    def _logprobs(self, choice: Choice, prompt: Echo) -> dict[str, Any] | None:
+        """Of the prompt, whose first token has no probability, and the answer."""
+        if not self.logprobs:
+            return None
+        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        job = self.streams[choice.index // self.per_prompt].jobs[0]
+        for token, item, offset in zip(job.sequence.tokens, job.prompt_logprobs or (), prompt.offsets):
+            self._append(lists, token, item, offset)
+        for placed in choice.logprobs:
+            self._append(lists, placed.item.token, placed.item, len(prompt.text) + placed.offset)
+        return lists
+
+    def _append(self, lists: dict[str, list[Any]], token: int, item: TokenLogprobs | None, offset: int) -> None:
+        lists["tokens"].append(self.text.token_name(token))
+        lists["token_logprobs"].append(None if item is None else finite(item.logprob))
+        lists["top_logprobs"].append(None if item is None else by_name(item, self.text))
+        lists["text_offset"].append(offset)
+
+
+class ChatReply(Reply):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def openings(self) -> list[dict[str, Any]]:
+        return [self._body(choice, {"delta": {"role": "assistant", "content": ""}}) for choice in self.choices]
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        return self._body(choice, {"message": {"role": "assistant", "content": choice.text, "refusal": None}})
+
+    def piece(self, choice: Choice) -> dict[str, Any]:
+        return self._body(choice, {"delta": {"content": choice.text}})
+
+    def _body(self, choice: Choice, content: dict[str, Any]) -> dict[str, Any]:
+        finish = choice.finish
+        return {
+            "index": choice.index,
+            **content,
+            "logprobs": {"content": [self._token(item) for item in choice.logprobs]} if self.logprobs else None,
+            "finish_reason": finish.reason if finish is not None else None,
+            "stop_reason": finish.stopped_by if finish is not None else None,
+        }
+
+    def _token(self, placed: Placed) -> dict[str, Any]:
+        item = placed.item
+        top = [self._entry(token, value) for token, value in item.top.items()]
+        return {**self._entry(item.token, item.logprob), "top_logprobs": top}
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        text, encoded = self.text.token_text(token)
+        return {"token": text, "logprob": finite(value), "bytes": encoded}

@@ -1,0 +1,111 @@
+"""Prometheus metrics, held against what answers say of themselves."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from running import Running, run_server
+
+from forerun import LLM
+from forerun.serve.app import ServerOptions
+
+PROMPT = "def parse("
+Samples = dict[tuple[str, str | None], float]
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def read(server: Running) -> Samples:
+    """Values by name and label."""
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    assert {sample.labels.pop("model_name") for sample in samples if "model_name" in sample.labels} == {"tiny"}
+    return {(s.name.removeprefix("forerun:"), next(iter(s.labels.values()), None)): s.value for s in samples}
+
+
+def test_prometheus_metrics(client: openai.OpenAI, server: Running) -> None:
+    before = read(server)
+    answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
+    after = read(server)
+    speculation = answer.metrics["speculative_decoding"]
+
+    def grown(name: str, label: str | None = None) -> float:
+        return after[name, label] - before.get((name, label), 0.0)
+
+    assert grown("spec_decode_num_drafts_total") == speculation["num_spec_steps"]
+    assert grown("spec_decode_num_draft_tokens_total") == speculation["num_draft_tokens"]
+    assert grown("spec_decode_num_accepted_tokens_total") == speculation["num_accepted_draft_tokens"]
+    first = sum(accepted >= 1 for accepted in speculation["per_step_accepted"])
+    assert grown("spec_decode_num_accepted_tokens_per_pos_total", "0") == first
+    assert grown("generation_tokens_total") == 24
+    assert grown("request_success_total", "length") == 1
+    assert grown("time_to_first_token_seconds_count") == 1
+    assert grown("e2e_request_latency_seconds_count") == 1
+    assert grown("inter_token_latency_seconds_count") > 0
+    for phase in ("draft", "verify", "accept", "host"):
+        assert grown("round_seconds_total", phase) > 0
+    assert after["num_requests_running", None] == 0
+    assert 0 <= after["prefix_cache_hit_rate", None] <= 1
+
+
+def test_acceptance_by_the_length_of_the_text(server: Running) -> None:
+    """Every round counts for the text it drafted for, as the request's trace tells it."""
+    before = read(server)
+    expected: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for length in (60, 120, 300):
+        body = {"prompt": [5] * length, "max_tokens": 24, "seed": 1, "speculative": {"trace": True}}
+        answer = server.post("/v1/completions", body).json()
+        known = length
+        for round_ in answer["choices"][0]["trace"]:
+            bound = next(str(bound) for bound in (64, 128, 256, 512) if known <= bound)
+            if round_["drafted"]:
+                expected["num_drafts", bound] += 1
+                expected["num_draft_tokens", bound] += round_["drafted"]
+                accepted = sum(origin == "accepted" for _, origin in round_["tokens"])
+                expected["num_accepted_tokens", bound] += accepted
+            known += len(round_["tokens"])
+    after = read(server)
+    assert {bound for _, bound in expected} == {"64", "128", "256", "512"}
+    for (name, bound), count in expected.items():
+        key = (f"spec_decode_{name}_by_context_total", bound)
+        assert after[key] - before.get(key, 0.0) == count, (name, bound)
+
+
+def grown(server: Running, before: Samples, reason: str) -> Callable[[float], None]:
+    """Wait until so many more answers ended for ``reason``."""
+
+    def check(count: float) -> None:
+        for _ in range(500):
+            after = read(server)
+            if after["request_success_total", reason] - before["request_success_total", reason] == count:
+                return
+            time.sleep(0.01)
+        raise AssertionError(after)
+
+    return check
+
+
+@pytest.mark.usefixtures("slow_rounds")
+def test_requests_that_are_left_or_late_are_counted(served: LLM) -> None:
+    options = ServerOptions(model_name="tiny", request_timeout=0.5)
+    with run_server(served, options) as running:
+        before = read(running)
+        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "n": 2}
+        with running.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            next(iter(stream.iter_lines()))
+        grown(running, before, "abort")(2)
+        assert running.post("/v1/completions", body).status_code == 504
+        grown(running, before, "error")(2)
+        assert running.post("/v1/completions", {**body, "max_tokens": 2}).status_code == 200
+        assert running.post("/v1/completions", {**body, "max_tokens": 1000}).status_code == 400
+        grown(running, before, "length")(2)
+        grown(running, before, "abort")(2)

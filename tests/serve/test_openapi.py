@@ -1,0 +1,137 @@
+"""``/openapi.json`` tells what the server does: streams, errors and the key, held against real answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from running import TEMPLATE, Running, run_server
+
+from forerun import LLM
+from forerun.serve.app import ServerOptions
+
+COMPLETION = {"prompt": "def parse(", "max_tokens": 12, "logprobs": 2, "stream_options": {"include_usage": True}}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+TRACED = {"temperature": 0.8, "seed": 7, "speculative": {"method": "draft_model", "trace": True}}
+
+
+@pytest.fixture(scope="module")
+def description(server: Running) -> dict[str, Any]:
+    return server.http.get("/openapi.json").json()
+
+
+def validate(description: dict[str, Any], name: str, body: Any) -> None:
+    schema = {"$ref": f"#/components/schemas/{name}", "components": description["components"]}
+    jsonschema_rs.validator_for(schema).validate(body)
+
+
+def operations(description: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [(path, method, op) for path, item in description["paths"].items() for method, op in item.items()]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "whole", "chunk"),
+    [
+        ("/v1/completions", COMPLETION, "Completion", "CompletionChunk"),
+        ("/v1/completions", {**COMPLETION, **TRACED}, "Completion", "CompletionChunk"),
+        ("/v1/completions", {"prompt": "a", "n": 2, "stop": "e"}, "Completion", "CompletionChunk"),
+        ("/v1/chat/completions", CHAT, "Chat", "ChatChunk"),
+        ("/v1/chat/completions", {**CHAT, **TRACED}, "Chat", "ChatChunk"),
+        ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, "Chat", "ChatChunk"),
+    ],
+)
+def test_whole_and_streamed_answers(
+    server: Running, description: dict[str, Any], path: str, body: dict[str, Any], whole: str, chunk: str
+) -> None:
+    good = description["paths"][path]["post"]["responses"]["200"]["content"]
+    assert good["application/json"]["schema"] == {"$ref": f"#/components/schemas/{whole}"}
+    assert chunk in good["text/event-stream"]["schema"]["description"]
+    alone = {key: value for key, value in body.items() if key != "stream_options"}
+    answer = server.post(path, alone)
+    validate(description, whole, answer.json())
+    stream = server.post(path, {**body, "stream": True})
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in stream.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    for event in events[:-1]:
+        validate(description, chunk, json.loads(event))
+    with pytest.raises(jsonschema_rs.ValidationError):
+        validate(description, whole, {**answer.json(), "unheard_of": 1})
+
+
+def test_errors_are_described(description: dict[str, Any]) -> None:
+    for path, method, operation in operations(description):
+        assert "422" not in operation["responses"]
+        for status, response in operation["responses"].items():
+            if status != "200":
+                schema = response["content"]["application/json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/Error"}, (path, method, status)
+    statuses = set(description["paths"]["/v1/chat/completions"]["post"]["responses"])
+    assert statuses == {"200", "400", "403", "404", "408", "413", "429", "500", "503", "504"}
+    assert "HTTPValidationError" not in description["components"]["schemas"]
+    assert set(description["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
+
+
+@pytest.mark.usefixtures("slow_rounds")
+def test_errors_are_as_described(served: LLM, description: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every status that a completion can have, the key's among them."""
+    options = ServerOptions(
+        model_name="tiny", api_key="s3cret", chat_template=TEMPLATE, request_timeout=0.2, max_body_bytes=400,
+        body_timeout=0.2,
+    )  # fmt: skip
+    path, long = "/v1/completions", {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
+    key = {"Authorization": "Bearer s3cret"}
+
+    def slow() -> Iterator[bytes]:
+        yield b"{"
+        time.sleep(0.6)
+        yield b"}"
+
+    with run_server(served, options, max_queue=0) as locked:
+        locked.http.headers.update(key)
+        described = locked.http.get("/openapi.json").json()
+        answers = [
+            locked.post(path, {}),
+            locked.post(path, long, headers={"Authorization": "Bearer wrong"}),
+            locked.post(path, long, headers={"Host": "evil.example"}),
+            locked.post(path, {**long, "model": "other"}),
+            locked.http.post(path, content=slow()),
+            locked.post(path, {"prompt": "a" * 500}),
+            locked.post(path, {**long, "prompt": ["a"] * 9}),
+            locked.post(path, long),
+        ]
+        with monkeypatch.context() as broken:
+            broken.setattr(served.engine.model, "forward", lambda batch, cache: 1 / 0)
+            answers.append(locked.post(path, {"prompt": "a"}))
+        locked.engine.draining = True
+        answers.append(locked.post(path, long))
+    seen = [str(answer.status_code) for answer in answers]
+    assert seen == ["400", "401", "403", "404", "408", "413", "429", "504", "500", "503"]
+    assert {"200", *seen} == set(described["paths"][path]["post"]["responses"])
+    for answer in answers:
+        validate(described, "Error", answer.json())
+
+
+def test_the_key_is_described_where_it_is_needed(served: LLM, description: dict[str, Any]) -> None:
+    assert all("security" not in op and "401" not in op["responses"] for _, _, op in operations(description))
+    assert "securitySchemes" not in description["components"]
+    with run_server(served, ServerOptions(model_name="tiny", api_key="s3cret")) as locked:
+        described = locked.http.get("/openapi.json", headers={"Authorization": "Bearer s3cret"}).json()
+        (name,) = described["components"]["securitySchemes"]
+        assert described["components"]["securitySchemes"][name] == {"type": "http", "scheme": "bearer"}
+        for path, method, operation in operations(described):
+            refused = locked.http.request(method.upper(), path.replace("{name}", "tiny")).status_code == 401
+            assert operation.get("security", []) == ([{name: []}] if refused else []), path
+            assert ("401" in operation["responses"]) == refused
+
+
+def test_the_values_that_this_server_takes(description: dict[str, Any]) -> None:
+    schemas = description["components"]["schemas"]
+    assert schemas["ChatRequest"]["properties"]["model"]["enum"] == ["tiny", None]
+    assert schemas["Chat"]["properties"]["model"]["enum"] == ["tiny"]
+    wish = schemas["Speculative"]["properties"]
+    assert wish["method"]["enum"] == ["draft_model", "ngram", "pattern", "none", None]
