@@ -176,6 +176,8 @@ REFUSED = {
     "rule without a method": ["generate", "x", "--model", "forerun:target", "--accept", "token"],
     "bad bias": ["generate", "x", "--logit-bias", '{"a": 1}'],
     "no threads": ["generate", "x", "--threads", "0"],
+    "unknown quantization": ["generate", "x", "--quantization", "int3"],
+    "quantization on the hf path": ["generate", "x", "--model-path", "hf", "--quantization", "int8_rows"],
     "json and trace": ["generate", "x", "--json", "--trace"],
     "bench: unknown method": ["bench", "--methods", "none,guess"],
     "bench: unknown peer": ["bench", "--methods", "none", "--peers", "abacus"],

@@ -116,7 +116,7 @@ class NativeModel:
         self._make_norm: type[RMSNorm | Norm] = Norm if streamed else RMSNorm
         self._silu_times = SiluTimes(self.dtype) if streamed else _SiluTimes(invariant=invariant)
         if quantization is not None:
-            quantize.check(quantization, self.device, invariant=invariant)
+            quantize.check(quantization, self.device, self.dtype, invariant=invariant)
         self._quantization = quantization
         self._rotary = Rotary(config, self.width, self.device, self.dtype)
         self._turned = self.heads + self.kv_heads
