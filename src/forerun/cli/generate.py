@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from forerun.bench.weights import megabytes
 from forerun.cli import trace as tracing
 from forerun.cli.console import out, print_json, set_threads, warn, write_file
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, speculative_config, takes
@@ -106,7 +107,8 @@ def facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:
     """The figures below the text, by name."""
     metrics, count = answer.metrics, len(answer.outputs[0].token_ids)
     mode = "invariant" if llm.model.invariant else "not invariant"
-    found = {"model": f"{llm.model.info.name} ({llm.model.info.path}, {mode})"}
+    info = llm.model.info
+    found = {"model": f"{info.name} ({info.path}, {mode}), {megabytes(info.weight_bytes)}"}
     rate = metrics.tokens_per_second
     found["speed"] = f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")
     if metrics.num_drafts:

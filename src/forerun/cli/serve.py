@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.bench.weights import megabytes
 from forerun.cli.console import out, set_threads, warn
 from forerun.cli.options import ENGINE, SPECULATIVE, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
@@ -80,7 +81,11 @@ def serve(
     app = create_app(asynchronous, options)
     address = f"[{host}]" if ":" in host else host
     methods = ", ".join(llm.engine.router.drafters) or "none"
-    out().print(f"{name}: {llm.engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}", soft_wrap=True)
+    held = megabytes(sum(model.info.weight_bytes for model in (llm.model, *llm.engine.router.models())))
+    out().print(
+        f"{name}: {held} of weights, {llm.engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}",
+        soft_wrap=True,
+    )
     out().print(f"listening on http://{address}:{listener.getsockname()[1]}", soft_wrap=True)
     run(app, asynchronous, listener, drain_seconds=drain_timeout)
 

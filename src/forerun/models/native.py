@@ -133,6 +133,7 @@ class NativeModel:
         self.row_multiple = max(layer.rows for layer in self.linears()) if invariant else 1
         self._fewest_rows = quickest_rows(list(self.linears()), self.row_multiple)
         shape = KVShape(self.kv_heads, self.width, self.width)
+        held = quantize.size(self.linears())
         self.info = ModelInfo(
             name=name,
             architecture=type(module).__name__,
@@ -145,6 +146,9 @@ class NativeModel:
             dtype=self.dtype,
             device=self.device,
             eos_ids=eos_ids,
+            weight_bytes=held + self._embedding.nbytes,
+            token_bytes=held,
+            quantization=quantization,
         )
         sizes = self.heads, self.kv_heads, self.width
         decoder = Decoder(*sizes, self._embedding, self._layers, self._norm, self._head, self._rotary)

@@ -16,7 +16,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models import quantize
-from forerun.models.base import new_cache
+from forerun.models.base import Model, new_cache
 from forerun.models.load import load_model, parse_dtype, read_config, resolve
 from forerun.models.streamed import can_stream
 from forerun.models.tokenizer import check_compatible, load_tokenizer
@@ -250,6 +250,9 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def pools(self) -> list[Pool]:
         return [self.cache.pool]
+
+    def models(self) -> list[Model]:
+        return [self.model]
 
     def cached_tokens(self, sequence: Sequence) -> list[int]:
         return sequence.tokens[: self.cache.pool.length(sequence.id)]
