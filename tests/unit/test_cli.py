@@ -175,6 +175,8 @@ REFUSED = {
     "given twice": ["generate", "x", "--speculative-config", '{"method": "ngram"}', "--spec-method", "suffix"],
     "rule without a method": ["generate", "x", "--model", "forerun:target", "--accept", "token"],
     "bad bias": ["generate", "x", "--logit-bias", '{"a": 1}'],
+    "a trace of several answers": ["generate", "x", "--n", "2", "--trace-html", "page.html"],
+    "a mode of nothing": ["generate", "x", "--logprobs-mode", "raw_logprobs"],
     "no threads": ["generate", "x", "--threads", "0"],
     "unknown quantization": ["generate", "x", "--quantization", "int3"],
     "quantization on the hf path": ["generate", "x", "--model-path", "hf", "--quantization", "int8_rows"],

@@ -6,13 +6,15 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from forerun.bench import run as bench_run
+from forerun.bench.shapes import random_checkpoint
 from forerun.bench.weights import line, logits, weights
 from forerun.cli.main import run
 from forerun.models.load import load_model
 from forerun.models.quantize import size
+from forerun.models.tokenizer import load_tokenizer
 
 SMALL = "--prompts 2 --prompt-tokens 12 --max-tokens 12 --prompt-set random --repeats 1 --temperature 0"
 
@@ -51,6 +53,19 @@ def test_a_tied_head_is_counted_as_often_as_it_is_held():
     native = load_model("forerun:draft", model_path="native").info
     assert native.weight_bytes == native.token_bytes + native.vocab_size * native.hidden_size * native.dtype.itemsize
     assert native.token_bytes == plain.token_bytes
+
+
+def test_random_checkpoints_have_their_shape_and_load(tmp_path):
+    folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=300)
+    model = load_model(folder)
+    assert (model.info.vocab_size, model.info.num_layers, model.info.dtype) == (300, 2, torch.bfloat16)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    parameters = sum(parameter.numel() for parameter in reference.parameters())
+    norms = sum(parameter.numel() for parameter in reference.parameters() if parameter.dim() == 1)
+    assert model.info.token_bytes == 2 * (parameters - norms)  # tied
+    weights = torch.cat([p.detach().float().flatten() for n, p in reference.named_parameters() if "norm" not in n])
+    assert float(weights.std()) == pytest.approx(0.02, rel=0.02)
+    assert load_tokenizer(folder).encode("w3 w299") == [3, 299]
 
 
 @pytest.mark.parametrize("method", ["cascade", "draft_model", "merged", "staged", "ngram"])

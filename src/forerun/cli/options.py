@@ -23,6 +23,9 @@ from forerun.speculate.draft import DrafterConfig, drafters
 from forerun.speculate.length import policies
 
 SAMPLING_HELP = {
+    "n": "so many answers, each from a seed of its own",
+    "logprobs": "show each token's log-probability, and those of so many of the likeliest (see --logprobs-mode)",
+    "prompt_logprobs": "the same for the prompt's tokens, always raw",
     "temperature": "0 takes the likeliest token; above, tokens are sampled",
     "top_k": "sample among the k likeliest tokens (0: all)",
     "top_p": "sample among the likeliest tokens that hold this probability together",
@@ -186,7 +189,7 @@ SAMPLING = Flags(
     flags_of(
         SamplingParams,
         "Sampling",
-        skip=("n", "logprobs", "prompt_logprobs", "bad_words_ids"),
+        skip=("bad_words_ids",),
         helps=SAMPLING_HELP,
         defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
     ),
