@@ -243,6 +243,18 @@ def test_what_the_seed_does_not_repeat_is_said(forerun, pair):
     assert forerun("generate", PROMPT, *pair, *options[:2], "--length", "adaptive", "--json")[2] == ""
 
 
+def test_a_rule_that_is_not_lossless_says_so(forerun, pair):
+    _, _, err = forerun("generate", PROMPT, *pair, "--accept", "lenient", "--json")
+    assert re.fullmatch(r"warning: rule lenient is not lossless: .*\n", err)
+    assert forerun("generate", PROMPT, *pair, "--accept", "token", "--json")[2] == ""
+
+
+def test_help_is_plain_text(forerun, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in ("generate", "bench", "plan", "check", "serve"):
+        assert "``" not in forerun(command, "--help")[1]
+
+
 def test_help_names_every_engine_option_method_and_command(forerun, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     _, out, _ = forerun("generate", "--help")

@@ -68,7 +68,9 @@ def generate(
             raise RequestError(f"the generation failed: {output.stop_reason}")
     if answer.metrics.draft_error is not None:
         warn(f"the drafter failed, decoding went on without it: {answer.metrics.draft_error}")
-    if not (llm.engine.rule.identity or llm.engine.policy.reproducible or params.greedy):
+    if llm.engine.rule.lossless is False and llm.speculative.drafter is not None and llm.speculative.synthetic is None:
+        warn(f"rule {llm.speculative.accept} is not lossless: drafts may change what the model says")
+    elif not (llm.engine.rule.identity or llm.engine.policy.reproducible or params.greedy):
         rule, policy = llm.speculative.accept, llm.speculative.length
         warn(
             f"rule {rule} with {policy} lengths, which follow the clock: the law is exact, but the seed repeats nothing"

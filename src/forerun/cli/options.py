@@ -30,7 +30,7 @@ SAMPLING_HELP = {
     "top_k": "sample among the k likeliest tokens (0: all)",
     "top_p": "sample among the likeliest tokens that hold this probability together",
     "min_p": "drop tokens less likely than this share of the likeliest one",
-    "seed": "the same seed gives the same text, with and without speculation",
+    "seed": "the same seed gives the same text, with and without speculation under --accept coupled",
     "max_tokens": "longest answer, in tokens",
     "min_tokens": "no stop before this many tokens",
     "stop": "text that ends the answer (repeatable)",
@@ -42,6 +42,7 @@ SAMPLING_HELP = {
     "frequency_penalty": "subtracted per occurrence in the answer",
     "logit_bias": 'added to logits, as JSON: {"token id": value}',
     "bad_words": "text that must not appear (repeatable)",
+    "structured_outputs": "what the answer must look like, as JSON: one of json, regex, choice, grammar, json_object",
     "skip_special_tokens": "leave special tokens out of the text",
 }
 
