@@ -135,7 +135,7 @@ def _torchao(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Line
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
-        raise ConfigError(f"quantization {kind!r} on GPU needs torchao: pip install torchao") from error
+        raise ConfigError(f"quantization {kind!r} on GPU needs torchao: pip install 'forerun[gpu]'") from error
     module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     module.weight = torch.nn.Parameter(weight, requires_grad=False)
     quantize_(module, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
