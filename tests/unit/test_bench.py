@@ -9,8 +9,6 @@ from statistics import median
 from time import perf_counter
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from forerun import SamplingParams
 from forerun.bench.contenders import EngineContender
@@ -19,10 +17,8 @@ from forerun.bench.peers import peer_contenders
 from forerun.bench.prompts import make_prompts, repetition_rate
 from forerun.bench.rows import acceptance_by_position
 from forerun.bench.run import TURN, BenchConfig, side_by_side, take_turns
-from forerun.bench.shapes import bytes_per_token, random_checkpoint
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
-from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from forerun.plan.estimate import Costs, Measured, Sample, measure, shares
 from forerun.plan.planner import CostCurve, Estimate, predict, recommend
@@ -353,18 +349,6 @@ def test_prompts_come_from_a_file(tiny_target, tmp_path):
     file.write_text("\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="no prompts"):
         make_prompts("file", tokenizer, count=1, length=5, file=file)
-
-
-def test_random_checkpoints_have_their_shape_and_load(tmp_path):
-    folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=300)
-    model = load_model(folder)
-    assert (model.info.vocab_size, model.info.num_layers, model.info.dtype) == (300, 2, torch.bfloat16)
-    reference = AutoModelForCausalLM.from_pretrained(folder)
-    parameters = sum(parameter.numel() for parameter in reference.parameters())
-    assert bytes_per_token(folder, 2) == 2 * parameters
-    weights = torch.cat([p.detach().float().flatten() for n, p in reference.named_parameters() if "norm" not in n])
-    assert float(weights.std()) == pytest.approx(0.02, rel=0.02)
-    assert load_tokenizer(folder).encode("w3 w299") == [3, 299]
 
 
 def test_cost_curve_has_steps_and_lines():

@@ -98,3 +98,15 @@ def test_a_plain_run_has_no_trees_to_draw(tmp_path: Path):
     }  # fmt: skip
     about = {"model": "m", "dtype": "float32", "prompt_set": "random", "invariant": True, "threads": 1}
     assert [path.name for path in plots({"rows": [row], "environment": about}, tmp_path)] == ["speedup.svg"]
+
+
+def test_drafts_that_were_all_rejected_are_drawn_and_old_pictures_go(tmp_path: Path):
+    row = {
+        "method": "random", "temperature": 0.0, "concurrency": 1, "speedup": 0.9, "speedup_range": [0.9, 0.9],
+        "predicted_speedup": None, "tree": None, "over_chain": None, "acceptance_by_position": [], "synthetic": False,
+    }  # fmt: skip
+    about = {"model": "m", "dtype": "float32", "prompt_set": "random", "invariant": True, "threads": 1}
+    (tmp_path / "trees.svg").write_text("old", encoding="utf-8")
+    (tmp_path / "mine.svg").write_text("kept", encoding="utf-8")
+    plots({"rows": [row], "environment": about}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"speedup.svg", "acceptance.svg", "mine.svg"}

@@ -175,7 +175,11 @@ REFUSED = {
     "given twice": ["generate", "x", "--speculative-config", '{"method": "ngram"}', "--spec-method", "suffix"],
     "rule without a method": ["generate", "x", "--model", "forerun:target", "--accept", "token"],
     "bad bias": ["generate", "x", "--logit-bias", '{"a": 1}'],
+    "a trace of several answers": ["generate", "x", "--n", "2", "--trace-html", "page.html"],
+    "a mode of nothing": ["generate", "x", "--logprobs-mode", "raw_logprobs"],
     "no threads": ["generate", "x", "--threads", "0"],
+    "unknown quantization": ["generate", "x", "--quantization", "int3"],
+    "quantization on the hf path": ["generate", "x", "--model-path", "hf", "--quantization", "int8_rows"],
     "json and trace": ["generate", "x", "--json", "--trace"],
     "bench: unknown method": ["bench", "--methods", "none,guess"],
     "bench: unknown peer": ["bench", "--methods", "none", "--peers", "abacus"],
@@ -237,6 +241,18 @@ def test_what_the_seed_does_not_repeat_is_said(forerun, pair):
     _, _, err = forerun("generate", PROMPT, *pair, *options)
     assert re.fullmatch(r"warning: rule token with adaptive lengths, .*\n", err)
     assert forerun("generate", PROMPT, *pair, *options[:2], "--length", "adaptive", "--json")[2] == ""
+
+
+def test_a_rule_that_is_not_lossless_says_so(forerun, pair):
+    _, _, err = forerun("generate", PROMPT, *pair, "--accept", "lenient", "--json")
+    assert re.fullmatch(r"warning: rule lenient is not lossless: .*\n", err)
+    assert forerun("generate", PROMPT, *pair, "--accept", "token", "--json")[2] == ""
+
+
+def test_help_is_plain_text(forerun, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in ("generate", "bench", "plan", "check", "serve"):
+        assert "``" not in forerun(command, "--help")[1]
 
 
 def test_help_names_every_engine_option_method_and_command(forerun, monkeypatch):

@@ -19,7 +19,7 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 FILES = SOURCES + sorted((ROOT / "tests").rglob("*.py"))
 EXTRAS = {
     "fastapi": "serve", "starlette": "serve", "uvicorn": "serve", "ray": "scale", "matplotlib": "bench",
-    "llama_cpp": "bench", "vllm": "bench",
+    "llama_cpp": "bench", "vllm": "bench", "torchao": "models",
 }  # fmt: skip
 
 

@@ -7,14 +7,17 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from forerun import LLM
+from forerun import LLM, SamplingParams
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.engine import Engine
 from forerun.models import quantize
 from forerun.models.base import new_cache
 from forerun.models.invariance import self_test
 from forerun.models.native import NativeModel
 from forerun.models.streamed import can_stream
+from forerun.speculate.draft import drafters
 
 CPU = torch.device("cpu")
 BACKENDS = ["ours", "fbgemm"] if can_stream(torch.int8) else ["fbgemm"]
@@ -52,7 +55,7 @@ def logits(built: NativeModel) -> torch.Tensor:
     return built.forward(Batch([Span(0, 0, tokens, logits=list(range(50)))]), cache).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", quantize.CPU_KINDS)
 @pytest.mark.usefixtures("backend")
 def test_a_layer_is_close_and_small(kind, dtype):
@@ -88,7 +91,7 @@ def test_an_outlier_row_spoils_fbgemm_s_int8_but_not_int8_rows(backend):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("int8", torch.float32), ("int8_rows", torch.float32),
-                                             ("int8_rows", torch.bfloat16)])  # fmt: skip
+                                             ("int8_rows", torch.bfloat16), ("int8_rows", torch.float16)])  # fmt: skip
 @pytest.mark.usefixtures("backend")
 def test_a_model_s_size_and_error(kind, dtype):
     plain, quantized = model(None), model(kind, dtype=dtype)
@@ -114,7 +117,31 @@ def test_unknown_kinds_are_refused():
         with pytest.raises(ConfigError, match=kind):
             model(kind)
     with pytest.raises(ConfigError, match="int8_rows"):
-        quantize.check("int8_rows", torch.device("cuda"), invariant=False)
+        quantize.check("int8_rows", torch.device("cuda"), torch.bfloat16, invariant=False)
+
+
+def test_kernels_of_ours_are_for_cpus_and_their_dtypes():
+    assert quantize.ours(CPU, torch.float32) == quantize.ours(CPU, torch.bfloat16) == can_stream(torch.int8)
+    assert not quantize.ours(CPU, torch.float16)
+    assert not quantize.ours(torch.device("cuda"), torch.bfloat16)
+
+
+def test_without_fbgemm_a_wish_for_8_bits_names_the_dtype(monkeypatch):
+    monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", [])
+    with pytest.raises(ConfigError, match="float16 needs FBGEMM"):
+        quantize.check("int8_rows", CPU, torch.float16, invariant=True)
+
+
+def test_none_leaves_a_target_as_it_is():
+    llm = LLM("forerun:target", quantization="none")
+    assert "int8" not in llm.model.info.path
+
+
+def bundled(speculative: dict, **options) -> tuple[LLM, str]:
+    """The bundled pair, and how the draft's weights are stored."""
+    llm = LLM("forerun:target", speculative_config={"method": "draft_model", **speculative}, **options)
+    (drafter,) = llm.engine.router.drafters.values()
+    return llm, drafter.model.info.path
 
 
 @pytest.mark.parametrize(
@@ -127,6 +154,45 @@ def test_unknown_kinds_are_refused():
     ],
 )
 def test_the_bundled_draft_runs_in_8_bits_unless_told_otherwise(options, quantized):
-    llm = LLM("forerun:target", dtype="bfloat16", speculative_config={"method": "draft_model", **options})
-    (drafter,) = llm.engine.router.drafters.values()
-    assert ("int8" in drafter.model.info.path) == (quantized and can_stream(torch.int8))
+    _, path = bundled(options, dtype="bfloat16")
+    assert ("int8" in path) == (quantized and can_stream(torch.int8))
+
+
+@pytest.mark.parametrize(
+    ("options", "quantized"), [({"model_path": "hf"}, False), ({"dtype": "float16"}, True), ({}, False)]
+)
+def test_that_default_gives_way_where_it_cannot_be_had(options, quantized, monkeypatch):
+    if not options:
+        monkeypatch.setattr(quantize, "can_stream", lambda dtype: False)
+    llm, path = bundled({}, **options)
+    assert ("int8" in path) == (quantized and can_stream(torch.int8))
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
+    drafted, plain = (llm.generate(["def parse("], params, speculate=wanted)[0] for wanted in (True, False))
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert drafted.metrics.draft_error is None
+    assert drafted.metrics.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("options", "named"), [({"quantization": "int8"}, "forerun:target"), ({}, "forerun:draft")])
+def test_a_wish_that_the_path_cannot_meet_is_refused(options, named):
+    with pytest.raises(ConfigError, match=f"of {named} needs the native path: model_path is hf"):
+        bundled({"quantization": "int8"}, model_path="hf", **options)
+
+
+@pytest.fixture(scope="module")
+def half() -> LLM:
+    return LLM("forerun:target", dtype="float16")
+
+
+@pytest.mark.parametrize("method", [name for name in drafters if drafters[name].__module__.startswith("forerun.")])
+def test_every_method_drafts_for_a_float16_target(half, method):
+    engine = Engine(half.model, half.tokenizer, half.config, SpeculativeConfig.parse({"method": method}))
+    prompt = half.tokenizer.encode("def parse(a):\n    return a\n\ndef parse(")
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    jobs = [engine.add(prompt, params, speculate=wanted)[0] for wanted in (True, False)]
+    while engine.busy:
+        engine.step()
+    drafted, plain = jobs
+    assert drafted.output_ids == plain.output_ids
+    assert drafted.metrics.draft_error is None
+    assert drafted.metrics.num_draft_tokens > 0 or drafters[method].needs.grammar

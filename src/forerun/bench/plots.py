@@ -51,6 +51,8 @@ def plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     folder.mkdir(exist_ok=True)
+    for name in (SPEED, ACCEPTANCE, TREES):  # of an earlier run
+        (folder / name).unlink(missing_ok=True)
     style: Any = {
         "svg.fonttype": "none", "svg.hashsalt": "forerun", "font.sans-serif": ["DejaVu Sans"], "font.size": 8,
         "axes.titlesize": 9, "text.color": INK,
@@ -63,8 +65,9 @@ def plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
     trees = [row for row in alone if row["over_chain"] is not None]
     with matplotlib.rc_context(style):
         drawn = {SPEED: _speed(Figure, rows)}
-        if any(row["acceptance_by_position"] for row in alone):
-            drawn[ACCEPTANCE] = _acceptance(Figure, [row for row in alone if row["acceptance_by_position"]])
+        drafted = [row for row in alone if row["acceptance_by_position"] is not None]
+        if drafted:
+            drawn[ACCEPTANCE] = _acceptance(Figure, drafted)
         if trees:
             drawn[TREES] = _trees(Figure, alone, trees)
         about = result["environment"]

@@ -19,11 +19,11 @@ from forerun.bench.methods import ALL, method_configs, runnable, with_trees
 from forerun.bench.peers import peer_contenders
 from forerun.bench.prompts import HELD_OUT, RANDOM, SETS, make_prompts, repetition_rate
 from forerun.bench.rows import table
-from forerun.bench.shapes import SIZES, bytes_per_token, random_checkpoint
+from forerun.bench.shapes import SIZES, random_checkpoint
+from forerun.bench.weights import weights
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
-from forerun.models.load import resolve
 from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
 
@@ -144,12 +144,16 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
         file=config.prompts_file,
     )
     rows = []
+    held: list[dict[str, Any]] = []
     for concurrency in config.concurrency:
         contenders: list[Contender] = [EngineContender(o["method"], llm, o, concurrency, config.whole) for o in options]
         if fastest is not None:
             contenders.append(EngineContender(FASTEST, fastest, {"method": NONE}, concurrency, config.whole))
         if concurrency == 1:
             contenders += peer_contenders(config.peers, llm, config.speculative.get("model"))
+        engines = [contender.engine for contender in contenders if isinstance(contender, EngineContender)]
+        held = weights(engines, prompts, held)
+        del engines
         for temperature in config.temperatures:
             progress(f"temperature {temperature:g}, concurrency {concurrency}")
             gc.collect()
@@ -163,6 +167,8 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     about = environment(llm, config.engine)
     about |= _bandwidth(llm, rows)
     about |= {
+        "weights": held,
+        "peers": list(config.peers),
         "model": config.random_shape or about["model"],
         "sampling": config.sampling,
         "random_weights": config.random_shape is not None,
@@ -230,15 +236,16 @@ def _order(count: int, begin: int) -> list[int]:
 
 
 def _bandwidth(llm: LLM, rows: Seq[dict[str, Any]]) -> dict[str, Any]:
-    """Bytes that a plain token reads and the bandwidth measured beside it; adds each plain row's share of it.
+    """Bytes that a plain token reads, as they are held, and the bandwidth measured beside it; adds each plain row's
+    share of it.
 
     Only for weights that no cache holds.
     """
-    size = bytes_per_token(resolve(llm.config.model), llm.model.info.dtype.itemsize)
+    size = llm.model.info.token_bytes
     found: dict[str, Any] = {"weight_bytes_per_token": size, "read_bandwidth": None}
     if size >= OUT_OF_CACHE:
         found["read_bandwidth"] = read_bandwidth(llm.model.info.device)
         for row in rows:
-            if row["tokens_per_round"] == 1.0 and row["concurrency"] == 1:
+            if row["method"] in (NONE, FASTEST) and row["concurrency"] == 1:
                 row["bandwidth_share"] = size * row["tokens_per_second"] / found["read_bandwidth"]
     return found

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -107,21 +106,3 @@ def _words(count: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel(words, unk_token=END))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, unk_token=END)
-
-
-def bytes_per_token(folder: Path, itemsize: int) -> int:
-    """Weight bytes that one forward of one row reads, at ``itemsize`` bytes per number.
-
-    The input embedding is left out unless it is the output head too.
-    """
-    count, embedding, head = 0, 0, False
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                size = 1
-                for side in file.get_slice(name).get_shape():
-                    size *= side
-                count += size
-                embedding += size if "embed_tokens" in name else 0
-                head = head or name.startswith("lm_head")
-    return (count - (embedding if head else 0)) * itemsize

@@ -13,6 +13,7 @@ from forerun.bench.methods import ALL
 from forerun.bench.peers import PEERS
 from forerun.bench.plots import check_folder, plots
 from forerun.bench.run import BenchConfig, run_bench
+from forerun.bench.weights import TARGET, line
 from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads, warn
 from forerun.cli.options import ENGINE, SPECULATIVE, Flags, flags_of, parse_json, takes
 from forerun.core.errors import ConfigError
@@ -159,8 +160,12 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
         f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s), "
         f"{about['processor']}\n{about['prompts']} {about['prompt_set']} prompts of {about['prompt_tokens']} tokens "
         f"(repeats {'-' if repeated is None else f'{repeated:.2f}'}), {about['max_tokens']} new tokens each{options}, "
-        f"medians of {about['repeats']} interleaved runs{', prompts included' if about['whole'] else ''}"
+        f"medians of {about['repeats']} interleaved runs{', prompts included' if about['whole'] else ''}\n"
+        + "; ".join(map(line, about["weights"]))
     )
+    target = next(item for item in about["weights"] if item["role"] == TARGET)
+    if target["quantization"] is not None and about["peers"]:
+        warn(f"the peers ({', '.join(about['peers'])}) run {about['dtype']} weights, not {target['quantization']}")
     if result["left_out"]:
         write(["left out", "because"], list(result["left_out"].items()))
 

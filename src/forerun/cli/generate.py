@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +12,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from forerun.bench.weights import megabytes
+from forerun.cli import logprobs
 from forerun.cli import trace as tracing
 from forerun.cli.console import out, print_json, set_threads, warn, write_file
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
-from forerun.engine.llm import LLM, RequestOutput
+from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
+from forerun.engine.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 128, "seed": 0}
@@ -47,29 +51,35 @@ def generate(
 
     Without --model the bundled pair of Python-code models answers, its draft model speculating for it.
     """
+    params = SamplingParams(**{**DEFAULTS, **sampling})
+    if trace_html is not None and params.n > 1:
+        raise ConfigError("--trace-html shows one answer: leave --n out")
+    if "logprobs_mode" in engine and params.logprobs is None:
+        raise ConfigError("--logprobs-mode says which log-probabilities --logprobs shows: add that")
     if as_json and trace:
         raise ConfigError("--json prints one object only: drop --trace, or use --trace-html")
     text = read_prompt(prompt)
-    params = SamplingParams(**{**DEFAULTS, **sampling})
     set_threads(threads)
     llm = LLM(**{**engine, "speculative_config": speculative_config(speculative, engine), "trace": True})
     answer = llm.generate([text], params)[0]
     llm.close()
-    output = answer.outputs[0]
-    if output.finish_reason == "error":
-        raise RequestError(f"the generation failed: {output.stop_reason}")
+    for output in answer.outputs:
+        if output.finish_reason == "error":
+            raise RequestError(f"the generation failed: {output.stop_reason}")
     if answer.metrics.draft_error is not None:
         warn(f"the drafter failed, decoding went on without it: {answer.metrics.draft_error}")
-    if not (llm.engine.rule.identity or llm.engine.policy.reproducible or params.greedy):
+    if llm.engine.rule.lossless is False and llm.speculative.drafter is not None and llm.speculative.synthetic is None:
+        warn(f"rule {llm.speculative.accept} is not lossless: drafts may change what the model says")
+    elif not (llm.engine.rule.identity or llm.engine.policy.reproducible or params.greedy):
         rule, policy = llm.speculative.accept, llm.speculative.length
         warn(
             f"rule {rule} with {policy} lengths, which follow the clock: the law is exact, but the seed repeats nothing"
         )
     if trace_html is not None:
-        page = tracing.page(output.trace or [], llm.tokenizer, text, facts(llm, answer))
+        page = tracing.page(answer.outputs[0].trace or [], llm.tokenizer, text, facts(llm, answer))
         write_file(trace_html, page)
     if as_json:
-        print_json(as_object(answer))
+        print_json(as_object(answer, llm.tokenizer))
     else:
         show(out(), llm, answer, trace=trace, echo=prompt != "-")
 
@@ -87,26 +97,36 @@ def read_prompt(prompt: str | None) -> str:
     return text
 
 
-def as_object(answer: RequestOutput) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    output, found = answer.outputs[0], answer.metrics.as_dict()
+def as_object(answer: RequestOutput, tokenizer: Any) -> dict[str, Any]:
+    """What ``--json`` prints: the first answer's fields, and all answers as ``outputs`` where there are several."""
+    found = answer.metrics.as_dict()
     metrics = {name: found[name] for name in METRICS}
     metrics |= {name: found[name] for name in ("draft_error", "synthetic") if found[name]}
-    return {
-        "text": output.text,
-        "token_ids": output.token_ids,
+
+    def one(output: CompletionOutput) -> dict[str, Any]:
+        given: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids}
+        if output.logprobs is not None:
+            given["logprobs"] = logprobs.as_objects(output.logprobs, tokenizer)
+        return given | {"finish_reason": output.finish_reason}
+
+    shown = one(answer.outputs[0]) | {
         "prompt_tokens": len(answer.prompt_token_ids),
-        "completion_tokens": len(output.token_ids),
-        "finish_reason": output.finish_reason,
+        "completion_tokens": sum(len(output.token_ids) for output in answer.outputs),
         "metrics": metrics,
     }
+    if len(answer.outputs) > 1:
+        shown["outputs"] = [one(output) for output in answer.outputs]
+    if answer.prompt_logprobs is not None:
+        shown["prompt_logprobs"] = logprobs.as_objects(answer.prompt_logprobs, tokenizer)
+    return shown
 
 
 def facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:
     """The figures below the text, by name."""
-    metrics, count = answer.metrics, len(answer.outputs[0].token_ids)
+    metrics, count = answer.metrics, sum(len(output.token_ids) for output in answer.outputs)
     mode = "invariant" if llm.model.invariant else "not invariant"
-    found = {"model": f"{llm.model.info.name} ({llm.model.info.path}, {mode})"}
+    info = llm.model.info
+    found = {"model": f"{info.name} ({info.path}, {mode}), {megabytes(info.weight_bytes)}"}
     rate = metrics.tokens_per_second
     found["speed"] = f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")
     if metrics.num_drafts:
@@ -125,20 +145,25 @@ def facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:
 
 
 def show(console: Console, llm: LLM, answer: RequestOutput, *, trace: bool, echo: bool) -> None:
-    """The text, the figures, and one round or all of them."""
-    output = answer.outputs[0]
-    rounds = output.trace or []
+    """The texts, the figures, and one round or all of them."""
+    rounds = answer.outputs[0].trace or []
     plain = tracing.plain_terminal(console)
-    if echo and answer.prompt is not None:
-        console.file.write(answer.prompt if plain else f"\x1b[2m{answer.prompt}\x1b[0m")
-    console.file.write(f"{output.text}\n\n")  # not through rich, which would expand tabs
+    several = len(answer.outputs) > 1
+    for output in answer.outputs:
+        if several:
+            console.file.write(f"--- {output.index + 1} of {len(answer.outputs)}\n")
+        if echo and answer.prompt is not None:
+            console.file.write(answer.prompt if plain else f"\x1b[2m{answer.prompt}\x1b[0m")
+        console.file.write(f"{output.text}\n\n")  # not through rich, which would expand tabs
+    show_logprobs(console, llm.tokenizer, answer)
     found = facts(llm, answer)
     width = max(map(len, found))
     for name, value in found.items():
         console.print(Text(f"{name:<{width}}  {value}"), soft_wrap=True)
     if trace:
-        console.print()
-        tracing.show(console, rounds, llm.tokenizer)
+        for output in answer.outputs:
+            console.print()
+            tracing.show(console, output.trace or [], llm.tokenizer)
         return
     chosen = tracing.telling(rounds)
     if chosen is not None:
@@ -146,3 +171,16 @@ def show(console: Console, llm: LLM, answer: RequestOutput, *, trace: bool, echo
         console.print(Text.assemble(head, tracing.line(chosen, llm.tokenizer, plain=plain)), soft_wrap=True)
         key = [tracing.marked(kind, kind, plain=plain) for kind in tracing.KINDS if kind != tracing.PLAIN]
         console.print(Text.assemble(" " * (width + 2), Text("  ").join(key), "  (all rounds: --trace)"), soft_wrap=True)
+
+
+def show_logprobs(console: Console, tokenizer: Any, answer: RequestOutput) -> None:
+    """The prompt's and the answers', as far as they were asked for."""
+    tables: list[tuple[str, Seq[int], Seq[TokenLogprobs | None] | None]]
+    tables = [("prompt", answer.prompt_token_ids, answer.prompt_logprobs)]
+    for output in answer.outputs:
+        name = "answer" if len(answer.outputs) == 1 else f"answer {output.index + 1}"
+        tables.append((name, output.token_ids, output.logprobs))
+    for name, tokens, found in tables:
+        if found is not None:
+            text = "\n".join(logprobs.lines(tokens, found, tokenizer))
+            console.file.write(f"log-probabilities, {name}\n{text}\n\n")

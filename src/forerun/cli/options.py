@@ -23,11 +23,14 @@ from forerun.speculate.draft import DrafterConfig, drafters
 from forerun.speculate.length import policies
 
 SAMPLING_HELP = {
+    "n": "so many answers, each from a seed of its own",
+    "logprobs": "show each token's log-probability, and those of so many of the likeliest (see --logprobs-mode)",
+    "prompt_logprobs": "the same for the prompt's tokens, always raw",
     "temperature": "0 takes the likeliest token; above, tokens are sampled",
     "top_k": "sample among the k likeliest tokens (0: all)",
     "top_p": "sample among the likeliest tokens that hold this probability together",
     "min_p": "drop tokens less likely than this share of the likeliest one",
-    "seed": "the same seed gives the same text, with and without speculation",
+    "seed": "the same seed gives the same text, with and without speculation under --accept coupled",
     "max_tokens": "longest answer, in tokens",
     "min_tokens": "no stop before this many tokens",
     "stop": "text that ends the answer (repeatable)",
@@ -39,6 +42,7 @@ SAMPLING_HELP = {
     "frequency_penalty": "subtracted per occurrence in the answer",
     "logit_bias": 'added to logits, as JSON: {"token id": value}',
     "bad_words": "text that must not appear (repeatable)",
+    "structured_outputs": "what the answer must look like, as JSON: one of json, regex, choice, grammar, json_object",
     "skip_special_tokens": "leave special tokens out of the text",
 }
 
@@ -186,7 +190,7 @@ SAMPLING = Flags(
     flags_of(
         SamplingParams,
         "Sampling",
-        skip=("n", "logprobs", "prompt_logprobs", "bad_words_ids"),
+        skip=("bad_words_ids",),
         helps=SAMPLING_HELP,
         defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
     ),

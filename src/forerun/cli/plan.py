@@ -9,9 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.bench.contenders import EngineContender
 from forerun.bench.environment import environment
 from forerun.bench.methods import method_configs
 from forerun.bench.prompts import HELD_OUT, SETS, make_prompts
+from forerun.bench.weights import line, weights
 from forerun.cli.bench import MODEL_ONLY, split
 from forerun.cli.console import print_json, print_table, progress, set_threads
 from forerun.cli.options import ENGINE, parse_json, takes
@@ -59,17 +61,18 @@ def plan(
     set_threads(threads)
     with progress("loading", len(LENGTHS) * (1 + len(options)) + layer_trials) as step:
         llm = LLM(**engine)
+        texts = make_prompts(
+            prompt_set,
+            llm.tokenizer,
+            count=max(prompts, concurrency),
+            length=prompt_tokens,
+            seed=seed,
+            file=prompts_file,
+        )
         found = run_plan(
             llm,
             options,
-            make_prompts(
-                prompt_set,
-                llm.tokenizer,
-                count=max(prompts, concurrency),
-                length=prompt_tokens,
-                seed=seed,
-                file=prompts_file,
-            ),
+            texts,
             temperature=temperature,
             max_tokens=max_tokens,
             concurrency=concurrency,
@@ -78,7 +81,8 @@ def plan(
             layer_trials=layer_trials,
             step=step,
         )
-    found["environment"] = environment(llm, engine)
+    engines = [llm.engine, *(EngineContender(item["method"], llm, item, concurrency).engine for item in options)]
+    found["environment"] = environment(llm, engine) | {"weights": weights(engines, texts)}
     (print_json if as_json else show)(found)
 
 
@@ -100,7 +104,9 @@ def show(found: Mapping[str, Any]) -> None:
         print_table(["layerskip with layers", "alpha", "match", "c", "speed-up", "at k"], table)
     for method in found["silent"]:
         print(f"{method}: drafted nothing on these prompts")
+    print()
+    print("; ".join(map(line, found["environment"]["weights"])))
     prices = ", ".join(f"{rows} rows {price:.2f}" for rows, price in found["verify_cost"].items())
-    print(f"\nverification, in plain forwards: {prices}")
+    print(f"verification, in plain forwards: {prices}")
     print(f"plain decoding: {found['plain_tokens_per_second']:.0f} tokens/s at temperature {found['temperature']:g}")
     print(f"recommended: --speculative-config '{json.dumps(found['recommended'])}'")

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.bench.weights import megabytes
 from forerun.cli.console import out, set_threads, warn
 from forerun.cli.options import ENGINE, SPECULATIVE, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
@@ -79,10 +80,16 @@ def serve(
     asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
     app = create_app(asynchronous, options)
     address = f"[{host}]" if ":" in host else host
-    methods = ", ".join(llm.engine.router.drafters) or "none"
-    out().print(f"{name}: {llm.engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}", soft_wrap=True)
+    out().print(f"{name}: {_facts(llm)}", soft_wrap=True)
     out().print(f"listening on http://{address}:{listener.getsockname()[1]}", soft_wrap=True)
     run(app, asynchronous, listener, drain_seconds=drain_timeout)
+
+
+def _facts(llm: LLM) -> str:
+    engine = llm.engine
+    held = megabytes(sum(model.info.weight_bytes for model in (llm.model, *engine.router.models())))
+    methods = ", ".join(engine.router.drafters) or "none"
+    return f"{held} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}"
 
 
 def _drafters(

@@ -10,6 +10,7 @@ from typing import Any
 from forerun.core.config import check_types
 from forerun.core.errors import ConfigError
 from forerun.engine.memory import parse_bytes
+from forerun.models.quantize import CPU_KINDS, GPU_KINDS, UNQUANTIZED
 from forerun.speculate.accept import Rule, RuleConfig, rules
 from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC_KEYS
 from forerun.speculate.accept.synthetic import Synthetic, take_rates
@@ -17,6 +18,10 @@ from forerun.speculate.draft import DrafterConfig, drafters
 from forerun.speculate.length import policies
 
 NONE = "none"
+QUANTIZATION_HELP = (
+    f"the target's weights in 8 bits: {', '.join(reversed(CPU_KINDS))} (not invariant) on CPU, "
+    f"{', '.join(GPU_KINDS)} on GPU; {UNQUANTIZED}: as they are"
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class EngineConfig:
     )
     model_path: str = field(default="auto", metadata={"help": "code that runs the model: auto, native or hf"})
     weights: str = field(default="auto", metadata={"help": "weight layout on CPU: auto, streamed, packed or plain"})
-    quantization: str | None = field(default=None, metadata={"help": "quantize the target's weights"})
+    quantization: str | None = field(default=None, metadata={"help": QUANTIZATION_HELP})
     max_model_len: int | None = field(default=None, metadata={"help": "longest prompt plus output, in tokens"})
     max_num_seqs: int = field(default=8, metadata={"help": "requests decoded together"})
     max_num_batched_tokens: int = field(default=2048, metadata={"help": "rows of one forward"})

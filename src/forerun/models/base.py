@@ -31,6 +31,11 @@ class ModelInfo:
     dtype: torch.dtype
     device: torch.device
     eos_ids: frozenset[int]
+    weight_bytes: int
+    """Of the matrices as they are held; norms and biases, a thousandth of them, are left out."""
+    token_bytes: int
+    """How many of them one row's forward reads: the embedding is not, unless the head is the same."""
+    quantization: str | None = None
 
 
 class Model(Protocol):

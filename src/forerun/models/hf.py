@@ -22,7 +22,7 @@ from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.models import activations
 from forerun.models.base import INVARIANT_KEYS, INVARIANT_ROWS, ModelInfo, new_cache, pad_rows
-from forerun.models.linear import choose, describe, replace_linears
+from forerun.models.linear import Linear, choose, describe, replace_linears
 
 NAME = "forerun"
 
@@ -98,6 +98,16 @@ AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, _no_mask)
 
 
+def _sizes(module: PreTrainedModel, replaced: list[Linear]) -> tuple[int, int]:
+    """Bytes of the matrices, those of the layers that run in place of the module's own among them; and without the
+    embedding, unless the module's own head reads it."""
+    held = sum(part.nbytes for part in module.parameters() if part.dim() > 1) + sum(part.nbytes for part in replaced)
+    embedding: Any = module.get_input_embeddings()
+    table, head = embedding.weight, module.get_output_embeddings()
+    shared = head.weight is table and "forward" not in vars(head)
+    return held, held if shared else held - table.nbytes
+
+
 class HFModel:
     """A transformers causal LM behind the engine's protocol."""
 
@@ -121,6 +131,7 @@ class HFModel:
         how = choose(dtype, device, weights)
         kv_shapes, called = self._probe(module, device)
         layers = replace_linears(module, called, how)
+        held, read = _sizes(module, layers)
         self.info = ModelInfo(
             name=name,
             architecture=type(module).__name__,
@@ -133,6 +144,8 @@ class HFModel:
             dtype=dtype,
             device=device,
             eos_ids=eos_ids,
+            weight_bytes=held,
+            token_bytes=read,
         )
         self._check_pieces()
 

@@ -20,6 +20,7 @@ from forerun.models.base import Model
 from forerun.models.hf import NAME, HFModel
 from forerun.models.invariance import self_test
 from forerun.models.native import NativeModel, applies
+from forerun.models.quantize import UNQUANTIZED
 
 DTYPES = {
     "float32": torch.float32,
@@ -175,8 +176,10 @@ def load_model(
     ``invariant`` True asks for logits whose bits do not depend on how rows are batched, and raises ModelError if
     the self-test fails; None tries it on CPU and switches it off with a warning; False does not pad. ``model_path``
     is ``native`` (the lean Llama-family path), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
-    ``plain`` or ``auto``.
+    ``plain`` or ``auto``; ``quantization`` is a kind of ``quantize.py``, ``none`` or None.
     """
+    if quantization == UNQUANTIZED:
+        quantization = None
     if model_path not in PATHS:
         raise ConfigError(f"unknown model_path {model_path!r}: choose one of {', '.join(PATHS)}")
     folder = resolve(path_or_id)
@@ -188,7 +191,9 @@ def load_model(
         raise ConfigError(f"the native path does not run {folder}: {reason}")
     native = model_path != "hf" and reason is None
     if not native and quantization is not None:
-        raise ConfigError(f"quantization {quantization!r} needs the native path: {reason or 'model_path is hf'}")
+        raise ConfigError(
+            f"quantization {quantization!r} of {path_or_id} needs the native path: {reason or 'model_path is hf'}"
+        )
     wanted = invariant if invariant is not None else where.type == "cpu"
 
     def build(padded: bool) -> Model:

@@ -116,7 +116,7 @@ class NativeModel:
         self._make_norm: type[RMSNorm | Norm] = Norm if streamed else RMSNorm
         self._silu_times = SiluTimes(self.dtype) if streamed else _SiluTimes(invariant=invariant)
         if quantization is not None:
-            quantize.check(quantization, self.device, invariant=invariant)
+            quantize.check(quantization, self.device, self.dtype, invariant=invariant)
         self._quantization = quantization
         self._rotary = Rotary(config, self.width, self.device, self.dtype)
         self._turned = self.heads + self.kv_heads
@@ -132,24 +132,33 @@ class NativeModel:
         self._sizes = (self.heads, self.kv_heads, self.kv_heads)
         self.row_multiple = max(layer.rows for layer in self.linears()) if invariant else 1
         self._fewest_rows = quickest_rows(list(self.linears()), self.row_multiple)
-        shape = KVShape(self.kv_heads, self.width, self.width)
-        self.info = ModelInfo(
-            name=name,
-            architecture=type(module).__name__,
-            path=f"native, {describe(list(self.linears()), self.dtype)}",
-            vocab_size=self._embedding.shape[0],
-            hidden_size=config.hidden_size,
-            num_layers=len(self._layers),
-            max_len=int(config.max_position_embeddings),
-            kv_shapes=(shape,) * len(self._layers),
-            dtype=self.dtype,
-            device=self.device,
-            eos_ids=eos_ids,
-        )
+        self.info = self._describe(module, name, eos_ids, quantization)
         sizes = self.heads, self.kv_heads, self.width
         decoder = Decoder(*sizes, self._embedding, self._layers, self._norm, self._head, self._rotary)
         self.fused = Fused(decoder) if decoder.can_fuse() else None
         """All layers in one call, where every part has a kernel."""
+
+    def _describe(
+        self, module: PreTrainedModel, name: str, eos_ids: frozenset[int], quantization: str | None
+    ) -> ModelInfo:
+        layers, shape = list(self.linears()), KVShape(self.kv_heads, self.width, self.width)
+        held = quantize.size(layers)
+        return ModelInfo(
+            name=name,
+            architecture=type(module).__name__,
+            path=f"native, {describe(layers, self.dtype)}",
+            vocab_size=self._embedding.shape[0],
+            hidden_size=module.config.hidden_size,
+            num_layers=len(self._layers),
+            max_len=int(module.config.max_position_embeddings),
+            kv_shapes=(shape,) * len(self._layers),
+            dtype=self.dtype,
+            device=self.device,
+            eos_ids=eos_ids,
+            weight_bytes=held + self._embedding.nbytes,
+            token_bytes=held,
+            quantization=quantization,
+        )
 
     def _layer(self, module: Any, config: PretrainedConfig, eps: float) -> Layer:
         attention, mlp = module.self_attn, module.mlp

@@ -22,8 +22,9 @@ import torch
 
 from forerun.core.errors import ConfigError
 from forerun.models.linear import Linear, Plain
-from forerun.models.streamed import StreamedInt8, can_stream
+from forerun.models.streamed import DTYPES, StreamedInt8, can_stream
 
+UNQUANTIZED = "none"
 KINDS = {"int8": "int8", "int8_rows": "int8 by rows"}
 CPU_KINDS = tuple(KINDS)
 GPU_KINDS = ("int8", "fp8")
@@ -32,17 +33,16 @@ LEAST_SIDE, LEAST_WEIGHTS = 256, 1 << 18
 call has some 10 us of fixed cost."""
 
 
-def check(kind: str, device: torch.device, *, invariant: bool) -> None:
+def check(kind: str, device: torch.device, dtype: torch.dtype, *, invariant: bool) -> None:
     """Raise ConfigError if ``kind`` cannot be honoured here."""
     kinds = CPU_KINDS if device.type == "cpu" else GPU_KINDS
     if kind not in kinds:
-        raise ConfigError(f"quantization {kind!r} is not one of {', '.join(kinds)}, which {device.type} has")
-    if (
-        device.type == "cpu"
-        and not can_stream(torch.int8)
-        and "fbgemm" not in torch.backends.quantized.supported_engines
-    ):
-        raise ConfigError("this torch has no FBGEMM, which int8 needs; leave quantization out")
+        raise ConfigError(
+            f"quantization {kind!r} is not one of {', '.join(kinds)} (or {UNQUANTIZED}), which {device.type} has"
+        )
+    if device.type == "cpu" and not ours(device, dtype) and "fbgemm" not in torch.backends.quantized.supported_engines:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"quantization {kind!r} in {name} needs FBGEMM, which this torch lacks; leave it out")
     if kind == "int8" and invariant and device.type == "cpu":
         raise ConfigError(
             "quantization 'int8' makes a row depend on the rows beside it, so it cannot be invariant; "
@@ -50,16 +50,20 @@ def check(kind: str, device: torch.device, *, invariant: bool) -> None:
         )
 
 
+def ours(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels of ours run 8-bit layers of a model in ``dtype`` there."""
+    return device.type == "cpu" and dtype in DTYPES and can_stream(torch.int8)
+
+
 def pays(weight: torch.Tensor) -> bool:
-    ours = weight.device.type == "cpu" and can_stream(torch.int8)
-    return ours or min(weight.shape) >= LEAST_SIDE or weight.numel() >= LEAST_WEIGHTS
+    return ours(weight.device, weight.dtype) or min(weight.shape) >= LEAST_SIDE or weight.numel() >= LEAST_WEIGHTS
 
 
 def quantize(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Linear:
     """The layer for ``weight`` [outputs, inputs] in 8 bits."""
     if weight.device.type != "cpu":
         return _torchao(weight, bias, kind)
-    if can_stream(torch.int8):
+    if ours(weight.device, weight.dtype):
         return StreamedInt8(weight, bias, KINDS[kind])
     return (Int8Rows if kind == "int8_rows" else Int8)(weight, bias)
 
@@ -131,7 +135,7 @@ def _torchao(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Line
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
-        raise ConfigError(f"quantization {kind!r} on GPU needs torchao: pip install torchao") from error
+        raise ConfigError(f"quantization {kind!r} on GPU needs torchao: pip install 'forerun[gpu]'") from error
     module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     module.weight = torch.nn.Parameter(weight, requires_grad=False)
     quantize_(module, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())

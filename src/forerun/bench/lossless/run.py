@@ -18,6 +18,7 @@ from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.models.load import load_model, read_config, resolve
 from forerun.models.native import applies
+from forerun.models.quantize import UNQUANTIZED
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
@@ -120,7 +121,7 @@ def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable
             continue
         if llm.model.info.path.startswith(path):
             model = llm.model
-        elif config.engine.get("quantization") is not None:
+        elif config.engine.get("quantization") not in (None, UNQUANTIZED):
             continue
         else:
             wanted = replace(llm.config, model_path=path)

@@ -181,6 +181,10 @@ class Drafter(ABC, Generic[C]):
         nothing for a sequence that it has no pages for."""
         return []
 
+    def models(self) -> list[Model]:
+        """The models of its own that it runs."""
+        return []
+
     def reusable(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens the target may take from its prefix cache. A drafter that feeds on
         hidden states wants them of every token, so none, unless it has kept them."""

@@ -15,8 +15,9 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-from forerun.models.base import new_cache
-from forerun.models.load import load_model, read_config, resolve
+from forerun.models import quantize
+from forerun.models.base import Model, new_cache
+from forerun.models.load import load_model, parse_dtype, read_config, resolve
 from forerun.models.streamed import can_stream
 from forerun.models.tokenizer import check_compatible, load_tokenizer
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
@@ -27,7 +28,6 @@ from forerun.speculate.verify.score import Verification
 
 NARROW = 256
 BUNDLED = "forerun:draft"
-UNQUANTIZED = "none"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DraftModelConfig(TreeConfig):
     """Its dtype; None: as the target's option, but float32 for a narrow draft on CPU."""
     quantization: str | None = None
     """Its weights in 8 bits, as the target's option, or ``none``. None: int8_rows for the bundled draft where CPU
-    kernels of ours run it and no dtype is asked for, otherwise none."""
+    kernels of ours run it on the native path and no dtype is asked for, otherwise none."""
     prefill_chunk: int = 256
     """Most tokens per round that sequences catch up on before they draft, all of them together."""
     max_model_len: int | None = None
@@ -70,9 +70,14 @@ class DraftModel(Drafter[DraftModelConfig]):
         path = config.model or BUNDLED
         options = dict(context.options or {})
         page_size = options.pop("page_size", None)
-        options["quantization"] = self._quantization(path)
+        dtype = self._dtype(path)
         self.model = load_model(
-            path, dtype=self._dtype(path), device=context.target.info.device, invariant=False, **options
+            path,
+            dtype=dtype,
+            device=context.target.info.device,
+            invariant=False,
+            quantization=self._quantization(path, dtype),
+            **options,
         )
         self._check_vocabulary(path)
         self.max_len = min(self.model.info.max_len, config.max_model_len or context.max_model_len)
@@ -119,19 +124,21 @@ class DraftModel(Drafter[DraftModelConfig]):
         """Logits over the target's ids."""
         return logits
 
-    def _dtype(self, path: str) -> str:
-        """On CPU, narrow layers run nearly twice as fast in float32 as in bfloat16, unless they are streamed."""
-        if self.config.dtype is not None:
-            return self.config.dtype
-        narrow = read_config(resolve(path)).get_text_config().hidden_size < NARROW
-        slow = self.context.target.info.device.type == "cpu" and not can_stream(torch.bfloat16)
-        return "float32" if narrow and slow and self._quantization(path) is None else self.context.dtype
+    def _dtype(self, path: str) -> torch.dtype:
+        """On CPU, narrow layers run nearly twice as fast in float32 as in half precision, unless they are streamed."""
+        config = read_config(resolve(path))
+        dtype = parse_dtype(self.config.dtype or self.context.dtype, config)
+        if self.config.dtype is not None or self.config.quantization not in (None, quantize.UNQUANTIZED):
+            return dtype
+        slow = self.context.target.info.device.type == "cpu" and not can_stream(dtype)
+        return torch.float32 if slow and config.get_text_config().hidden_size < NARROW else dtype
 
-    def _quantization(self, path: str) -> str | None:
-        wanted = self.config.quantization
-        if wanted is not None:
-            return wanted if wanted != UNQUANTIZED else None
-        quick = self.context.target.info.device.type == "cpu" and can_stream(torch.int8)
+    def _quantization(self, path: str, dtype: torch.dtype) -> str | None:
+        """What was asked for; otherwise the bundled draft's default, where it is quicker."""
+        if self.config.quantization is not None:
+            return self.config.quantization
+        native = (self.context.options or {}).get("model_path") != "hf"
+        quick = native and quantize.ours(self.context.target.info.device, dtype)
         return "int8_rows" if path == BUNDLED and self.config.dtype is None and quick else None
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
@@ -243,6 +250,9 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def pools(self) -> list[Pool]:
         return [self.cache.pool]
+
+    def models(self) -> list[Model]:
+        return [self.model]
 
     def cached_tokens(self, sequence: Sequence) -> list[int]:
         return sequence.tokens[: self.cache.pool.length(sequence.id)]

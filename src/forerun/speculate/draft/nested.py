@@ -11,6 +11,7 @@ from forerun.cache.pool import Pool
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
+from forerun.models.base import Model
 from forerun.speculate.draft.base import C, DraftContext, Drafter, DrafterConfig, Needs, drafters
 from forerun.speculate.verify.score import Verification
 
@@ -116,6 +117,9 @@ class PartsDrafter(Drafter[C]):
 
     def pools(self) -> list[Pool]:
         return [pool for part in self.parts for pool in part.pools()]
+
+    def models(self) -> list[Model]:
+        return [model for part in self.parts for model in part.models()]
 
     def reusable(self, sequence: Sequence) -> int:
         return min(part.reusable(sequence) for part in self.parts)

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from forerun.cache.pool import Pool
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
+from forerun.models.base import Model
 from forerun.speculate.draft.base import Drafter
 from forerun.speculate.verify.score import Verification
 
@@ -91,6 +92,10 @@ class Router:
 
     def pools(self) -> list[Pool]:
         return [pool for drafter in self.drafters.values() for pool in drafter.pools()]
+
+    def models(self) -> list[Model]:
+        """All models that draft."""
+        return [model for drafter in self.drafters.values() for model in drafter.models()]
 
     def reusable(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens its drafter lets the target take from the prefix cache."""

@@ -275,6 +275,9 @@ class Staged(Drafter[StagedConfig]):
     def pools(self) -> list[Pool]:
         return [*self.base.pools(), *self.inner.pools()]
 
+    def models(self) -> list[Model]:
+        return [*self.base.models(), *self.inner.models()]
+
     def cached_tokens(self, sequence: Sequence) -> list[int]:
         return sequence.tokens[: self.base.cache.pool.length(sequence.id)]
 

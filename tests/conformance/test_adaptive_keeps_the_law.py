@@ -1,0 +1,93 @@
+"""The law of answers under the adaptive length policy, with every rule that compares p with q: lengths that follow
+measured prices and earlier acceptance must not follow the tokens that are being drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from matrix import Case
+from scipy import stats
+from test_answers_keep_the_law import PARAMS, PROMPT, law
+
+from forerun import SamplingParams
+from forerun.engine.engine import Engine
+from forerun.speculate.accept import RatioRule, rules
+from forerun.speculate.length.base import Seconds
+
+RULES = [name for name in rules if issubclass(rules[name], RatioRule) and rules[name].lossless]
+REQUESTS = 2000
+CHEAP, PHASE = 60, 80
+"""So many of so many rounds drafting is cheap, then dear."""
+__all__ = ["law"]
+
+
+class Clock:
+    """Prices by rows and depth in place of measured seconds, so that every run meets the same ones; counts drafts by
+    length."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.observe, self.rounds = engine.policy.observe, 0
+        self.lengths: Counter[int] = Counter()
+        engine.policy.observe = self  # type: ignore[method-assign]
+
+    def __call__(self, sequences, drafts, verdicts, seconds) -> None:
+        self.rounds += 1
+        depth = max(map(len, drafts), default=0)
+        level = 0.6 if self.rounds % PHASE > CHEAP else 0.001
+        self.observe(sequences, drafts, verdicts, Seconds(level * depth, 1.0, 0.01))
+        self.lengths.update(map(len, drafts))
+
+
+def counted(engine: Engine) -> tuple[Counter[tuple[int, ...]], Clock]:
+    """The answers to requests that come as others leave, eight at a time."""
+    clock = Clock(engine)
+    prompt = engine.tokenizer.encode(PROMPT)
+    jobs = [engine.add(prompt, SamplingParams(seed=seed, **PARAMS))[0] for seed in range(REQUESTS)]
+    while engine.busy:
+        engine.step()
+    assert not any(job.metrics.draft_error for job in jobs)
+    return Counter(tuple(job.output_ids) for job in jobs), clock
+
+
+def pvalue(found: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """Chi-square of whole answers; those expected fewer than five times count as one."""
+    assert set(found) <= set(law)
+    common = [answer for answer, share in law.items() if REQUESTS * share >= 5]
+    observed, wanted = [found[answer] for answer in common], [REQUESTS * law[answer] for answer in common]
+    rest = REQUESTS - sum(wanted)
+    if rest > 1e-6 * REQUESTS:
+        observed, wanted = [*observed, REQUESTS - sum(observed)], [*wanted, rest]
+    return float(stats.chisquare(observed, [w * sum(observed) / sum(wanted) for w in wanted]).pvalue)
+
+
+@pytest.fixture
+def speculating(engine, keys):
+    def build(rule: str) -> Engine:
+        options = {"accept": rule, "length": "adaptive", "num_speculative_tokens": 2, "draft_temperature": 3.0}
+        return engine(keys(Case("draft_model", "chain"), **options), max_num_seqs=8)
+
+    return build
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_answers_keep_the_targets_law(speculating, law, rule):
+    found, clock = counted(speculating(rule))
+    assert all(clock.lengths[length] > 30 for length in (0, 1, 2))
+    assert pvalue(found, law) > 1e-4
+
+
+def test_a_q_that_nothing_was_drawn_from_would_be_noticed(speculating, law):
+    engine = speculating("token")
+    (drafter,) = engine.router.drafters.values()
+    propose = drafter.propose
+
+    def shrunk(sequences, budgets):
+        drafts = propose(sequences, budgets)
+        for draft in drafts:
+            if draft.q is not None:
+                draft.q = draft.q * 1e-6
+        return drafts
+
+    drafter.propose = shrunk
+    assert pvalue(counted(engine)[0], law) < 1e-9

@@ -1,0 +1,132 @@
+"""Weights as they are held: their bytes, what 8 bits cost, and who is compared with whom."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from forerun.bench import run as bench_run
+from forerun.bench.shapes import random_checkpoint
+from forerun.bench.weights import line, logits, weights
+from forerun.cli.main import run
+from forerun.models.load import load_model
+from forerun.models.quantize import size
+from forerun.models.tokenizer import load_tokenizer
+
+SMALL = "--prompts 2 --prompt-tokens 12 --max-tokens 12 --prompt-set random --repeats 1 --temperature 0"
+
+
+@pytest.fixture
+def command(capsys, tiny_target):
+    def call(*options: str) -> tuple[str, str]:
+        assert run([*options, "--model", tiny_target]) == 0
+        return capsys.readouterr()
+
+    return call
+
+
+def matrices(folder: str) -> dict[str, int]:
+    """Numbers in every matrix of a checkpoint, by transformers' names; a tied head counts as one of its own."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    found = {name: part.numel() for name, part in model.named_parameters() if part.dim() > 1}
+    return found | {"lm_head.weight": model.lm_head.weight.numel()}
+
+
+@pytest.mark.parametrize("path", ["native", "hf"])
+@pytest.mark.parametrize("layout", ["auto", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_knows_its_bytes(tiny_target, path, layout, dtype):
+    sizes = matrices(tiny_target)
+    info = load_model(tiny_target, model_path=path, weights=layout, dtype=dtype).info
+    embedding = sizes["model.embed_tokens.weight"]
+    assert info.token_bytes == (sum(sizes.values()) - embedding) * dtype.itemsize
+    assert info.weight_bytes == sum(sizes.values()) * dtype.itemsize
+    assert info.quantization is None
+
+
+def test_a_tied_head_is_counted_as_often_as_it_is_held():
+    plain = load_model("forerun:draft", model_path="hf", weights="plain").info
+    assert plain.weight_bytes == plain.token_bytes
+    native = load_model("forerun:draft", model_path="native").info
+    assert native.weight_bytes == native.token_bytes + native.vocab_size * native.hidden_size * native.dtype.itemsize
+    assert native.token_bytes == plain.token_bytes
+
+
+def test_random_checkpoints_have_their_shape_and_load(tmp_path):
+    folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=300)
+    model = load_model(folder)
+    assert (model.info.vocab_size, model.info.num_layers, model.info.dtype) == (300, 2, torch.bfloat16)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    parameters = sum(parameter.numel() for parameter in reference.parameters())
+    norms = sum(parameter.numel() for parameter in reference.parameters() if parameter.dim() == 1)
+    assert model.info.token_bytes == 2 * (parameters - norms)  # tied
+    weights = torch.cat([p.detach().float().flatten() for n, p in reference.named_parameters() if "norm" not in n])
+    assert float(weights.std()) == pytest.approx(0.02, rel=0.02)
+    assert load_tokenizer(folder).encode("w3 w299") == [3, 299]
+
+
+@pytest.mark.parametrize("method", ["cascade", "draft_model", "merged", "staged", "ngram"])
+def test_a_drafters_models_are_found(llm, method):
+    target = llm(model="forerun:target")
+    engine = bench_run.EngineContender(method, target, {"method": method}, 1).engine
+    found = weights([target.engine, engine, engine], [[5, 6, 7, 8] * 4])
+    drafts = [item["model"] for item in found if item["role"] == "draft"]
+    assert found[0]["role"] == "target"
+    assert drafts == ([] if method == "ngram" else ["forerun:draft"])
+
+
+def test_the_error_is_that_of_the_logits(tiny_target, llm):
+    prompts = [[(5 * i + 7 * j) % 98 for i in range(20)] for j in range(3)]
+    quantized = llm(quantization="int8_rows")
+    (found,) = weights([quantized.engine], prompts)
+    with torch.no_grad():
+        wanted = torch.cat(list(LlamaForCausalLM.from_pretrained(tiny_target)(torch.tensor(prompts)).logits)).double()
+    got = logits(quantized.model, prompts).double()
+    off, scale = (rows - rows.mean(dim=1, keepdim=True) for rows in (got - wanted, wanted))
+    assert 0.001 < found["error"] < 0.1
+    assert found["error"] == pytest.approx((off.square().sum() / scale.square().sum()).sqrt().item(), rel=1e-3)
+    sizes = matrices(tiny_target)
+    assert found["original_bytes"] == 4 * sum(sizes.values())
+    assert found["bytes_per_token"] == size(quantized.model.linears())
+    kept = found["bytes"] - 4 * sizes["model.embed_tokens.weight"]
+    assert found["bytes_per_token"] == kept < 0.4 * 4 * (sum(sizes.values()) - sizes["model.embed_tokens.weight"])
+    assert f"({found['original_dtype']}: 0.1 MB, logits off by {100 * found['error']:.1f}%)" in line(found)
+
+
+def test_the_share_of_bandwidth_is_of_bytes_as_held_and_of_plain_rows(command, monkeypatch, tiny_target):
+    monkeypatch.setattr(bench_run, "OUT_OF_CACHE", 0)
+    monkeypatch.setattr(bench_run, "read_bandwidth", lambda device: 1e9)
+    never = '{"synthetic_acceptance_rates": [0.0, 0.0], "num_speculative_tokens": 2}'
+    options = [*SMALL.split(), "--methods", "random", "--speculative-config", never, "--quantization", "int8_rows"]
+    result = json.loads(command("bench", *options, "--json")[0])
+    rows = {row["method"]: row for row in result["rows"]}
+    held = result["environment"]["weight_bytes_per_token"]
+    assert held == result["environment"]["weights"][0]["bytes_per_token"]
+    assert held < 0.4 * 4 * sum(matrices(tiny_target).values())
+    assert rows["random"]["tokens_per_round"] == 1.0
+    assert "bandwidth_share" not in rows["random"]
+    for name in ("none", "none_fastest"):
+        assert rows[name]["bandwidth_share"] == pytest.approx(held * rows[name]["tokens_per_second"] / 1e9)
+
+
+def test_bench_says_what_8_bits_cost_and_that_peers_do_without(command):
+    options = ["bench", *SMALL.split(), "--methods", "none", "--peers", "transformers", "--no-fastest"]
+    out, err = command(*options, "--quantization", "int8_rows")
+    assert "MB of weights in int8_rows (float32: 0.1 MB, logits off by " in out
+    assert "the peers (transformers) run float32 weights, not int8_rows" in err
+    out, err = command(*options)
+    assert "int8" not in out
+    assert err == ""
+
+
+def test_plan_and_generate_name_the_bytes(command, capsys):
+    small = "--prompts 1 --prompt-tokens 12 --max-tokens 12 --prompt-set random --methods random"
+    out, _ = command("plan", *small.split(), "--quantization", "int8_rows", "--json")
+    assert json.loads(out)["environment"]["weights"][0]["error"] < 0.1
+    out, _ = command("plan", *small.split())
+    assert " 0.1 MB of weights" in out
+    assert run(["generate", "x", "--max-tokens", "2"]) == 0
+    assert "invariant), 25.2 MB" in capsys.readouterr().out
