@@ -30,13 +30,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def served(model_folder: Path) -> LLM:
-    """The engine that the tests share; three drafters, chosen per request."""
+    """The engine that the tests share, in pages as served ones are; three drafters, chosen per request."""
     drafters = [
         {"method": "draft_model", "model": str(model_folder), "num_speculative_tokens": 3},
         {"method": "ngram"},
         {"method": "pattern"},
     ]
-    return LLM(str(model_folder), speculative_config=drafters, max_num_seqs=4)
+    return LLM(str(model_folder), speculative_config=drafters, max_num_seqs=4, page_size=16)
 
 
 @pytest.fixture

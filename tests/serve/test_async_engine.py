@@ -292,7 +292,7 @@ def test_an_idle_engine_takes_any_n(engine: AsyncEngine, served: LLM) -> None:
         ids = served.tokenizer.encode(PROMPT)
         short = SamplingParams(max_tokens=2, ignore_eos=True)
         stream = await engine.submit(ids, replace(short, n=128))
-        with pytest.raises(QueueFullError, match="1[12][0-9] sequences wait already"):  # some may run, or have run
+        with pytest.raises(QueueFullError, match=r"1[12][0-9] sequences wait already"):  # some may run, or have run
             await engine.submit(ids, short)
         assert sum(delta.finish is not None for delta in await read(stream)) == 128
         assert (await read(await engine.submit(ids, short)))[-1].finish.reason == "length"

@@ -54,7 +54,19 @@ def test_prometheus_metrics(client: openai.OpenAI, server: Running) -> None:
     for phase in ("draft", "verify", "accept", "host"):
         assert grown("round_seconds_total", phase) > 0
     assert after["num_requests_running", None] == 0
-    assert 0 <= after["prefix_cache_hit_rate", None] <= 1
+
+
+def test_what_prefixes_saved(server: Running) -> None:
+    prompt = [11, 12, 13, 14] * 10
+    server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+    before = read(server)
+    answer = server.post("/v1/completions", {"prompt": [*prompt, 15], "max_tokens": 1}).json()
+    after = read(server)
+    hits, queries = "prefix_cache_hits_total", "prefix_cache_queries_total"
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 32  # whole pages
+    assert after[hits, None] - before[hits, None] == 32
+    assert after[queries, None] - before[queries, None] == 41
+    assert after["prefix_cache_hit_rate", None] == pytest.approx(after[hits, None] / after[queries, None])
 
 
 def test_acceptance_by_the_length_of_the_text(server: Running) -> None:

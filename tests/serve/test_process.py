@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from forerun.cli.serve import _drafters
+
 COMMAND = [sys.executable, "-c", "from forerun.cli.main import main; main()", "serve"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "FORERUN_API_KEY": "s3cret", "COLUMNS": "200"}
 
@@ -63,6 +65,10 @@ def test_it_serves_drains_and_ends(process: tuple[subprocess.Popen[str], str]) -
     for host, status in (("models.example", 200), ("localhost", 200), ("evil.example", 403)):
         assert httpx2.get(f"{url}/health", headers={"Host": host}).status_code == status
 
+    again = {"prompt": [5] * 200, "max_tokens": 1}
+    saved = [httpx2.post(f"{url}/v1/completions", json=again, headers=key).json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in saved] == [0, 192]
+
     port = url.rpartition(":")[2]
     second = subprocess.run([*COMMAND, "--port", port], capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert second.returncode == 2
@@ -92,3 +98,19 @@ def test_it_serves_drains_and_ends(process: tuple[subprocess.Popen[str], str]) -
     assert len(texts) == 3
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(f"{url}/health")
+
+
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [
+        ({}, "adaptive"),
+        ({"length": "fixed"}, "fixed"),
+        ({"accept": "token"}, None),
+        ({"accept": "coupled"}, "adaptive"),
+    ],
+)
+def test_drafts_go_as_far_as_they_pay_where_that_changes_no_token(given: dict[str, str], length: str | None) -> None:
+    first, second = _drafters({"spec_method": "ngram", **given}, {}, ['{"method": "pattern"}'])
+    assert first.get("length") == second.get("length") == length
+    assert second.get("accept") == given.get("accept")
+    assert _drafters({}, {"model": "x"}, []) is None

@@ -42,7 +42,9 @@ def serve_options() -> dict[str, set[str]]:
     command: Any = typer.main.get_command(cli)
     panels: dict[str, set[str]] = {}
     for option in command.commands["serve"].params:
-        panels.setdefault(getattr(option, "rich_help_panel", None) or "", set()).update(option.opts)
+        panels.setdefault(getattr(option, "rich_help_panel", None) or "", set()).update(
+            [*option.opts, *option.secondary_opts]
+        )
     return panels
 
 

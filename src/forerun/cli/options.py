@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
 import typer
@@ -80,6 +80,10 @@ class Flags:
 
     name: str
     flags: Seq[Flag] = field(default_factory=tuple)
+
+    def showing(self, **defaults: str) -> Flags:
+        """The same for a command that has other defaults."""
+        return Flags(self.name, [replace(flag, default=defaults.get(flag.name, flag.default)) for flag in self.flags])
 
     def pick(self, given: dict[str, Any]) -> dict[str, Any]:
         """Take this group's values out of ``given``; a flag that was not given is absent."""

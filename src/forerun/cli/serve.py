@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from forerun.bench.weights import megabytes
@@ -14,6 +15,7 @@ from forerun.cli.console import out, set_threads, warn
 from forerun.cli.options import ENGINE, SPECULATIVE, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
+from forerun.speculate.accept import rules
 
 AllowedHosts = Annotated[
     list[str] | None,
@@ -25,7 +27,14 @@ AllowedHosts = Annotated[
 ]
 
 
-@takes(ENGINE, SPECULATIVE)
+PAGE_SIZE = 64
+"""Small enough for prompts that begin alike, large enough to cost nothing."""
+
+
+@takes(
+    ENGINE.showing(page_size=str(PAGE_SIZE)),
+    SPECULATIVE.showing(length="adaptive, or fixed where the rule does not keep tokens"),
+)
 def serve(
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free port", min=0, max=65535)] = 8000,
@@ -44,7 +53,7 @@ def serve(
     max_body_bytes: Annotated[int, typer.Option(help="largest request", min=1024)] = 4 << 20,
     request_timeout: Annotated[float, typer.Option(help="seconds from arrival to the last token", min=1)] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="torch's choice")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores but one, for HTTP")] = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
@@ -61,28 +70,27 @@ def serve(
     except ModuleNotFoundError as error:
         raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
     logging.getLogger("forerun").addHandler(logging.StreamHandler())
-    set_threads(threads)
+    set_threads(max(1, torch.get_num_threads() - 1) if threads is None else threads)
     listener = open_socket(host, port)
-    llm = LLM(**engine, speculative_config=_drafters(speculative, engine, also_draft or []))
-    template = _read(chat_template) if chat_template is not None else None
+    drafters = _drafters(speculative, engine, also_draft or [])
+    llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=drafters)
     name = served_model_name or llm.model.info.name
     local = is_loopback(listener.getsockname()[0])
     options = ServerOptions(
         model_name=name,
         api_key=api_key,
         allowed_hosts=[host, *(allowed_host or [])] if local or allowed_host else None,
-        chat_template=template,
+        chat_template=None if chat_template is None else _read(chat_template),
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
     )
     if api_key is None and not local:
         warn(f"{host} can be reached from outside and there is no --api-key")
     asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
-    app = create_app(asynchronous, options)
     address = f"[{host}]" if ":" in host else host
     out().print(f"{name}: {_facts(llm)}", soft_wrap=True)
     out().print(f"listening on http://{address}:{listener.getsockname()[1]}", soft_wrap=True)
-    run(app, asynchronous, listener, drain_seconds=drain_timeout)
+    run(create_app(asynchronous, options), asynchronous, listener, drain_seconds=drain_timeout)
 
 
 def _facts(llm: LLM) -> str:
@@ -95,8 +103,11 @@ def _facts(llm: LLM) -> str:
 def _drafters(
     speculative: Mapping[str, Any], engine: Mapping[str, Any], others: list[str]
 ) -> list[dict[str, Any]] | dict[str, Any] | None:
-    """Every drafter's config; the others take rule and length policy from the first."""
+    """Every drafter's config; the others take rule and length policy from the first. Drafts go as far as they pay where
+    that changes no token."""
     first = speculative_config(speculative, engine)
+    if first is not None and rules[first.get("accept", "coupled")].identity:
+        first = {"length": "adaptive", **first}
     if not others:
         return first
     shared = {key: value for key, value in (first or {}).items() if key in ("accept", "length")}
