@@ -44,7 +44,7 @@ class Adaptive(LengthPolicy):
     """And about a sequence, while nobody drafts."""
     UNTRIED = 7
     """Rows that drafts get in a round while a method has not been tested as often, or its price is not known."""
-    MARGIN = 1.02
+    MARGIN = 1.04
     """A draft must promise this much more than plain decoding; where it has been kept up, anything more."""
     REPLAN = 16
     """Rounds that a plan with drafts holds: planning costs host time, and beliefs move slowly."""
