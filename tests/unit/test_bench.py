@@ -168,7 +168,7 @@ def test_what_a_length_policy_has_measured_stays_unless_it_is_to_be_forgotten(ll
             return super().run(prompts, params)
 
     contender = Noting("ngram", llm(), {"method": "ngram", "length": "adaptive"}, 1)
-    config = BenchConfig(fresh=fresh, whole=True, max_tokens=3, repeats=3)
+    config = BenchConfig(lengths=["adaptive"], fresh=fresh, whole=True, max_tokens=3, repeats=3)
     take_turns([contender], [[1, 2, 3], [4, 5, 6]], config, temperature=0.0, concurrency=1)
     assert len({id(policy) for policy in policies}) == kept
 
@@ -195,6 +195,11 @@ def test_contenders_with_several_requests_take_turns_in_their_midst(llm):
 def test_whole_runs_have_no_peers():
     with pytest.raises(ConfigError, match="whole"):
         BenchConfig(whole=True, peers=["transformers"])
+
+
+def test_there_must_be_something_to_forget():
+    with pytest.raises(ConfigError, match="fresh"):
+        BenchConfig(fresh=True, lengths=["fixed"])
 
 
 def test_peers_answer_the_same_prompts_with_the_same_counts(llm, tiny_draft):

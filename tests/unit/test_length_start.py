@@ -10,7 +10,7 @@ from simulated import Machine, play
 from forerun import SamplingParams
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-from forerun.speculate.length import Seconds, Setting, policies
+from forerun.speculate.length import LengthPolicy, Seconds, Setting, policies
 from forerun.speculate.length.beliefs import Belief, Beliefs, MethodBelief, News
 from forerun.speculate.length.plan import Coasting
 from forerun.speculate.length.prices import Drafting, Prices
@@ -36,40 +36,56 @@ def sequence(key: int, scheduled: int = 1) -> Sequence:
     return made
 
 
+def drive(policy: LengthPolicy, running: list[Sequence], count: int) -> list[object]:
+    """So many rounds in which every draft is accepted; the first four decode. Returns the plans that held."""
+    plans: list[object] = []
+    for _ in range(count):
+        for one in running[:4]:
+            one.scheduled, one.cached = 1, len(one.tokens) - 1
+        drafts = [Draft.chain([0] * budget) for budget in policy.budgets(running)]
+        if not plans or policy._plan is not plans[-1]:
+            plans.append(policy._plan)
+        verdicts = []
+        for one, draft in zip(running, drafts):
+            made = len(draft)
+            verdict = Verdict(path=list(range(made)), token=0, accepted=made, matched=made, fed=one.scheduled)
+            verdict.tested, verdict.tokens = made, [0] * (made + 1)
+            one.tokens.extend(verdict.tokens)
+            verdicts.append(verdict)
+        deepest = max(len(draft) for draft in drafts)
+        policy.observe(running, drafts, verdicts, Seconds(1e-4 * deepest, 1e-3 + 1e-5 * deepest, 0.0))
+    return plans
+
+
 def test_an_overdue_check_does_not_plan_every_round() -> None:
     """Plain decoding cannot be measured while somebody reads a prompt; until then plans hold for a while."""
     policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 1))
-    running, plans = [sequence(i) for i in range(4)], []
-
-    def rounds(count: int) -> None:
-        for _ in range(count):
-            for one in running[:4]:
-                one.scheduled, one.cached = 1, len(one.tokens) - 1
-            drafts = [Draft.chain([0] * budget) for budget in policy.budgets(running)]
-            if not plans or policy._plan is not plans[-1]:
-                plans.append(policy._plan)
-            verdicts = []
-            for one, draft in zip(running, drafts):
-                count = len(draft)
-                verdict = Verdict(path=list(range(count)), token=0, accepted=count, matched=count, fed=one.scheduled)
-                verdict.tested, verdict.tokens = count, [0] * (count + 1)
-                one.tokens.extend(verdict.tokens)
-                verdicts.append(verdict)
-            deepest = max(len(draft) for draft in drafts)
-            policy.observe(running, drafts, verdicts, Seconds(1e-4 * deepest, 1e-3 + 1e-5 * deepest, 0.0))
-
-    rounds(100)
+    running = [sequence(i) for i in range(4)]
+    drive(policy, running, 100)
     for _ in range(1000):
         since = policy.prices.since + policy._coasting.gone + len(policy.ledger.entries)
-        if plans[-1].budgets and not plans[-1].left and since >= policy._check:
+        if policy._plan.budgets and not policy._plan.left and since >= policy._check:
             break
-        rounds(1)
+        drive(policy, running, 1)
     else:
         pytest.fail("no check was due")
     running.append(sequence(4, scheduled=5))
-    before = len(plans)
-    rounds(300)
-    assert len(plans) - before < 300 / 6
+    assert len(drive(policy, running, 300)) < 300 / 6
+
+
+def test_whoever_comes_as_coasting_begins_ends_it() -> None:
+    policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 1))
+    running = [sequence(i) for i in range(4)]
+    for _ in range(1000):
+        drive(policy, running, 1)
+        if policy._coasting.left and not policy._coasting.gone:
+            break
+    else:
+        pytest.fail("it never coasted")
+    running[0] = sequence(9)
+    drive(policy, running, 1)
+    assert (policy._coasting.left, policy._coasting.gone) == (0, 0)
+    assert len(policy.ledger.entries) == 1  # watched
 
 
 def test_coasting_ends_when_tokens_stop_coming() -> None:

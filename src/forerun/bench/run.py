@@ -90,6 +90,8 @@ class BenchConfig:
         unknown = set(self.sampling) - set(SamplingParams.names())
         if unknown:
             raise ConfigError(f"sampling has unknown options {', '.join(sorted(unknown))}")
+        if self.fresh and set(self.lengths) <= {"fixed"}:
+            raise ConfigError("fresh forgets what a length policy has measured, and fixed measures nothing")
         if self.sampling and self.peers:
             raise ConfigError("sampling options are not passed on to peers: leave one of the two out")
         if self.whole and self.peers:

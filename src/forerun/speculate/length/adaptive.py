@@ -103,7 +103,7 @@ class Adaptive(LengthPolicy):
     def budgets(self, sequences: Seq[Sequence]) -> list[int]:
         plan = self._plan
         repeats = plan.left > 0 and bool(self._steady) and self._repeats(sequences)
-        if self._coasting.gone and not (repeats and self._coasting.left):
+        if (self._coasting.left or self._coasting.gone) and not (repeats and self._coasting.left):
             self._wake(sequences)
         if repeats:
             plan.left -= 1
