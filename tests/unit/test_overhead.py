@@ -41,8 +41,11 @@ def test_engine_and_server_answer_the_same_requests(llm, monkeypatch, stream):
         served=1.5,
         wall=pytest.approx(0.2),
         processor=pytest.approx(0.2),
-        of_round=None,
+        of_round=found.of_round,
+        error=found.error,
+        alone_of_round=None,
     )
+    assert found.of_round is None or 0 < found.of_round <= 1
     for queued, arrivals, (again, params, speculate) in zip(seen[::3], seen[1::3], seen[2::3]):
         assert [rounds for rounds, _ in queued[0]] == [0, 0, 0]
         assert again == arrivals
@@ -71,19 +74,33 @@ def test_a_refused_request_is_an_error(llm):
         overhead.served(llm(max_num_seqs=2).engine, [{"prompt": [5], "foo": 1}], 1)
 
 
-def test_rounds_are_compared_where_everybody_decodes(llm, monkeypatch):
-    """Three sequences of 6, 4 and 9 tokens, two at a time, on a clock that ticks when it is read."""
+def test_rounds_count_where_everybody_decodes(llm, monkeypatch):
+    """Three sequences of 6, 4 and 9 tokens, two at a time, on a clock that ticks when it is read; its thread computes
+    for three quarters of the time."""
     engine, ticks = llm(max_num_seqs=2).engine, iter(range(10_000))
-    monkeypatch.setattr(overhead, "perf_counter", lambda: float(next(ticks)))
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now = float(next(ticks))
+        return now
+
+    monkeypatch.setattr(overhead, "perf_counter", clock)
+    monkeypatch.setattr(overhead, "thread_time", lambda: 0.75 * now)
     rounds = []
     for prompt, tokens in (([5, 6], 6), ([7, 8], 4), ([8, 9, 10], 9)):
         engine.add(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), speculate=False)
     with overhead.Beats(engine, 2) as beats:
+        assert beats.share is None
         while engine.busy:
             engine.step()
-            rounds.append(len(beats.between))
+            rounds.append(beats.rounds)
     # Prompts in round 1; both decode in 2 to 4; the third prompt joins in 5; both decode in 6; one is left.
     assert rounds[:6] == [0, 0, 1, 2, 2, 2]
-    assert beats.between == [1.0] * 2
-    assert all(seconds > 0 for seconds in beats.inside)
+    assert (beats.between, beats.idle) == (2.0, 0.5)
+    assert 0 < beats.inside < 1
+    beats.inside = 1.25
+    assert beats.share == (2.0 - 1.25 + 0.5) / 2.0
+    beats.idle = 1.5
+    assert beats.share == 1.0
     assert engine.on_round is None

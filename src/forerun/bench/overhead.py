@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-from time import perf_counter, process_time
-from typing import Any
+from statistics import mean, median, stdev
+from time import perf_counter, process_time, thread_time
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,9 +53,13 @@ class Overhead:
     processor: float
     """Share of the server's processor time, all its threads together, that the engine alone does not need."""
     of_round: float | None
-    """Share of a served round, from one's end to the next one's, that drafting, verification and acceptance do not take
-    on the engine alone: scheduler, text and server. Medians over rounds in which all streams decode and no prompt is
-    read; None: there were none."""
+    """Share of the served rounds' time, from one's end to the next one's, in which the engine's thread does something
+    else than drafting, verification and acceptance, or waits for the interpreter or a processor: scheduler, text and
+    server. Over rounds in which all streams decode and no prompt is read; the turns' mean. None: there were none."""
+    error: float | None
+    """Its standard error; None for fewer than two turns."""
+    alone_of_round: float | None
+    """The same on the engine alone."""
 
 
 Arrivals = Seq[tuple[int, Seq[int]]]
@@ -77,15 +82,16 @@ class Noting(AsyncEngine):
 
 
 class Beats:
-    """Sees an engine's rounds while it is entered: seconds between the ends of two rounds in a row in which ``streams``
-    sequences decode and nothing else happens, and of drafting, verification and acceptance in the second."""
+    """Sees an engine's rounds while it is entered, those in a row in which ``streams`` sequences decode and nothing
+    else happens: seconds ``between`` the ends of two, ``inside`` drafting, verification and acceptance of the second,
+    and ``idle``, in which its thread did not compute."""
 
     def __init__(self, engine: Engine, streams: int) -> None:
         self.engine = engine
         self.streams = streams
-        self.between: list[float] = []
-        self.inside: list[float] = []
-        self._latest: float | None = None
+        self.between = self.inside = self.idle = 0.0
+        self.rounds = 0
+        self._latest: tuple[float, float] | None = None
 
     def __enter__(self) -> Beats:
         self._latest = None
@@ -96,24 +102,33 @@ class Beats:
         self.engine.on_round = None
 
     def see(self, done: Round) -> None:
-        now = perf_counter()
+        now = perf_counter(), thread_time()
         alike = len(done.verdicts) == self.streams and all(verdict.fed == 1 for verdict in done.verdicts)
         if alike and self._latest is not None:
-            seconds = done.seconds
-            self.between.append(now - self._latest)
-            self.inside.append(seconds.draft + seconds.verify + seconds.accept)
+            seconds, (wall, spent) = done.seconds, self._latest
+            self.rounds += 1
+            self.between += now[0] - wall
+            self.inside += seconds.draft + seconds.verify + seconds.accept
+            self.idle += max(0.0, now[0] - wall - (now[1] - spent))
         self._latest = now if alike else None
+
+    @property
+    def share(self) -> float | None:
+        """At most so much of the time between was outside or idle (what was both counts twice); None: there were no
+        such rounds."""
+        return min(1.0, (self.between - self.inside + self.idle) / self.between) if self.rounds else None
 
 
 def alone(engine: Engine, arrivals: Arrivals, params: SamplingParams, speculate: bool) -> tuple[float, float]:
     """Seconds, and processor seconds, of these requests on an idle engine."""
     todo, before = deque(arrivals), engine.stats.rounds
-    began, spent = perf_counter(), process_time()
-    while todo or engine.busy:
-        while todo and (not engine.busy or todo[0][0] <= engine.stats.rounds - before):
-            engine.add(todo.popleft()[1], params, speculate=speculate)
-        engine.step()
-    return perf_counter() - began, process_time() - spent
+    with torch.inference_mode():
+        began, spent = perf_counter(), process_time()
+        while todo or engine.busy:
+            while todo and (not engine.busy or todo[0][0] <= engine.stats.rounds - before):
+                engine.add(todo.popleft()[1], params, speculate=speculate)
+            engine.step()
+        return perf_counter() - began, process_time() - spent
 
 
 @dataclass(frozen=True)
@@ -157,45 +172,66 @@ def served(engine: Engine, bodies: Seq[dict], streams: int) -> Served:
 def measure(
     llm: LLM, concurrency: int, *, requests: int, tokens: int, temperature: float, stream: bool, repeats: int
 ) -> Overhead:
-    """Medians over ``repeats`` in which engine and server take turns, after a turn that is not counted.
+    """Over ``repeats`` in which engine and server take turns, after a turn that is not counted; medians, where nothing
+    else is said. As in a server, no garbage collection visits what was there before.
 
     The engine's ``max_num_seqs`` should be ``concurrency``, so that both have as many requests in flight."""
     prompts = make_prompts(HELD_OUT, llm.tokenizer, count=requests, length=64)
-    speculate = bool(llm.engine.router.drafters)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=tokens, ignore_eos=True)
     asked: dict[str, Any] = {"temperature": temperature, "seed": 0, "max_tokens": tokens, "ignore_eos": True}
     if stream:
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
     bodies = [{"prompt": prompt, **asked} for prompt in prompts]
-    engine, turns = llm.engine, []
-    lone_rounds, served_rounds = Beats(engine, concurrency), Beats(engine, concurrency)
-    for _ in range(repeats + 1):
-        _forget(engine)
-        queued = alone(engine, [(0, prompt) for prompt in prompts], params, speculate)
-        _forget(engine)
-        with served_rounds:
-            through = served(engine, bodies, concurrency)
-        if through.tokens != requests * tokens:
-            raise ForerunError(f"{through.tokens} tokens came through the server instead of {requests * tokens}")
-        _forget(engine)
-        with lone_rounds:
-            lone = alone(engine, through.arrivals, params, speculate)
-        turns.append((queued, lone, (through.seconds, through.processor)))
-    turns = turns[1:]
+    gc.collect()
+    gc.freeze()
+    try:
+        turns = [_turn(llm.engine, concurrency, bodies, prompts, params) for _ in range(repeats + 1)][1:]
+    finally:
+        gc.unfreeze()
     count = requests * tokens
+    shares = [turn.of_round for turn in turns if turn.of_round is not None]
+    lone = [turn.alone_of_round for turn in turns if turn.alone_of_round is not None]
     return Overhead(
         concurrency,
-        alone=median(count / queued for (queued, _), _, _ in turns),
-        alike=median(count / lone for _, (lone, _), _ in turns),
-        served=median(count / through for _, _, (through, _) in turns),
-        wall=median(1 - lone / through for _, (lone, _), (through, _) in turns),
-        processor=median(1 - lone / through for _, (_, lone), (_, through) in turns),
-        of_round=_share(lone_rounds, served_rounds),
+        alone=median(count / turn.queued for turn in turns),
+        alike=median(count / turn.alike[0] for turn in turns),
+        served=median(count / turn.served.seconds for turn in turns),
+        wall=median(1 - turn.alike[0] / turn.served.seconds for turn in turns),
+        processor=median(1 - turn.alike[1] / turn.served.processor for turn in turns),
+        of_round=mean(shares) if shares else None,
+        error=stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else None,
+        alone_of_round=mean(lone) if lone else None,
     )
 
 
-def _share(lone: Beats, served: Beats) -> float | None:
-    return 1 - median(lone.inside) / median(served.between) if lone.inside and served.between else None
+class Turn(NamedTuple):
+    """The same requests three times."""
+
+    queued: float
+    """Seconds."""
+    alike: tuple[float, float]
+    """Seconds, and processor seconds."""
+    served: Served
+    of_round: float | None
+    alone_of_round: float | None
+
+
+def _turn(
+    engine: Engine, streams: int, bodies: Seq[dict[str, Any]], prompts: Seq[Seq[int]], params: SamplingParams
+) -> Turn:
+    speculate = bool(engine.router.drafters)
+    _forget(engine)
+    queued, _ = alone(engine, [(0, prompt) for prompt in prompts], params, speculate)
+    _forget(engine)
+    with Beats(engine, streams) as beats:
+        through = served(engine, bodies, streams)
+    wanted = sum(body["max_tokens"] for body in bodies)
+    if through.tokens != wanted:
+        raise ForerunError(f"{through.tokens} tokens came through the server instead of {wanted}")
+    _forget(engine)
+    with Beats(engine, streams) as lone:
+        alike = alone(engine, through.arrivals, params, speculate)
+    return Turn(queued, alike, through, beats.share, lone.share)
 
 
 def _forget(engine: Engine) -> None:

@@ -44,10 +44,15 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, engine: AsyncEngine, drain_seconds: float) -> None:
-        # Uvicorn's own limit comes later: it would cut connections off without a word.
-        patience = int(drain_seconds) + 5
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience, server_header=False
+            app,
+            log_level="warning",
+            access_log=False,
+            # Uvicorn's own limit comes later: it would cut connections off without a word.
+            timeout_graceful_shutdown=int(drain_seconds) + 5,
+            server_header=False,
+            # uvloop keeps the interpreter while it writes to a socket, and the engine's thread waits for it.
+            loop="asyncio",
         )
         super().__init__(config)
         self.engine = engine
