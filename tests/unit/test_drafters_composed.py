@@ -165,7 +165,7 @@ def test_a_grammar_inside_a_staged_draft_counts_from_the_committed_tokens() -> N
     outer, inner = sequence(1), sequence(1)
     inner.tokens += [7, 8]
     asked = []
-    grammar = SimpleNamespace(error=None, allowed=lambda *where: asked.append(where))
+    grammar = SimpleNamespace(allowed=lambda *where: asked.append(where))
     Ahead(outer, grammar).allowed(inner, [9])
     assert asked == [(outer, [7, 8, 9])]
 

@@ -12,12 +12,12 @@ import torch
 class Constraint(Protocol):
     """A grammar's view of one sequence. It looks at the sequence's committed tokens by itself."""
 
-    error: str | None
-    """What broke it; no token is permitted from then on."""
-
     def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
         """Bits [ceil(vocabulary / 32)] int32, the lowest bit being the lowest id, of the tokens that may follow the
         drafted ``path``. None: the path is not permitted, so that nothing follows it."""
+
+    def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
+        """What breaks the grammar behind ``path``, so that no token is permitted there; None: nothing does."""
 
     def forced(self, sequence: Sequence, count: int) -> list[int]:
         """Up to ``count`` tokens about which the grammar leaves no choice."""

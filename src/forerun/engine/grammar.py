@@ -25,22 +25,20 @@ any white space between tokens may also never stop."""
 
 
 class Constraint:
-    """One sequence's place in its grammar.
+    """One sequence's place in its grammar. ``start`` is the compiled matcher, which others begin with, too.
 
-    ``error`` says what broke the matcher, if anything did (a grammar that grows beyond its limits): from then on no
-    token is permitted.
+    What breaks a matcher (a grammar that grows beyond its limits) stays broken; where it came of drafted tokens, a new
+    one follows the committed tokens again.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        self.error: str | None = None
-        self._matcher = matcher
+    def __init__(self, start: Any, ends: torch.Tensor) -> None:
+        self._start = start
+        self._matcher = start.deep_copy()
         self._fed = 0
         """Output tokens seen; those after the end of the text are not the matcher's."""
-        self._words = -(-vocab_size // 32)
-        self._ends = torch.zeros(self._words, dtype=torch.int32)
-        for token in eos_ids:
-            self._ends[token // 32] |= _bit(token)
+        self._ends = ends
         self._masks: dict[tuple[int, ...], torch.Tensor | None] = {}
+        self._faults: dict[tuple[int, ...], str] = {}
 
     def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
         """Bits [ceil(vocabulary / 32)] int32 of the tokens that may follow ``path``, the lowest bit being the lowest
@@ -48,10 +46,18 @@ class Constraint:
         path = self._catch_up(sequence) + tuple(path)
         if path not in self._masks:
             consumed = 0 if self._matcher.is_stopped() else self._matcher.try_consume_tokens(list(path))
-            ended = self._matcher.is_stopped()
-            self._masks[path] = self._mask() if consumed == len(path) or ended else None
-            self._undo(consumed)
+            self._masks[path] = None
+            if consumed == len(path) or self._matcher.is_stopped():
+                self._masks[path], broken = permitted(self._matcher, self._ends)
+                if broken is not None:
+                    self._faults[path] = f"the grammar: {broken}"
+            self._undo(sequence, path, consumed)
         return self._masks[path]
+
+    def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
+        """What breaks the grammar behind ``path``; None: nothing does."""
+        self.allowed(sequence, path)
+        return self._faults.get(self._catch_up(sequence) + tuple(path))
 
     def forced(self, sequence: Sequence, count: int) -> list[int]:
         """Up to ``count`` tokens that the grammar leaves no choice about, in the tokenizer's own spelling."""
@@ -66,12 +72,12 @@ class Constraint:
                 break
             found += more
             consumed += self._matcher.try_consume_tokens(more)
-        self._undo(consumed)
+        self._undo(sequence, found, consumed)
         return found[tentative : tentative + count]
 
     def _single(self) -> list[int]:
         """The permitted token, if there is only one."""
-        mask = self._mask()
+        mask, _ = permitted(self._matcher, self._ends)
         words = mask.nonzero()[:, 0].tolist()
         if len(words) != 1:
             return []
@@ -84,24 +90,32 @@ class Constraint:
         fresh = sequence.tokens[sequence.num_prompt + self._fed : committed]
         if fresh:
             self._masks.clear()
+            self._faults.clear()
             self._fed += len(fresh)
             if not self._matcher.is_stopped():
                 self._matcher.try_consume_tokens(fresh)
         return tuple(sequence.tokens[committed:])
 
-    def _mask(self) -> torch.Tensor:
-        if self._matcher.is_error():
-            self.error = self.error or "the grammar: " + _first_line(self._matcher.get_error())
-            return torch.zeros_like(self._ends)
-        if self._matcher.is_stopped():
-            return self._ends
-        mask = torch.zeros_like(self._ends)
-        self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * self._words)
-        return mask
-
-    def _undo(self, consumed: int) -> None:
-        if consumed and not self._matcher.is_error():
+    def _undo(self, sequence: Sequence, tried: Seq[int], consumed: int) -> None:
+        """Take back the tokens ``tried``, of which so many were ``consumed``."""
+        if not self._matcher.is_error():
             self._matcher.rollback(consumed)
+        elif tried:
+            self._matcher = self._start.deep_copy()
+            self._matcher.try_consume_tokens(sequence.tokens[sequence.num_prompt :][: self._fed])
+
+
+def permitted(matcher: Any, ends: torch.Tensor) -> tuple[torch.Tensor, str | None]:
+    """Bits of the tokens that may follow now, those of ``ends`` once the text is complete; and what is broken, so that
+    none may."""
+    if matcher.is_stopped() and not matcher.is_error():
+        return ends, None
+    mask = torch.zeros_like(ends)
+    if not matcher.is_error():
+        matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * len(mask))
+    if matcher.is_error():  # a mask may have been what it could not make
+        return torch.zeros_like(ends), _first_line(matcher.get_error())
+    return mask, None
 
 
 class GrammarCompiler:
@@ -123,6 +137,9 @@ class GrammarCompiler:
             raise ConfigError("structured output needs a tokenizer and a token that ends the text")
         self.vocab_size = vocab_size
         self.eos_ids = sorted(eos_ids)
+        self._ends = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
+        for token in self.eos_ids:
+            self._ends[token // 32] |= _bit(token)
         self._library = llguidance
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()
@@ -133,7 +150,7 @@ class GrammarCompiler:
 
     def start(self, options: StructuredOutputsParams) -> Constraint:
         """A constraint at the beginning of its grammar."""
-        return Constraint(self.compile(options).deep_copy(), self.vocab_size, self.eos_ids)
+        return Constraint(self.compile(options), self._ends)
 
     def compile(self, options: StructuredOutputsParams) -> Any:
         """The matcher to copy. A schema can take a second, in which the caller's thread does not hold the GIL."""
@@ -159,11 +176,10 @@ class GrammarCompiler:
         except ValueError as error:
             raise RequestError(f"structured output, {kind}: {_first_line(str(error))}") from None
         matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0)
-        trial = matcher.deep_copy()
-        if not trial.is_error() and not trial.is_stopped():
-            trial.compute_bitmask()
-        if trial.is_error():
-            raise RequestError(f"structured output, {kind}: {_first_line(trial.get_error())}")
+        for _ in range(2):  # copies share the lexer: the first one may have left nothing of what it may build
+            _, broken = permitted(matcher.deep_copy(), self._ends)
+            if broken is not None:
+                raise RequestError(f"structured output, {kind}: {broken}")
         return matcher
 
 

@@ -230,6 +230,15 @@ def fault(value: float) -> str | None:
     return None
 
 
+def unspoilt(tops: Seq[float]) -> tuple[int, str | None]:
+    """How far a path goes before a row with a fault, given the best scores of the root's row and its own; and the
+    fault."""
+    for place, top in enumerate(tops):
+        if (error := fault(top)) is not None:
+            return place, error
+    return len(tops) - 1, None
+
+
 def follow(scores: Scores, sampler: Sampler) -> list[Verdict]:
     """Every row's token is the best of its scores and the noise of its position (greedy rows: no noise); from the
     root, the child that carries it is followed while there is one."""
@@ -247,10 +256,10 @@ def follow(scores: Scores, sampler: Sampler) -> list[Verdict]:
         path: list[int] = []
         row = scores.row(index, -1)
         error = fault(tops[row])
-        while (child := draft.child(path[-1] if path else -1, tokens[row])) is not None:
+        while error is None and (child := draft.child(path[-1] if path else -1, tokens[row])) is not None:
             path.append(child)
             row = scores.row(index, child)
-            error = error or fault(tops[row])
+            error = fault(tops[row])
         verdict = Verdict(path=path, token=tokens[row], error=error)
         measure(verdict, scores, index, overlap)
         verdicts.append(verdict)
@@ -318,9 +327,9 @@ class RatioRule(Rule):
             path, again = self.walk(draft, self._test(scores, index, chances[cursor : cursor + count]))
             cursor += count
             visited = [scores.row(index, node) for node in [-1, *path]]
-            ends.append((visited[-1], again))
-            error = next((text for row in visited if (text := fault(tops[row]))), None)
-            verdict = Verdict(path=path, error=error)
+            good, error = unspoilt([tops[row] for row in visited])
+            ends.append((visited[good], again))
+            verdict = Verdict(path=path[:good], error=error)
             measure(verdict, scores, index, overlap)
             verdicts.append(verdict)
         laws = take(residual, [row for row, _ in ends])

@@ -15,7 +15,7 @@ from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler, best
 from forerun.sampling.noise import ACCEPT, fold, uniform
-from forerun.speculate.accept.base import Rule, fetch, row_contexts
+from forerun.speculate.accept.base import Rule, fetch, row_contexts, unspoilt
 
 RATES, LENGTH = "synthetic_acceptance_rates", "synthetic_acceptance_length"
 KEYS = (RATES, LENGTH)
@@ -66,14 +66,16 @@ class Synthetic(Rule):
         self.replacement = inner.replacement
 
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
-        decided = self.inner.accept(scores, sampler)
-        (tokens,) = fetch(best(sampler.shared(scores.warped, row_contexts(scores)))[1])
+        self.inner.accept(scores, sampler)  # for its price
+        tops, tokens = fetch(*best(sampler.shared(scores.warped, row_contexts(scores))))
         verdicts = []
-        for index, (draft, known) in enumerate(zip(scores.drafts, decided)):
+        for index, draft in enumerate(scores.drafts):
             sequence = scores.sequences[index]
             verdict = self._walk(draft, fold(sequence.seed, ACCEPT, len(sequence.tokens)))
-            verdict.token = tokens[scores.row(index, verdict.path[-1] if verdict.path else -1)]
-            verdict.error = known.error
+            rows = [scores.row(index, node) for node in [-1, *verdict.path]]
+            good, verdict.error = unspoilt([tops[row] for row in rows])
+            verdict.path = verdict.path[:good]
+            verdict.token = tokens[rows[good]]
             verdicts.append(verdict)
         return verdicts
 

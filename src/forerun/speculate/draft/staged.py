@@ -78,10 +78,15 @@ class Ahead:
     def __init__(self, sequence: Sequence, grammar: Constraint) -> None:
         self.sequence = sequence
         self.grammar = grammar
-        self.error = grammar.error
 
     def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
-        return self.grammar.allowed(self.sequence, [*sequence.tokens[len(self.sequence.tokens) :], *path])
+        return self.grammar.allowed(self.sequence, self._whole(sequence, path))
+
+    def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
+        return self.grammar.fault(self.sequence, self._whole(sequence, path))
+
+    def _whole(self, copy: Sequence, path: Seq[int]) -> list[int]:
+        return [*copy.tokens[len(self.sequence.tokens) :], *path]
 
     def forced(self, sequence: Sequence, count: int) -> list[int]:
         """None: the grammar answers only about what is committed."""
@@ -201,9 +206,9 @@ class Staged(Drafter[StagedConfig]):
 
     def _clip(self, copy: Sequence, draft: Draft, verdict: Verdict) -> None:
         """Keep no more tokens than are wanted. A row without a permitted token ends the draft there."""
-        if verdict.error is not None or verdict.token is None:
-            return
-        tokens = [*(draft.tokens[node] for node in verdict.path), verdict.token]
+        tokens = [draft.tokens[node] for node in verdict.path]
+        if verdict.error is None and verdict.token is not None:
+            tokens.append(verdict.token)
         verdict.tokens = tokens[: self.policy.missing[copy.id]]
         verdict.accepted = min(len(verdict.tokens), len(verdict.path))
 

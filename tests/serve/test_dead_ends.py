@@ -1,0 +1,112 @@
+"""Where nothing may follow: an answer's tokens up to there, or its end before there, are what plain decoding gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import LLM, RequestError, SamplingParams
+from forerun.core.scores import Scores
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft
+from forerun.sampling.draw import Sampler
+from forerun.speculate.accept import rules
+from forerun.speculate.accept.base import NO_TOKEN, Rule
+from forerun.speculate.accept.synthetic import Synthetic
+
+LONG = "def parse(value): return value + xyzzy"
+
+
+def answer(llm: LLM, prompt: str, params: SamplingParams, method: str | None) -> tuple[Any, ...]:
+    job = llm.engine.add(llm.tokenizer.encode(prompt), params, speculate=method is not None, method=method)[0]
+    while llm.engine.busy:
+        llm.engine.step()
+    assert job.finish is not None
+    assert job.metrics.draft_error is None
+    return job.output_ids, job.text, job.finish.reason, job.finish.stopped_by, job.logprobs
+
+
+@pytest.mark.parametrize("method", ["draft_model", "pattern", "ngram"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stop_before_a_dead_end(served: LLM, method: str, temperature: float) -> None:
+    """What follows "def parse" is banned, but the answer has ended there."""
+    params = SamplingParams(
+        temperature=temperature,
+        seed=3,
+        max_tokens=40,
+        structured_outputs={"choice": [LONG]},
+        stop=["def parse"],
+        bad_words=["("],
+    )
+    plain = answer(served, "import os\n", params, None)
+    assert plain[2:4] == ("stop", "def parse")
+    assert answer(served, "import os\n", params, method) == plain
+
+
+@pytest.mark.parametrize("method", ["draft_model", "pattern", "ngram"])
+def test_tokens_before_a_dead_end_stay(served: LLM, method: str) -> None:
+    """The grammar asks for the end of the text, which ``min_tokens`` forbids."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=60, min_tokens=33, logprobs=2, structured_outputs={"choice": [LONG]}
+    )
+    plain = answer(served, "import os\n", params, None)
+    assert plain[1] == LONG
+    assert plain[2:4] == ("error", NO_TOKEN)
+    assert answer(served, "import os\n", params, method) == plain
+
+
+def test_a_draft_that_breaks_the_grammar_is_only_a_draft(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind "x" the parser grows beyond its limits: fatal for a text that says so, nothing for one that was offered
+    it and went on with "y"."""
+    names = range(2500)
+    rules_ = "\n".join(f's{i}: "a" "b" /c{{{i % 50}}}/' for i in names)
+    grammar = f'start: "def" " parse" ("y" /[a-z]{{8}}/ | "x" s)\ns: {" | ".join(f"s{i}" for i in names)}\n{rules_}\n'
+    letter = served.tokenizer.encode("x")[-1]
+    ngram = served.engine.router.drafters["ngram"]
+    monkeypatch.setattr(ngram, "propose", lambda sequences, budgets: [Draft.chain([letter]) for _ in budgets])
+    ends = set()
+    for seed in range(8):
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=14, structured_outputs={"grammar": grammar})
+        plain = answer(served, "import os\n", params, None)
+        assert answer(served, "import os\n", params, "ngram") == plain
+        ends.add(plain[2])
+        if plain[2] == "error":
+            assert plain[3].startswith("the grammar: Parser Error")
+    assert ends == {"stop", "error"}, "both kinds of answers were to be seen"
+
+
+@pytest.mark.parametrize("regex", ["(a{1000}){500}", "a{1000000}", "(a{1000}){999}b"])
+def test_a_regex_beyond_all_limits_is_refused(served: LLM, regex: str) -> None:
+    with pytest.raises(RequestError, match="too many expressions"):
+        served.generate(["def f("], SamplingParams(max_tokens=40, structured_outputs={"regex": regex}))
+
+
+def chosen(name: str) -> Rule:
+    return Synthetic(rules["coupled"](), [1.0, 1.0, 1.0]) if name == "synthetic" else rules[name]()
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["coupled", "token", "block", "recursive", "traversal", "synthetic"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_path_ends_where_nothing_is_permitted(name: str, dead: int, kernels: bool) -> None:
+    """A chain of which every token is certain; behind its first ``dead`` tokens there is a row without any."""
+    tokens, size = [3, 1, 2], 8
+    warped = torch.full((4, size), float("-inf"))
+    for row, token in enumerate([*tokens, 5]):
+        warped[row, token] = 0.0
+    q = warped[:3].exp()
+    warped[dead] = float("-inf")
+    rule = chosen(name)
+    draft = Draft()
+    for depth, token in enumerate(tokens):
+        draft.add(token, depth - 1, depth)
+    draft.q = q
+    sampler = Sampler(size)
+    if not kernels:
+        sampler.compiled = None
+    sequence = Sequence(0, [1], 1, SamplingParams(temperature=1.0), 7)
+    verdict = rule.accept(Scores([sequence], [draft], [0], warped), sampler)[0]
+    assert verdict.path == [0, 1, 2][:dead]
+    assert verdict.error == NO_TOKEN
