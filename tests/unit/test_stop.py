@@ -112,12 +112,22 @@ def test_the_length_limit(sizes):
     assert answer(blocks_of([1, 2, 0], sizes), limit=3)[2] == Finish("stop", silent=True)
 
 
-def test_an_error_emits_nothing():
-    sequence = Sequence(0, [1, 2], 2, SamplingParams(), 0)
-    stopper, verdict = Stopper(sequence, None), Verdict(path=[0], token=4, error="the model returned NaN logits")
-    stopper.clip(Draft.chain([3]), verdict)
-    assert (verdict.tokens, verdict.accepted) == ([], 0)
-    assert verdict.stop == Finish("error", "the model returned NaN logits")
+@pytest.mark.parametrize(
+    ("path", "stops", "kept", "finish"),
+    [
+        ([], [], [], Finish("error", "broken")),
+        ([0, 1], [], [3, 5], Finish("error", "broken")),
+        ([0, 1], [5], [3, 5], Finish("stop", 5, silent=True)),
+        ([0, 1], [3], [3], Finish("stop", 3, silent=True)),
+    ],
+)
+def test_an_error_ends_what_nothing_before_it_has_ended(path, stops, kept, finish):
+    """The row behind the path has no token to give: 4 is none."""
+    sequence = Sequence(0, [1, 2], 2, SamplingParams(stop_token_ids=stops), 0)
+    stopper, verdict = Stopper(sequence, None), Verdict(path=path, token=4, error="broken")
+    stopper.clip(Draft.chain([3, 5]), verdict)
+    assert (verdict.tokens, verdict.accepted) == (kept, len(kept))
+    assert verdict.stop == stopper.finish == finish
 
 
 @settings(max_examples=100, deadline=None)
