@@ -6,19 +6,18 @@ how many prompt tokens to read in a round, so that a run preempts and evicts exa
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from forerun import LLM, SamplingParams, StructuredOutputsParams, pretrained
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine, Job
+from forerun.engine.stop import ABORT
+from held import Held, held
 
 CONCURRENCY = 32
 PAGE_SIZE = 8
@@ -27,10 +26,14 @@ NOISE_ROWS = 256
 """Kept by each engine: what is remembered is bounded, and should be full before memory is looked at."""
 PROMPT_TOKENS = 24
 """Read beside decoding requests, per round."""
+CHOSEN = 0.37
+"""Of all requests: those that are to be cancelled. Some of them end before their turn comes."""
+CANCELLED = 0.3
+"""Of all requests: those that are cancelled while they run or wait, at least."""
 OBJECTS = 0.5
 """Python objects per request by which an idle engine may grow: one that is left behind per request is a leak."""
 BYTES = 2048
-"""Bytes per request, likewise: resident ones, and those that malloc has handed out, which fragments do not blur."""
+"""Bytes per request, likewise: resident ones, and those that malloc has handed out."""
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -54,19 +57,37 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     how: dict[str, Any]
-    cancel_after: int | None
-    """Rounds after which it is cancelled, if it still runs."""
+    cancel_after: tuple[int, int] | None
+    """Rounds, and tokens of an answer, after which it is cancelled, whichever come first."""
     pause_after: int | None
     jobs: list[Job] = field(default_factory=list)
     age: int = 0
+
+    @property
+    def unfinished(self) -> list[Job]:
+        return [job for job in self.jobs if job.finish is None]
+
+    @property
+    def cancelled(self) -> bool:
+        return any(job.finish is not None and job.finish.reason == ABORT for job in self.jobs)
+
+    @property
+    def to_cancel(self) -> bool:
+        """Whether its turn has come."""
+        if self.cancel_after is None:
+            return False
+        rounds, tokens = self.cancel_after
+        return self.age > rounds or any(job.sequence.num_output >= tokens for job in self.jobs)
 
 
 def requests(
     count: int, vocab_size: int, methods: list[str], seed: int, options: list[dict[str, Any]]
 ) -> list[Request]:
-    """Mixed lengths, options, drafters and priorities; many prompts begin alike; a third is to be cancelled."""
+    """Mixed lengths, options, drafters and priorities; many prompts begin alike; some are to be cancelled, in one of
+    their first rounds, in which they may still wait or read, or somewhere within their answer."""
     draw = random.Random(seed)
     stems = [[draw.randrange(2, vocab_size) for _ in range(length)] for length in (9, 24, 40, 70)]
+    chosen = set(draw.sample(range(count), round(CHOSEN * count)))
     made = []
     for index in range(count):
         stem = draw.choice([[], [], *stems])
@@ -80,17 +101,16 @@ def requests(
         how: dict[str, Any] = {"priority": draw.choice([0, 0, 0, -1, 1])}
         method = draw.choice([None, *methods])
         how |= {"speculate": False} if method is None else {"method": method, "max_draft": draw.choice([None, None, 1])}
-        cancel = draw.randrange(25) if index % 3 == 0 else None
+        cancel = (draw.randrange(60), draw.randrange(1, params.max_tokens)) if index in chosen else None
         pause = draw.randrange(12) if draw.random() < 0.1 else None
         made.append(Request(prompt, params, how, cancel, pause))
     return made
 
 
-def soak(engine: Engine, todo: list[Request], seed: int) -> int:
-    """Serve all requests, ``CONCURRENCY`` at a time, until the engine is idle; returns how many sequences were
-    cancelled."""
+def soak(engine: Engine, todo: list[Request], seed: int) -> None:
+    """Serve all requests, ``CONCURRENCY`` at a time, until the engine is idle."""
     draw = random.Random(seed)
-    waiting, active, paused, cancelled = list(reversed(todo)), [], [], 0
+    waiting, active, paused = list(reversed(todo)), [], []
     while waiting or active:
         while waiting and len(active) < CONCURRENCY:
             request = waiting.pop()
@@ -103,16 +123,13 @@ def soak(engine: Engine, todo: list[Request], seed: int) -> int:
                 engine.resume(job)
         for request in active:
             request.age += 1
-            for job in request.jobs:
-                if job.finish is None and job not in paused:
-                    if request.cancel_after is not None and request.age > request.cancel_after:
-                        engine.abort(job)
-                        cancelled += 1
-                    elif request.pause_after == request.age:
-                        engine.pause(job)
-                        paused.append(job)
-        active = [request for request in active if any(job.finish is None for job in request.jobs)]
-    return cancelled
+            for job in request.unfinished:
+                if request.to_cancel:
+                    engine.abort(job)
+                elif request.pause_after == request.age:
+                    engine.pause(job)
+                    paused.append(job)
+        active = [request for request in active if request.unfinished]
 
 
 def compare(alone: Engine, todo: list[Request]) -> int:
@@ -125,7 +142,7 @@ def compare(alone: Engine, todo: list[Request]) -> int:
             alone.step()
         for job, lone in zip(request.jobs, wanted, strict=True):
             assert job.metrics.draft_error is None
-            if job.finish.reason == "abort":
+            if job.finish.reason == ABORT:
                 assert job.output_ids == lone.output_ids[: len(job.output_ids)]
                 continue
             finished += 1
@@ -134,32 +151,6 @@ def compare(alone: Engine, todo: list[Request]) -> int:
             assert job.logprobs == lone.logprobs
             assert job.prompt_logprobs == lone.prompt_logprobs
     return finished
-
-
-class Held(NamedTuple):
-    """What a process holds with everything given back that can be: Python objects that the collector knows, resident
-    bytes, and bytes that malloc has handed out."""
-
-    objects: int
-    resident: int
-    allocated: int
-
-
-class _Mallinfo2(ctypes.Structure):
-    _fields_ = [
-        *[(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")],
-        *[(name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")],
-    ]
-
-
-def held() -> Held:
-    gc.collect()
-    libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)
-    libc.mallinfo2.restype = _Mallinfo2
-    heap = libc.mallinfo2()
-    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
-    return Held(len(gc.get_objects()), resident, heap.uordblks + heap.hblkhd)
 
 
 def serve(
@@ -188,16 +179,17 @@ def serve(
     sizes: list[Held] = []
     for burst in range(bursts):
         todo = requests(size, alone.model.info.vocab_size, methods, seed + burst, options)
-        cancelled += soak(engine, todo, seed + burst)
+        soak(engine, todo, seed + burst)
         engine.check()
         assert not engine.jobs
         assert not engine.router.failures
         for drafter in engine.router.drafters.values():
             assert not any(drafter.cached_tokens(job.sequence) for request in todo for job in request.jobs)
         finished += compare(alone, todo)
+        cancelled += sum(request.cancelled for request in todo)
         del todo
         sizes.append(held())
-    assert cancelled > bursts * size // 10
+    assert cancelled >= CANCELLED * bursts * size
     assert finished > bursts * size // 2
     return engine, sizes
 
@@ -236,8 +228,7 @@ def test_soak_of_the_bundled_pair() -> None:
     stats = soaked.stats
     assert stats.preemptions > 500
     assert 0 < stats.prefix_hits < stats.prefix_queries
-    served = size * (len(sizes) - 2)
-    growth = Held(*((last - early) / served for last, early in zip(sizes[-1], sizes[1])))
+    growth = sizes[-1].growth(sizes[1], size * (len(sizes) - 2))
     print(f"{stats.preemptions} preemptions; when idle: {sizes}; per request: {growth}")
     assert growth.objects < OBJECTS
     assert growth.allocated < BYTES
