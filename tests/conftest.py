@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ if not torch.cuda.is_available():
 from transformers import LlamaForCausalLM
 
 from forerun import LLM
-from tiny import save_tokenizer, tiny_llama
+from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
 
 torch.set_num_threads(1)
 
@@ -61,6 +62,25 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny_target: str) -> st
     draft.load_state_dict(target.state_dict(), strict=False)
     draft.save_pretrained(folder)
     save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_stranger(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> str:
+    """The draft with a vocabulary of its own: other ids, and some of the target's tokens missing."""
+    folder = tmp_path_factory.mktemp("tiny_stranger")
+    rest = [token for token in ALPHABET[2:] if token not in "qQzZ#~"]
+    random.Random(0).shuffle(rest)
+    alphabet = [EOS, UNKNOWN, *rest]
+    weights = LlamaForCausalLM.from_pretrained(tiny_draft).state_dict()
+    rows = torch.tensor([ALPHABET.index(token) for token in alphabet])
+    for name, value in weights.items():
+        if value.shape and value.shape[0] == len(ALPHABET):
+            weights[name] = value[rows]
+    model = tiny_llama(layers=1, vocab_size=len(alphabet))
+    model.load_state_dict(weights)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, alphabet)
     return str(folder)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
-from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
+from tiny import ALPHABET, UNKNOWN, save_tokenizer, tiny_llama
 
 PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
 TREE_NODES = 9
-
-
-@pytest.fixture(scope="session")
-def tiny_stranger(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> str:
-    """The draft with a vocabulary of its own: other ids, and some of the target's tokens missing."""
-    folder = tmp_path_factory.mktemp("tiny_stranger")
-    rest = [token for token in ALPHABET[2:] if token not in "qQzZ#~"]
-    random.Random(0).shuffle(rest)
-    alphabet = [EOS, UNKNOWN, *rest]
-    weights = LlamaForCausalLM.from_pretrained(tiny_draft).state_dict()
-    rows = torch.tensor([ALPHABET.index(token) for token in alphabet])
-    for name, value in weights.items():
-        if value.shape and value.shape[0] == len(ALPHABET):
-            weights[name] = value[rows]
-    model = tiny_llama(layers=1, vocab_size=len(alphabet))
-    model.load_state_dict(weights)
-    model.save_pretrained(folder)
-    save_tokenizer(folder, alphabet)
-    return str(folder)
 
 
 @pytest.fixture

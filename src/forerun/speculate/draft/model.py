@@ -22,6 +22,7 @@ from forerun.models.streamed import can_stream
 from forerun.models.tokenizer import check_compatible, load_tokenizer
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
 from forerun.speculate.draft.best_first import TreeConfig
+from forerun.speculate.draft.catch_up import CatchUpConfig
 from forerun.speculate.draft.chain import Chains, plain
 from forerun.speculate.draft.levels import Frontier, grow
 from forerun.speculate.verify.score import Verification
@@ -31,7 +32,7 @@ BUNDLED = "forerun:draft"
 
 
 @dataclass(frozen=True)
-class DraftModelConfig(TreeConfig):
+class DraftModelConfig(TreeConfig, CatchUpConfig):
     model: str | None = None
     """Checkpoint of the draft (path or hub id); None: the bundled draft, for the bundled target."""
     dtype: str | None = None
@@ -39,8 +40,6 @@ class DraftModelConfig(TreeConfig):
     quantization: str | None = None
     """Its weights in 8 bits, as the target's option, or ``none``. None: int8_rows for the bundled draft where CPU
     kernels of ours run it on the native path and no dtype is asked for, otherwise none."""
-    prefill_chunk: int = 256
-    """Most tokens per round that sequences catch up on before they draft, all of them together."""
     max_model_len: int | None = None
     """The draft's context; past it, nothing is proposed. None: the checkpoint's, at most the target's."""
     use_heterogeneous_vocab: bool = False
@@ -171,26 +170,19 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def _missing(self, sequences: Seq[Sequence], depths: Seq[int]) -> tuple[list[Span], list[int]]:
         """The committed tokens to feed that this model has not seen, and the sequences that reach their last one and
-        may draft.
-
-        Those that lack least come first, so that a long prompt delays nobody else's draft.
-        """
+        may draft."""
         spans, ready = [], []
         pool = self.cache.pool
         indices = [i for i, depth in enumerate(depths) if depth > 0 and self._has_room(sequences[i], depth)]
-        left = self.config.prefill_chunk
-        for index in sorted(indices, key=lambda i: len(self._read(sequences[i])) - pool.length(sequences[i].id)):
-            sequence, known = sequences[index], self._read(sequences[index])
-            length = pool.length(sequence.id)
-            missing = len(known) - length
-            count = missing if missing <= self.config.num_speculative_tokens + 1 else min(missing, left)
+        missing = [len(self._read(sequences[i])) - pool.length(sequences[i].id) for i in indices]
+        for index, lacks, count in zip(indices, missing, self.config.shares(missing)):
             if not count:
                 continue
-            left -= min(left, count)
-            reaches = count == missing
-            tokens = known[length : length + count]
-            spans.append(Span(sequence.id, length, tokens, logits=[count - 1] if reaches else []))
-            if reaches:
+            sequence = sequences[index]
+            length = pool.length(sequence.id)
+            tokens = self._read(sequence)[length : length + count]
+            spans.append(Span(sequence.id, length, tokens, logits=[count - 1] if count == lacks else []))
+            if count == lacks:
                 ready.append(index)
         return spans, ready
 

@@ -166,7 +166,7 @@ class Staged(Drafter[StagedConfig]):
         start = {sequence.id: len(sequence.tokens) for sequence in sequences}
         rows: dict[int, list[torch.Tensor]] = {key: [] for key in wanted}
         active = [self.copies[key] for key in wanted]
-        while active:
+        while active := self._reading(active):
             result = self._round(active, start, wanted)
             self._collect(active, result, rows)
             read = [copy for copy, verdict in zip(active, result.verdicts) if verdict.tokens]
@@ -194,10 +194,18 @@ class Staged(Drafter[StagedConfig]):
         if self.context.rule.needs_q:
             copy.seed = fold(sequence.seed, self.base.chooser.purpose, len(sequence.tokens))
 
+    def _reading(self, copies: Seq[Sequence]) -> list[Sequence]:
+        """Those who take part in the next inner round, with the tokens that each of them is to read."""
+        missing = []
+        for copy in copies:
+            copy.cached = self.base.cache.pool.length(copy.id)
+            missing.append(len(copy.tokens) - copy.cached)
+        for copy, count in zip(copies, self.config.shares(missing)):
+            copy.scheduled = count
+        return [copy for copy in copies if copy.scheduled]
+
     def _round(self, active: Seq[Sequence], start: Mapping[int, int], wanted: Mapping[int, int]) -> Round:
         for copy in active:
-            copy.cached = self.base.cache.pool.length(copy.id)
-            copy.scheduled = min(len(copy.tokens) - copy.cached, self.config.prefill_chunk)
             self.policy.missing[copy.id] = wanted[copy.id] - (len(copy.tokens) - start[copy.id])
         result = speculate(active, self.stage, self.router, self.rule, self.policy, self.context.sampler, self._clip)
         for copy, verdict in zip(active, result.verdicts):

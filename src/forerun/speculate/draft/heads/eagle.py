@@ -34,6 +34,7 @@ from forerun.models.native import NativeModel
 from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.best_first import TreeConfig
+from forerun.speculate.draft.catch_up import CatchUpConfig
 from forerun.speculate.draft.chain import Chains, plain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.eagle_files import is_public, read_public
@@ -187,7 +188,7 @@ class EagleHead(Head):
 
 
 @dataclass(frozen=True)
-class EagleConfig(TreeConfig, HeadConfig):
+class EagleConfig(TreeConfig, HeadConfig, CatchUpConfig):
     """A head's options and a tree's."""
 
 
@@ -230,17 +231,19 @@ class Eagle(HeadDrafter[EagleConfig]):
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         self.learn()
         pool, nodes = self.cache.pool, self.config.rows_by_depth()
-        ready = [
+        able = [
             index
             for index, (sequence, depth) in enumerate(zip(sequences, budgets))
             if self.ready(sequence) and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth])
         ]
         drafts = [Draft() for _ in sequences]
-        if not ready:
+        if not able:
             return drafts
+        spans, feature, ready = self._lacking(sequences, able)
         chosen = [sequences[index] for index in ready]
-        spans, feature = self._lacking(chosen)
-        if self.chains is not None and all(map(plain, chosen)):
+        if not ready:
+            self._run(spans, feature)
+        elif self.chains is not None and all(map(plain, chosen)):
             batch = Batch(spans, self.context.target.info.device)
             found = self.chains.draft(chosen, [budgets[index] for index in ready], batch, self.cache, feature)
             for index, draft in zip(ready, found):
@@ -294,17 +297,28 @@ class Eagle(HeadDrafter[EagleConfig]):
         states = self.eagle.finish(feature, attended)[batch.logit_rows]
         return states, self._widen(self._predict(states))
 
-    def _lacking(self, sequences: Seq[Sequence]) -> tuple[list[Span], torch.Tensor]:
-        """The waiting features, each with the token behind it, to feed; each sequence's last row predicts."""
+    def _lacking(self, sequences: Seq[Sequence], able: Seq[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
+        """Waiting features, each with the token behind it, to feed; and the sequences of which none is left, whose last
+        row predicts."""
         spans: list[Span] = []
         rows: list[torch.Tensor] = []
-        for sequence in sequences:
-            waiting = self.pending.pop(sequence.id, [])
-            start = self.cache.pool.length(sequence.id)
-            tokens = sequence.tokens[start + 1 :]
-            spans.append(Span(sequence.id, start, tokens, logits=[len(tokens) - 1]))
-            rows.extend(waiting)
-        return spans, self.eagle.fc(torch.cat(rows)).contiguous()
+        ready: list[int] = []
+        starts = [self.cache.pool.length(sequences[index].id) for index in able]
+        missing = [len(sequences[index].tokens) - 1 - start for index, start in zip(able, starts)]
+        for index, start, lacks, count in zip(able, starts, missing, self.config.shares(missing)):
+            if not count:
+                continue
+            sequence = sequences[index]
+            waiting = self.pending.pop(sequence.id)
+            features = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+            rows.append(features[:count])
+            if count == lacks:
+                ready.append(index)
+            else:
+                self.pending[sequence.id] = [features[count:]]
+            tokens = sequence.tokens[start + 1 : start + 1 + count]
+            spans.append(Span(sequence.id, start, tokens, logits=[count - 1] if count == lacks else []))
+        return spans, self.eagle.fc(torch.cat(rows)).contiguous(), ready
 
     def _newest(
         self,

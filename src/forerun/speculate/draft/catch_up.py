@@ -1,0 +1,36 @@
+"""Drafters with a cache of their own: it lags behind the target's, and is filled as drafts are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from forerun.core.errors import ConfigError
+from forerun.speculate.draft.base import DrafterConfig
+
+
+@dataclass(frozen=True)
+class CatchUpConfig(DrafterConfig):
+    """Options of drafters that read the text themselves."""
+
+    prefill_chunk: int = 256
+    """Most tokens per round that sequences catch up on before they draft, all of them together."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.prefill_chunk, int) or isinstance(self.prefill_chunk, bool) or self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be an integer of at least 1, not {self.prefill_chunk!r}")
+
+    def shares(self, missing: Seq[int]) -> list[int]:
+        """How many of the tokens that each sequence lacks it reads this round.
+
+        What a round leaves behind is read whole. Those who lack least come first, so that a long prompt delays nobody
+        else's draft.
+        """
+        left = self.prefill_chunk
+        counts = [0] * len(missing)
+        for index in sorted(range(len(missing)), key=missing.__getitem__):
+            lacks = missing[index]
+            counts[index] = lacks if lacks <= self.num_speculative_tokens + 1 else min(lacks, left)
+            left -= min(left, counts[index])
+        return counts

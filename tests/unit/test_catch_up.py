@@ -1,0 +1,187 @@
+"""A drafter's own cache is filled as drafts are asked for: a part per round, and only as far as its context goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from forerun import LLM, SamplingParams
+from forerun.core.errors import ConfigError
+from forerun.core.tree import Draft
+from forerun.engine.engine import Engine, Job
+from forerun.speculate.draft import drafters
+from tiny import save_tokenizer, tiny_llama
+
+CHUNK = 10
+SHORT = ["def f(x):", "abcabc", "hello"]
+LONG = ["0123456789abc, " * 8, "the quick brown fox " * 5]
+CONTEXT = 48
+PROMPTS = [*SHORT, LONG[0]]
+COLD = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+HOT = SamplingParams(temperature=0.8, seed=5, max_tokens=90, ignore_eos=True)
+PARAMS = [COLD, HOT, COLD, HOT]
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True)
+METHODS: dict[str, dict[str, Any]] = {
+    "draft_model": {"method": "draft_model", "model": "DRAFT"},
+    "tree": {"method": "draft_model", "model": "DRAFT", "tree": [2, 1, 1]},
+    "staged": {"method": "staged", "model": "DRAFT"},
+    "tli": {"method": "draft_model", "model": "STRANGER", "use_heterogeneous_vocab": True},
+    "slem": {
+        "method": "draft_model", "model": "STRANGER", "use_heterogeneous_vocab": True,
+        "heterogeneous_vocab_method": "slem",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def configured(tiny_target: str, tiny_draft: str, tiny_stranger: str, tmp_path: Path) -> Any:
+    """``configured(name, **more)``: the ``speculative_config`` of one of ``METHODS``, or of eagle."""
+
+    def get(name: str, **more: Any) -> dict[str, Any]:
+        if name == "eagle":
+            return {"method": name, **drafters[name].example(Path(tiny_target), tmp_path), **more}
+        keys = METHODS[name]
+        return {**keys, "model": {"DRAFT": tiny_draft, "STRANGER": tiny_stranger}[keys["model"]], **more}
+
+    return get
+
+
+def own_pool(engine: Engine) -> Any:
+    (pool,) = engine.router.pools()
+    return pool
+
+
+def settled(engine: Engine) -> list[Job]:
+    """Requests that have drafted for a few rounds."""
+    jobs = [engine.add(engine.tokenizer.encode(text), ENDLESS, trace=True)[0] for text in SHORT]
+    for _ in range(6):
+        engine.step()
+    return jobs
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("name", [*METHODS, "eagle"])
+def test_long_prompts_are_read_in_parts_while_others_draft(
+    name: str, page_size: int | None, tiny_target: str, configured: Any
+) -> None:
+    """Two prompts at once: their drafter reads ``CHUNK`` tokens of both together in a round, and everybody else goes on
+    drafting; afterwards the newcomers draft, too."""
+    options = {
+        "max_num_seqs": len(SHORT) + len(LONG),
+        "page_size": page_size,
+        "prefix_caching": False,
+        "max_prefill_tokens": 64,
+    }
+    engine = LLM(tiny_target, speculative_config=configured(name, prefill_chunk=CHUNK), **options).engine
+    jobs, pool = settled(engine), own_pool(engine)
+    new = [engine.add(engine.tokenizer.encode(text), HOT, trace=True)[0] for text in LONG]
+    lengths, parts, rounds = [0, 0], 0, 0
+    while not all(job.metrics.num_drafts for job in new):
+        drafting = [job for job in jobs if job.finish is None]
+        before = [job.metrics.num_drafts for job in drafting]
+        assert engine.step()
+        assert [job.metrics.num_drafts for job in drafting] == [count + 1 for count in before]
+        grown = [pool.length(job.sequence.id) - length for job, length in zip(new, lengths)]
+        lengths = [length + more for length, more in zip(lengths, grown)]
+        caught_up = sum(more for job, more in zip(new, grown) if not job.metrics.num_drafts)
+        assert caught_up <= CHUNK
+        parts += caught_up
+        rounds += caught_up > 0
+    assert drafting, "nobody was left to be held up"
+    assert rounds >= parts / CHUNK > 8
+    compare(engine, [*jobs, *new])
+
+
+def watch(engine: Engine) -> dict[tuple[int, int], Draft]:
+    """Every draft that is made from here on, by its sequence and the tokens that were committed then."""
+    found: dict[tuple[int, int], Draft] = {}
+    propose = engine.router.propose
+
+    def watched(sequences: Any, budgets: Any) -> list[Draft]:
+        drafts = propose(sequences, budgets)
+        found.update({(s.id, len(s.tokens)): draft for s, draft in zip(sequences, drafts) if len(draft)})
+        return drafts
+
+    engine.router.propose = watched
+    return found
+
+
+@pytest.mark.usefixtures("cpu_attention")
+@pytest.mark.parametrize("name", [*METHODS, "eagle"])
+def test_what_is_read_in_parts_makes_the_same_drafts(name: str, tiny_target: str, configured: Any) -> None:
+    """Of the same text, as far as both engines drafted there."""
+    made = []
+    for more in ({}, {"prefill_chunk": CHUNK}):
+        engine = LLM(tiny_target, speculative_config=configured(name, **more), max_num_seqs=2).engine
+        drafts = watch(engine)
+        for text in LONG:
+            engine.add(engine.tokenizer.encode(text), COLD)
+        while engine.busy:
+            engine.step()
+        made.append({key: (draft.tokens, draft.parents) for key, draft in drafts.items()})
+    whole, parts = made
+    both = whole.keys() & parts.keys()
+    assert len(both) > 20
+    assert {key: whole[key] for key in both} == {key: parts[key] for key in both}
+    assert min(length for number, length in parts if number == 0) > min(n for number, n in whole if number == 0) + 5
+
+
+@pytest.mark.parametrize("chunk", [0, -1, True, "8"])
+def test_a_part_is_at_least_a_token(chunk: Any, tiny_target: str, tiny_draft: str) -> None:
+    config = {"method": "draft_model", "model": tiny_draft, "prefill_chunk": chunk}
+    with pytest.raises(ConfigError, match="prefill_chunk must be an integer"):
+        LLM(tiny_target, speculative_config=config)
+
+
+def compare(engine: Engine, jobs: list[Job]) -> None:
+    """Every answer, once it has ended, with a lone plain decode by the same engine."""
+    while engine.busy:
+        engine.step()
+    for job in jobs:
+        assert job.metrics.draft_error is None
+        prompt = job.sequence.tokens[: job.sequence.num_prompt]
+        (alone,) = engine.add(prompt, job.sequence.params, speculate=False)
+        while engine.busy:
+            engine.step()
+        assert job.output_ids == alone.output_ids
+    engine.check()
+
+
+@pytest.fixture(scope="session")
+def short_sighted(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> str:
+    """The draft with a context of ``CONTEXT``, where the target's is 256."""
+    folder = tmp_path_factory.mktemp("short_sighted")
+    model = tiny_llama(layers=1, max_position_embeddings=CONTEXT)
+    model.load_state_dict(LlamaForCausalLM.from_pretrained(tiny_draft).state_dict())
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("name", ["checkpoint", *METHODS])
+def test_drafts_stop_where_the_drafts_context_ends(
+    name: str, page_size: int | None, tiny_target: str, short_sighted: str, configured: Any
+) -> None:
+    """By the checkpoint, or by ``max_model_len``: decoding goes on without drafts, and one prompt is beyond it from the
+    beginning."""
+    if name == "checkpoint":
+        config = {"method": "draft_model", "model": short_sighted}
+    else:
+        config = configured(name, max_model_len=CONTEXT)
+    engine = LLM(tiny_target, speculative_config=config, max_num_seqs=4, page_size=page_size).engine
+    drafts = watch(engine)
+    jobs = [engine.add(engine.tokenizer.encode(text), p)[0] for text, p in zip(PROMPTS, PARAMS)]
+    compare(engine, jobs)
+    assert [len(job.output_ids) for job in jobs] == [COLD.max_tokens] * len(jobs)
+    reached: dict[int, int] = {}
+    for (number, length), draft in drafts.items():
+        reached[number] = max(reached.get(number, 0), length + draft.depth)
+    *begun, beyond = [reached.get(job.sequence.id, 0) for job in jobs]
+    assert beyond == 0
+    assert min(begun) >= CONTEXT - 8
+    if name not in ("tli", "slem"):  # a context of the draft's own tokens
+        assert max(begun) <= CONTEXT
