@@ -11,7 +11,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine import memory
 from forerun.engine.config import EngineConfig
-from forerun.engine.memory import parse_bytes, spare_bytes
+from forerun.engine.memory import megabytes, parse_bytes, spare_bytes
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,11 @@ from forerun.engine.memory import parse_bytes, spare_bytes
 )
 def test_memory_sizes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+def test_sizes_as_they_are_shown() -> None:
+    shown = [megabytes(size) for size in (40_000, 25_160_000, 99_900_000, 100_400_000, 2_471_000_000)]
+    assert shown == ["0.0 MB", "25.2 MB", "99.9 MB", "100 MB", "2,471 MB"]
 
 
 @pytest.mark.parametrize("text", ["much", "2 GiBs", "-1", "", True])

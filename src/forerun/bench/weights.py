@@ -10,6 +10,7 @@ import torch
 
 from forerun.core.batch import Batch, Span
 from forerun.engine.engine import Engine
+from forerun.engine.memory import megabytes
 from forerun.models import quantize
 from forerun.models.base import Model, new_cache
 from forerun.models.load import load_model
@@ -76,7 +77,3 @@ def line(item: Mapping[str, Any]) -> str:
         return text
     was = f"{item['original_dtype']}: {megabytes(item['original_bytes'])}" if "original_bytes" in item else ""
     return f"{text} in {item['quantization']} ({was}, logits off by {item['error']:.1%})"
-
-
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e6:,.0f} MB"

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from forerun.bench.weights import megabytes
 from forerun.cli import logprobs
 from forerun.cli import trace as tracing
 from forerun.cli.console import out, print_json, set_threads, warn, write_file
@@ -20,6 +19,7 @@ from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, speculative_confi
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
 from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.memory import megabytes
 from forerun.sampling.params import SamplingParams
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 128, "seed": 0}

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from forerun.bench.weights import megabytes
 from forerun.cli.console import out, set_threads, warn
 from forerun.cli.options import ENGINE, SPECULATIVE, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
+from forerun.engine.memory import megabytes
 from forerun.speculate.accept import rules
 
 AllowedHosts = Annotated[

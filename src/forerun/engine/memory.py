@@ -1,4 +1,4 @@
-"""One memory budget for every KV pool of an engine, known when it starts."""
+"""One memory budget for every KV pool of an engine, known when it starts; and sizes as people write them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def parse_bytes(size: int | str) -> int:
     if found is None or found[2].upper() not in UNITS or isinstance(size, bool):
         raise ConfigError(f"kv_cache_memory must be bytes or a size such as '2GiB', not {size!r}")
     return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def megabytes(count: int) -> str:
+    """Such as ``25.2 MB``."""
+    return f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e6:,.0f} MB"
 
 
 def spare_bytes(device: torch.device) -> int | None:
