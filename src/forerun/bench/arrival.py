@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 from time import process_time
+from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ from forerun.sampling.params import SamplingParams
 
 SETTLE = 12
 ROUNDS = 25
+PATIENCE = 100
+"""Rounds in which the prompt's draft may catch up."""
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
@@ -46,11 +49,22 @@ class Arrival:
     """From its arrival to its first token."""
     alone: float
     """The same on an idle engine."""
+    catching_up: float | None
+    """Time per token of one running request from then on, while the prompt's draft catches up, up to the round in which
+    it drafts; None: nobody drafts."""
+    catching_up_slowdown: float | None
+    """catching_up, over the same rounds in the run in which no prompt comes."""
+    catching_up_since_before: float | None
+    """catching_up / before."""
+    catching_up_slowest: float | None
+    """As ``slowest``, of these rounds."""
+    catching_up_rounds: int
+    """How many they are; ``PATIENCE`` if it did not draft."""
 
 
 def arrival(engine: Engine, running: Seq[Seq[int]], prompt: Seq[int]) -> Arrival:
-    """Serve the prompts ``running``; when all of them decode, add ``prompt``. Then the same without it, for as many
-    rounds. The engine must be idle."""
+    """Serve the prompts ``running``; when all of them decode, add ``prompt``, until it drafts. Then the same without
+    it, for as many rounds. The engine must be idle."""
     alone = _first_token(engine, prompt)
     jobs = _settled(engine, running)
     before = _rounds(engine, jobs, ROUNDS)
@@ -58,13 +72,16 @@ def arrival(engine: Engine, running: Seq[Seq[int]], prompt: Seq[int]) -> Arrival
     long = engine.add(prompt, ENDLESS)[0]
     during = _rounds(engine, jobs, len(prompt), lambda: long.sequence.num_output > 0)
     first = engine.clock() - arrived
+    drafts = long.sequence.drafter is not None
+    catching = _rounds(engine, jobs, PATIENCE if drafts else 0, lambda: long.metrics.num_drafts > 0)
     _end(engine, [*jobs, long])
     jobs = _settled(engine, running)
-    without = _rounds(engine, jobs, ROUNDS + len(during))[ROUNDS:]
+    _rounds(engine, jobs, ROUNDS)
+    without = _rounds(engine, jobs, len(during))
+    later = _rounds(engine, jobs, len(catching))
     _end(engine, jobs)
-    at_first, alike, beside = (
-        len(running) * sum(s for s, _ in rounds) / sum(n for _, n in rounds) for rounds in (before, without, during)
-    )
+    at_first, alike, beside = (time_per_token(rounds, len(running)) for rounds in (before, without, during))
+    behind = time_per_token(catching, len(running)) if catching else None
     usual = mean(seconds for seconds, _ in before)
     return Arrival(
         before=at_first,
@@ -77,7 +94,23 @@ def arrival(engine: Engine, running: Seq[Seq[int]], prompt: Seq[int]) -> Arrival
         rounds=len(during),
         first_token=first,
         alone=alone,
+        catching_up=behind,
+        catching_up_slowdown=behind / time_per_token(later, len(running)) if behind is not None else None,
+        catching_up_since_before=behind / at_first if behind is not None else None,
+        catching_up_slowest=_slowest(catching) / _slowest(later) if catching else None,
+        catching_up_rounds=len(catching),
     )
+
+
+def time_per_token(rounds: Seq[tuple[float, int]], running: int) -> float:
+    """Of one of so many requests, from the seconds of rounds and the tokens that all of them got."""
+    return running * sum(seconds for seconds, _ in rounds) / sum(tokens for _, tokens in rounds)
+
+
+def medians(found: Seq[Mapping[str, Any]]) -> dict[str, Any]:
+    """Key by key; None where a value is missing."""
+    kept = {name: [one[name] for one in found] for name in found[0]}
+    return {name: None if None in values else median(values) for name, values in kept.items()}
 
 
 def _settled(engine: Engine, prompts: Seq[Seq[int]]) -> list[Job]:
@@ -128,7 +161,7 @@ def measure(llm: LLM, running: int, prompt_tokens: int, repeats: int) -> Arrival
     prompts = make_prompts(HELD_OUT, llm.tokenizer, count=running, length=64)
     long = make_prompts(HELD_OUT, llm.tokenizer, count=1, length=prompt_tokens, seed=1)[0]
     found = [asdict(arrival(llm.engine, prompts, long)) for _ in range(repeats + 1)][1:]
-    return Arrival(**{name: median(one[name] for one in found) for name in found[0]})
+    return Arrival(**medians(found))
 
 
 def main() -> None:
