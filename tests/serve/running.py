@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,3 +57,12 @@ def run_server(llm: LLM, options: ServerOptions | None = None, **engine: Any) ->
         assert not thread.is_alive()
         assert not llm.engine.jobs
         llm.engine.check()
+
+
+def wait_idle(server: Running) -> None:
+    """Until the server knows of every reader who has left, and nothing runs."""
+    for _ in range(1000):
+        if not server.engine.streams and not server.engine.engine.jobs:
+            return
+        time.sleep(0.01)
+    raise AssertionError("a request still runs")

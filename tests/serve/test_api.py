@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
-from running import Running
+from running import Running, wait_idle
 
 from forerun import SamplingParams
 
@@ -291,14 +290,6 @@ def test_clients_that_go_cost_the_others_nothing(
         thread.join()
     assert answers == [expected["completion"].text] * 6
     wait_idle(server)
-
-
-def wait_idle(server: Running) -> None:
-    for _ in range(1000):
-        if not server.engine.streams and not server.engine.engine.jobs:
-            return
-        time.sleep(0.01)
-    raise AssertionError("the request still runs")
 
 
 @pytest.mark.parametrize("method", ["draft_model", "ngram", "pattern", None])
