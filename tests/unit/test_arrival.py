@@ -63,7 +63,7 @@ def test_growing_contexts_are_not_put_down_to_the_prompt(llm: Callable[..., LLM]
 
 def drafting(llm: Callable[..., LLM], tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """The target drafts for itself, a token at a time, on a clock that counts the rows that it reads as a draft."""
-    config = {"method": "draft_model", "model": tiny_target, "num_speculative_tokens": 1, "prefill_chunk": 12}
+    config = {"method": "draft_model", "model": tiny_target, "num_speculative_tokens": 1, "prefill_chunk": 6}
     engine = llm(config, max_prefill_tokens=6, max_num_seqs=4).engine
     (drafter,) = engine.router.drafters.values()
     rows = [0]
@@ -86,8 +86,8 @@ def test_a_draft_that_catches_up_slows_the_others_by_its_share(
     llm: Callable[..., LLM], tiny_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three running requests get two tokens each per round, for two rows that their draft reads. Of the prompt's 60
-    tokens and the first one of its answer, which another joins every round, it reads 12 - 6 per round: 61 - 11 * 5 = 6
-    are left to the twelfth."""
+    tokens and the first one of its answer, which another joins every round, it reads 6 per round: 61 - 11 * 5 = 6 are
+    left to the twelfth."""
     engine = drafting(llm, tiny_target, monkeypatch)
     found = arrival(engine, [engine.tokenizer.encode(text) for text in PROMPTS], engine.tokenizer.encode("01234" * 12))
     assert found.before == found.without == found.during == pytest.approx(3.0)

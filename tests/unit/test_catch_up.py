@@ -13,6 +13,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.tree import Draft
 from forerun.engine.engine import Engine, Job
 from forerun.speculate.draft import drafters
+from forerun.speculate.draft.catch_up import CatchUpConfig
 from tiny import save_tokenizer, tiny_llama
 
 CHUNK = 10
@@ -134,6 +135,20 @@ def test_a_part_is_at_least_a_token(chunk: Any, tiny_target: str, tiny_draft: st
     config = {"method": "draft_model", "model": tiny_draft, "prefill_chunk": chunk}
     with pytest.raises(ConfigError, match="prefill_chunk must be an integer"):
         LLM(tiny_target, speculative_config=config)
+
+
+@pytest.mark.parametrize(
+    ("missing", "shares"),
+    [
+        ([4, 1, 4], [4, 1, 4]),
+        ([4, 100, 4, 4], [4, 8, 4, 4]),
+        ([100, 7, 3], [1, 7, 3]),
+        ([100, 50, 8, 9], [0, 0, 8, 0]),
+        ([], []),
+    ],
+)
+def test_who_lacks_least_reads_first(missing: list[int], shares: list[int]) -> None:
+    assert CatchUpConfig(num_speculative_tokens=3, prefill_chunk=8).shares(missing) == shares
 
 
 def compare(engine: Engine, jobs: list[Job]) -> None:

@@ -24,13 +24,12 @@ class CatchUpConfig(DrafterConfig):
     def shares(self, missing: Seq[int]) -> list[int]:
         """How many of the tokens that each sequence lacks it reads this round.
 
-        What a round leaves behind is read whole. Those who lack least come first, so that a long prompt delays nobody
-        else's draft.
+        What a round leaves behind is read whole, and besides, so that nobody who drafts waits for a long prompt and no
+        prompt for many who draft. Of the others, those who lack least come first.
         """
-        left = self.prefill_chunk
-        counts = [0] * len(missing)
-        for index in sorted(range(len(missing)), key=missing.__getitem__):
-            lacks = missing[index]
-            counts[index] = lacks if lacks <= self.num_speculative_tokens + 1 else min(lacks, left)
-            left -= min(left, counts[index])
+        small, left = self.num_speculative_tokens + 1, self.prefill_chunk
+        counts = list(missing)
+        for index in sorted((i for i, lacks in enumerate(missing) if lacks > small), key=missing.__getitem__):
+            counts[index] = min(missing[index], left)
+            left -= counts[index]
         return counts
