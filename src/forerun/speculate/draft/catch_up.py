@@ -13,7 +13,7 @@ from forerun.speculate.draft.base import DrafterConfig
 class CatchUpConfig(DrafterConfig):
     """Options of drafters that read the text themselves."""
 
-    prefill_chunk: int = 256
+    prefill_chunk: int = 192
     """Most tokens per round that sequences catch up on before they draft, all of them together."""
 
     def __post_init__(self) -> None:

@@ -191,6 +191,9 @@ class EagleHead(Head):
 class EagleConfig(TreeConfig, HeadConfig, CatchUpConfig):
     """A head's options and a tree's."""
 
+    prefill_chunk: int = 128
+    """As for a draft model. A row costs more here: features are as wide as the target's."""
+
 
 @drafters.register("eagle")
 class Eagle(HeadDrafter[EagleConfig]):
