@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from forerun import ConfigError, ForerunError, SamplingParams, SpeculativeConfig
+from forerun.serve.schema import CompletionRequest
 from forerun.speculate.accept import rules
 from forerun.speculate.accept.lenient import LenientConfig
 from forerun.speculate.accept.recursive import TreeRuleConfig
@@ -44,6 +45,13 @@ from forerun.speculate.accept.recursive import TreeRuleConfig
         ("logit_bias", {"x": 1.0}),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: 10**400}),
+        ("logit_bias", {1.7: 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {" 1": 1.0}),
+        ("logit_bias", {"1_0": 1.0}),
+        ("logit_bias", {"01": 5.0, "1": -5.0}),
+        ("logit_bias", {1: 5.0, "1": 5.0}),
         ("bad_words", [""]),
     ],
 )
@@ -106,6 +114,23 @@ def test_rule_options_out_of_range() -> None:
 def test_a_chain_rule_refuses_trees(accept: str) -> None:
     with pytest.raises(ConfigError, match="chains"):
         SpeculativeConfig.parse({"method": "draft_model", "model": "m", "tree": [2, 1], "accept": accept})
+
+
+SHAPED = {"method": "draft_model", "model": "m", "tree": [2, 2]}
+
+
+def test_a_tree_has_one_depth() -> None:
+    for asked in (1, 3, 5):
+        with pytest.raises(ConfigError, match=rf"num_speculative_tokens is {asked}, but tree \[2, 2\] is 2 deep"):
+            SpeculativeConfig.parse({**SHAPED, "num_speculative_tokens": asked})
+    matching = SpeculativeConfig.parse({**SHAPED, "num_speculative_tokens": 2})
+    assert matching == SpeculativeConfig.parse(SHAPED)
+
+
+def test_ids_that_clients_name_twice_are_refused() -> None:
+    body = CompletionRequest(prompt="a", logit_bias={"01": 5.0, "1": -5.0})
+    with pytest.raises(ConfigError, match="logit_bias names token id 1 twice"):
+        body.sampling(logprobs=None, max_tokens=1, prompt_logprobs=None)
 
 
 def test_an_unknown_rule() -> None:

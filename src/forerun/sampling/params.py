@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import cached_property
 from json import dumps
+from numbers import Integral
 from typing import Any
 
 from forerun.core.errors import ConfigError
@@ -32,6 +33,27 @@ def _tuple(name: str, value: Any) -> tuple:
 def _integer(name: str, value: Any, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
+
+
+def _bias(given: Any) -> dict[int, float]:
+    """``logit_bias`` by id; ids may be text, as in JSON."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"logit_bias maps token ids to numbers, not {given!r}")
+    found: dict[int, float] = {}
+    for key, value in given.items():
+        text = str(key)
+        named = isinstance(key, (str, Integral)) and text.isascii() and text.isdecimal() and len(text) <= 10
+        if not named:  # -1, 1.7, True, ...
+            raise ConfigError(f"logit_bias maps token ids to numbers: {text[:40]!r} is not a token id")
+        if int(text) in found:
+            raise ConfigError(f"logit_bias names token id {int(text)} twice")
+        try:
+            found[int(text)] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            found[int(text)] = math.nan
+        if math.isnan(found[int(text)]):
+            raise ConfigError(f"logit_bias maps token ids to numbers, not {key!r}: {value!r}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -153,16 +175,6 @@ class SamplingParams:
         ids = _tuple("stop_token_ids", self.stop_token_ids)
         for token in ids:
             _integer("stop_token_ids", token, 0)
-        bias: dict[int, float] = {}
-        if not isinstance(self.logit_bias or {}, Mapping):
-            raise ConfigError(f"logit_bias maps token ids to numbers, not {self.logit_bias!r}")
-        for token, value in (self.logit_bias or {}).items():
-            try:
-                bias[int(token)] = float(value)
-            except (TypeError, ValueError):
-                raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}") from None
-            if int(token) < 0 or math.isnan(bias[int(token)]):
-                raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}")
         object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         words = _tuple("bad_words", self.bad_words)
         if any(not isinstance(word, str) or not word for word in words):
@@ -170,7 +182,7 @@ class SamplingParams:
         frozen: list[tuple[str, Any]] = [
             ("stop", stop),
             ("stop_token_ids", ids),
-            ("logit_bias", bias or None),
+            ("logit_bias", _bias(self.logit_bias or {}) or None),
             ("bad_words", words),
         ]
         for name, value in frozen:
