@@ -91,6 +91,21 @@ def test_an_option_out_of_range(given, message):
     one_line(caught.value)
 
 
+def test_bad_words_are_banned_with_and_without_a_space_before_them():
+    """Ids of the bundled target: the same word begins with another token after a space."""
+    model = LLM()
+    without, after, spaces = (tuple(model.tokenizer.encode(text)) for text in ("value", " value", "  value"))
+    assert len({without, after, spaces}) == 3
+    for word, wanted in (
+        ("value", {without, after}),
+        (" value", {without, after}),
+        ("  value", {without, after, spaces}),
+    ):
+        job = model.engine.add([1], params(bad_words=[word]))[0]
+        model.engine.abort(job)
+        assert set(job.sequence.params.bad_words_ids) == wanted
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
