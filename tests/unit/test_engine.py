@@ -35,6 +35,7 @@ def one_line(error: Exception) -> str:
         ([3, -1], {}, "token id -1 is outside the vocabulary of 98"),
         ([3, 2.0], {}, "token id 2.0 is outside the vocabulary of 98"),
         (["hello", 3], {}, "token id 'hello' is outside the vocabulary of 98"),
+        ([True, False], {}, "token id True is outside the vocabulary of 98"),
         ("x" * 64, {}, "the prompt has 64 tokens; max_model_len 64 leaves no room"),
         ({"text": "x"}, {}, "a prompt mapping has 'prompt_token_ids' or 'prompt'"),
         ({"prompt_token_ids": None}, {}, "a prompt is a string, a list of token ids or a mapping, not NoneType"),
@@ -42,6 +43,7 @@ def one_line(error: Exception) -> str:
         (7, {}, "a prompt is a string"),
         ("x", {"stop_token_ids": [98]}, "token id 98 is outside the vocabulary"),
         ("x", {"logit_bias": {98: 1.0}}, "token id 98 is outside the vocabulary"),
+        ("x", {"bad_words_ids": [[3, 98]]}, "token id 98 is outside the vocabulary"),
     ],
 )
 def test_a_prompt_that_cannot_be_run(llm, prompt, given, message):

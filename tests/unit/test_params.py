@@ -53,6 +53,14 @@ from forerun.speculate.accept.recursive import TreeRuleConfig
         ("logit_bias", {"01": 5.0, "1": -5.0}),
         ("logit_bias", {1: 5.0, "1": 5.0}),
         ("bad_words", [""]),
+        ("bad_words_ids", [1]),
+        ("bad_words_ids", [[]]),
+        ("bad_words_ids", [["a"]]),
+        ("bad_words_ids", [[-1]]),
+        ("bad_words_ids", "ab"),
+        ("include_stop_str_in_output", None),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", "no"),
     ],
 )
 def test_out_of_range(name: str, value: Any) -> None:

@@ -226,7 +226,7 @@ class Engine:
             raise RequestError("the prompt is empty: give at least one token")
         size = self.model.info.vocab_size
         for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < size:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
                 raise RequestError(f"token id {token!r} is outside the vocabulary of {size}")
         if len(prompt) >= self.max_model_len:
             raise RequestError(

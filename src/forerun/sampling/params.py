@@ -139,7 +139,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not appear; filled from ``bad_words`` by the engine, which has the tokenizer."""
+    """Token sequences that must not appear; the engine, which has the tokenizer, adds those of ``bad_words``."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -165,6 +165,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         self._freeze()
 
     def _freeze(self) -> None:
@@ -179,11 +182,18 @@ class SamplingParams:
         words = _tuple("bad_words", self.bad_words)
         if any(not isinstance(word, str) or not word for word in words):
             raise ConfigError("bad_words must be a list of non-empty strings")
+        banned = tuple(_tuple("bad_words_ids", word) for word in _tuple("bad_words_ids", self.bad_words_ids))
+        for word in banned:
+            if not word:
+                raise ConfigError("bad_words_ids must be a list of non-empty lists of token ids")
+            for token in word:
+                _integer("bad_words_ids", token, 0)
         frozen: list[tuple[str, Any]] = [
             ("stop", stop),
             ("stop_token_ids", ids),
             ("logit_bias", _bias(self.logit_bias or {}) or None),
             ("bad_words", words),
+            ("bad_words_ids", banned),
         ]
         for name, value in frozen:
             object.__setattr__(self, name, value)
