@@ -190,6 +190,13 @@ REFUSED = {
     "bench: sampling that has its own flag": ["bench", "--sampling", '{"temperature": 1}'],
     "bench: sampling of peers": ["bench", "--sampling", '{"top_p": 0.9}', "--peers", "transformers"],
     "bench: unknown shape": ["bench", "--random-shape", "llama-7"],
+    "bench: no method": ["bench", "--methods", ""],
+    "bench: no rule": ["bench", "--accept", ","],
+    "bench: nothing decoded": ["bench", "--methods", "none", "--max-tokens", "1"],
+    "plan: no method": ["plan", "--methods", ""],
+    "plan: no prompts": ["plan", "--prompts", "0"],
+    "plan: nothing decoded": ["plan", "--methods", "ngram", "--max-tokens", "1"],
+    "plan: no room to decode": ["plan", "--methods", "ngram", "--prompt-tokens", "9", "--max-model-len", "10"],
     "check: unknown layout": ["check", "--layout", "heap"],
     "check: lossy rule": ["check", "--accept", "lenient"],
     "train: nowhere to write": ["train", "target"],
@@ -200,7 +207,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_errors_are_one_line_and_exit_code_2(forerun, case, tiny_target):
     arguments = REFUSED[case]
-    if arguments[0] in ("generate", "bench", "check") and not {"--model", "--random-shape"} & set(arguments):
+    if arguments[0] in ("generate", "bench", "check", "plan") and not {"--model", "--random-shape"} & set(arguments):
         arguments = [*arguments, *(["--model", tiny_target] if case != "rule without a method" else [])]
     code, out, err = forerun(*arguments)
     assert code == 2

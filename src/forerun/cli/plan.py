@@ -51,10 +51,12 @@ def plan(
     """Measure acceptance and costs on your models and prompts, predict every method, recommend one."""
     if "max_num_seqs" in engine:
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
-    if min(longest, concurrency, max_tokens) < 1:
-        raise ConfigError("--longest, --concurrency and --max-tokens must be at least 1")
+    if min(longest, concurrency, max_tokens, prompts, prompt_tokens) < 1:
+        raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
     shared = more_options(speculative_config, speculative)
     chosen = split("methods", methods, str)
+    if not chosen:
+        raise ConfigError(f"--methods must name at least one of {', '.join(drafters)}")
     options = [c for c in method_configs(chosen, [accept], ["fixed"], (), shared) if c["method"] != NONE]
     check_options(options)
     set_threads(threads)

@@ -146,6 +146,7 @@ class _Trial:
         for length in LENGTHS:
             self.step("plain decoding")
             self.plain.extend(self.run({"method": NONE}))
+            self.plain.check()
             for item in options:
                 self.step(f"{item['method']}, {length} drafted tokens")
                 found[item["method"]].extend(self.run({**item, "num_speculative_tokens": length}))
