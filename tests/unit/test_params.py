@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun import ConfigError, ForerunError, SamplingParams, SpeculativeConfig
+from forerun import ConfigError, EngineConfig, ForerunError, SamplingParams, SpeculativeConfig
 from forerun.serve.schema import CompletionRequest
 from forerun.speculate.accept import rules
 from forerun.speculate.accept.lenient import LenientConfig
@@ -30,6 +30,9 @@ from forerun.speculate.accept.recursive import TreeRuleConfig
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("seed", 1.0),
+        ("seed", True),
+        ("seed", -(2**63) - 1),
+        ("seed", 2**64),
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("repetition_penalty", 0.0),
@@ -68,6 +71,14 @@ def test_out_of_range(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
     assert isinstance(caught.value, ForerunError)
     assert "\n" not in str(caught.value)
+
+
+def test_seeds_have_64_bits() -> None:
+    for seed in (-(2**63), 2**64 - 1):
+        assert SamplingParams(seed=seed).seed == EngineConfig(seed=seed).seed == seed
+    for seed in (-(2**63) - 1, 2**64 + 5):
+        with pytest.raises(ConfigError, match=rf"seed must be an integer from -2\^63 to 2\^64 - 1, not {seed}"):
+            EngineConfig(seed=seed)
 
 
 def test_min_tokens_above_max_tokens() -> None:

@@ -189,6 +189,8 @@ def method_options() -> str:
 
 
 ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace")))
+SERVED = Flags("engine", flags_of(EngineConfig, "Engine", skip=("trace",)))
+"""For a command without a seed of its own."""
 SAMPLING = Flags(
     "sampling",
     flags_of(

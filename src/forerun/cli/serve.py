@@ -12,7 +12,7 @@ import typer
 
 from forerun.bench.weights import megabytes
 from forerun.cli.console import out, set_threads, warn
-from forerun.cli.options import ENGINE, SPECULATIVE, parse_json, speculative_config, takes
+from forerun.cli.options import SERVED, SPECULATIVE, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.speculate.accept import rules
@@ -32,7 +32,7 @@ PAGE_SIZE = 64
 
 
 @takes(
-    ENGINE.showing(page_size=str(PAGE_SIZE)),
+    SERVED.showing(page_size=str(PAGE_SIZE)),
     SPECULATIVE.showing(length="adaptive, or fixed where the rule does not keep tokens"),
 )
 def serve(

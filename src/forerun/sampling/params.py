@@ -10,6 +10,7 @@ from json import dumps
 from numbers import Integral
 from typing import Any
 
+from forerun.core.config import check_seed
 from forerun.core.errors import ConfigError
 
 
@@ -118,7 +119,8 @@ class SamplingParams:
 
     Order of the transforms, as in vLLM: logit bias, bad words and min_tokens; penalties (repetition over prompt
     and output, presence and frequency over output); temperature; min-p; top-k; top-p. ``temperature`` 0 is
-    greedy. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh one. Raises ConfigError for a value out of range.
+    greedy. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh one; others have 64 bits, from
+    -2^63 to 2^64 - 1, a negative one standing for itself plus 2^64. Raises ConfigError for a value out of range.
     """
 
     n: int = 1
@@ -152,8 +154,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, -1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63))
+        check_seed(self.seed)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0)
