@@ -204,6 +204,16 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(("place", "why"), [("nowhere/page.html", "no folder"), (".", "a folder")])
+def test_a_page_that_cannot_be_written_is_refused_before_the_model_runs(
+    forerun, pair, tmp_path, place, why, monkeypatch
+):
+    monkeypatch.setattr("forerun.cli.generate.LLM", None)
+    code, out, err = forerun("generate", PROMPT, *pair, "--trace-html", str(tmp_path / place))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"error: cannot write {tmp_path}.*: .*{why}.*\n", err)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_errors_are_one_line_and_exit_code_2(forerun, case, tiny_target):
     arguments = REFUSED[case]
