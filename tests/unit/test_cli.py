@@ -292,6 +292,7 @@ def test_a_server_has_a_seed_for_requests_that_name_none(forerun, tiny_target, m
 
     def run(app, engine, listener, **rest):
         listener.close()
+        engine.close()
         engines.append(engine.engine)
 
     monkeypatch.setattr("forerun.serve.run.run", run)
