@@ -194,7 +194,7 @@ REFUSED = {
     "bench: no rule": ["bench", "--accept", ","],
     "bench: nothing decoded": ["bench", "--methods", "none", "--max-tokens", "1"],
     "plan: no method": ["plan", "--methods", ""],
-    "plan: no prompts": ["plan", "--prompts", "0"],
+    "plan: no prompts": ["plan", "--methods", "ngram", "--prompts", "0"],
     "plan: nothing decoded": ["plan", "--methods", "ngram", "--max-tokens", "1"],
     "plan: no room to decode": ["plan", "--methods", "ngram", "--prompt-tokens", "9", "--max-model-len", "10"],
     "check: unknown layout": ["check", "--layout", "heap"],
