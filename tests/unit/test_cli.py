@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forerun import EngineConfig, drafters
+from forerun import EngineConfig, SamplingParams, drafters
 from forerun.cli.main import run
 from forerun.cli.options import field_comments, speculative_config
 from forerun.cli.trace import KINDS
@@ -190,6 +190,13 @@ REFUSED = {
     "bench: sampling that has its own flag": ["bench", "--sampling", '{"temperature": 1}'],
     "bench: sampling of peers": ["bench", "--sampling", '{"top_p": 0.9}', "--peers", "transformers"],
     "bench: unknown shape": ["bench", "--random-shape", "llama-7"],
+    "bench: no method": ["bench", "--methods", ""],
+    "bench: no rule": ["bench", "--accept", ","],
+    "bench: nothing decoded": ["bench", "--methods", "none", "--max-tokens", "1"],
+    "plan: no method": ["plan", "--methods", ""],
+    "plan: no prompts": ["plan", "--methods", "ngram", "--prompts", "0"],
+    "plan: nothing decoded": ["plan", "--methods", "ngram", "--max-tokens", "1"],
+    "plan: no room to decode": ["plan", "--methods", "ngram", "--prompt-tokens", "9", "--max-model-len", "10"],
     "check: unknown layout": ["check", "--layout", "heap"],
     "check: lossy rule": ["check", "--accept", "lenient"],
     "train: nowhere to write": ["train", "target"],
@@ -197,10 +204,20 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(("place", "why"), [("nowhere/page.html", "no folder"), (".", "a folder")])
+def test_a_page_that_cannot_be_written_is_refused_before_the_model_runs(
+    forerun, pair, tmp_path, place, why, monkeypatch
+):
+    monkeypatch.setattr("forerun.cli.generate.LLM", None)
+    code, out, err = forerun("generate", PROMPT, *pair, "--trace-html", str(tmp_path / place))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"error: cannot write {tmp_path}.*: .*{why}.*\n", err)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_errors_are_one_line_and_exit_code_2(forerun, case, tiny_target):
     arguments = REFUSED[case]
-    if arguments[0] in ("generate", "bench", "check") and not {"--model", "--random-shape"} & set(arguments):
+    if arguments[0] in ("generate", "bench", "check", "plan") and not {"--model", "--random-shape"} & set(arguments):
         arguments = [*arguments, *(["--model", tiny_target] if case != "rule without a method" else [])]
     code, out, err = forerun(*arguments)
     assert code == 2
@@ -260,12 +277,35 @@ def test_help_names_every_engine_option_method_and_command(forerun, monkeypatch)
     _, out, _ = forerun("generate", "--help")
     flags = {f"--{item.name.replace('_', '-')}" for item in fields(EngineConfig)} - {"--trace"}
     assert {flag for flag in flags if flag not in out} == set()
+    served = forerun("serve", "--help")[1]
+    assert {flag for flag in flags if flag not in served} == set()
     ours = {method for method in drafters if drafters[method].__module__.startswith("forerun.")}
     assert {method for method in ours if method not in out} == set()
     code, out, err = forerun()
     assert (code, err) == (0, "")
     assert all(command in out for command in ("generate", "bench", "plan", "check", "serve", "train"))
     assert "draft_model" in forerun("train")[1]
+
+
+def test_a_server_has_a_seed_for_requests_that_name_none(forerun, tiny_target, monkeypatch):
+    engines = []
+
+    def run(app, engine, listener, **rest):
+        listener.close()
+        engine.close()
+        engines.append(engine.engine)
+
+    monkeypatch.setattr("forerun.serve.run.run", run)
+    threads = str(torch.get_num_threads())
+    options = ["--model", tiny_target, "--port", "0", "--threads", threads]
+    assert forerun("serve", *options, "--seed", "41")[0] == 0
+    hot = SamplingParams(temperature=1.0, max_tokens=20)
+    jobs = [engines[0].add([5, 6, 7], params)[0] for params in (hot, replace(hot, seed=41), replace(hot, seed=42))]
+    while engines[0].busy:
+        engines[0].step()
+    assert jobs[0].output_ids == jobs[1].output_ids != jobs[2].output_ids
+    code, _, err = forerun("serve", *options, "--seed", str(2**64))
+    assert (code, err) == (2, f"error: seed must be an integer from -2^63 to 2^64 - 1, not {2**64}\n")
 
 
 def test_the_bundled_pair_speculates_by_default_and_other_models_when_asked():

@@ -57,6 +57,13 @@ def test_logprobs_are_transformers_own_in_the_mode_asked_for(generate, tokenizer
     assert "prompt_logprobs" not in answer
 
 
+def test_tokens_that_cannot_come_have_a_number_in_json(generate):
+    answer = json.loads(generate("--logprobs", "3", "--logprobs-mode", "processed_logprobs", "--top-k", "1", "--json"))
+    for item in answer["logprobs"]:
+        assert [top["logprob"] for top in item["top"]] == [0.0, -9999.0, -9999.0]
+        assert item["logprob"] == 0.0
+
+
 def test_prompt_logprobs_begin_with_the_second_token(generate, tokenizer, tiny_target):
     answer = json.loads(generate("--prompt-logprobs", "1", "--json"))
     prompt = tokenizer.encode(PROMPT)

@@ -35,6 +35,7 @@ def one_line(error: Exception) -> str:
         ([3, -1], {}, "token id -1 is outside the vocabulary of 98"),
         ([3, 2.0], {}, "token id 2.0 is outside the vocabulary of 98"),
         (["hello", 3], {}, "token id 'hello' is outside the vocabulary of 98"),
+        ([True, False], {}, "token id True is outside the vocabulary of 98"),
         ("x" * 64, {}, "the prompt has 64 tokens; max_model_len 64 leaves no room"),
         ({"text": "x"}, {}, "a prompt mapping has 'prompt_token_ids' or 'prompt'"),
         ({"prompt_token_ids": None}, {}, "a prompt is a string, a list of token ids or a mapping, not NoneType"),
@@ -42,6 +43,7 @@ def one_line(error: Exception) -> str:
         (7, {}, "a prompt is a string"),
         ("x", {"stop_token_ids": [98]}, "token id 98 is outside the vocabulary"),
         ("x", {"logit_bias": {98: 1.0}}, "token id 98 is outside the vocabulary"),
+        ("x", {"bad_words_ids": [[3, 98]]}, "token id 98 is outside the vocabulary"),
     ],
 )
 def test_a_prompt_that_cannot_be_run(llm, prompt, given, message):
@@ -89,6 +91,21 @@ def test_an_option_out_of_range(given, message):
     with pytest.raises(ConfigError, match=message) as caught:
         params(**given)
     one_line(caught.value)
+
+
+def test_bad_words_are_banned_with_and_without_a_space_before_them():
+    """Ids of the bundled target: the same word begins with another token after a space."""
+    model = LLM()
+    without, after, spaces = (tuple(model.tokenizer.encode(text)) for text in ("value", " value", "  value"))
+    assert len({without, after, spaces}) == 3
+    for word, wanted in (
+        ("value", {without, after}),
+        (" value", {without, after}),
+        ("  value", {without, after, spaces}),
+    ):
+        job = model.engine.add([1], params(bad_words=[word]))[0]
+        model.engine.abort(job)
+        assert set(job.sequence.params.bad_words_ids) == wanted
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from forerun import ConfigError, ForerunError, SamplingParams, SpeculativeConfig
+from forerun import ConfigError, EngineConfig, ForerunError, SamplingParams, SpeculativeConfig
+from forerun.serve.schema import CompletionRequest
 from forerun.speculate.accept import rules
 from forerun.speculate.accept.lenient import LenientConfig
 from forerun.speculate.accept.recursive import TreeRuleConfig
@@ -29,6 +30,9 @@ from forerun.speculate.accept.recursive import TreeRuleConfig
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("seed", 1.0),
+        ("seed", True),
+        ("seed", -(2**63) - 1),
+        ("seed", 2**64),
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("repetition_penalty", 0.0),
@@ -44,7 +48,22 @@ from forerun.speculate.accept.recursive import TreeRuleConfig
         ("logit_bias", {"x": 1.0}),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: 10**400}),
+        ("logit_bias", {1.7: 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {" 1": 1.0}),
+        ("logit_bias", {"1_0": 1.0}),
+        ("logit_bias", {"01": 5.0, "1": -5.0}),
+        ("logit_bias", {1: 5.0, "1": 5.0}),
         ("bad_words", [""]),
+        ("bad_words_ids", [1]),
+        ("bad_words_ids", [[]]),
+        ("bad_words_ids", [["a"]]),
+        ("bad_words_ids", [[-1]]),
+        ("bad_words_ids", "ab"),
+        ("include_stop_str_in_output", None),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", "no"),
     ],
 )
 def test_out_of_range(name: str, value: Any) -> None:
@@ -52,6 +71,14 @@ def test_out_of_range(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
     assert isinstance(caught.value, ForerunError)
     assert "\n" not in str(caught.value)
+
+
+def test_seeds_have_64_bits() -> None:
+    for seed in (-(2**63), 2**64 - 1):
+        assert SamplingParams(seed=seed).seed == EngineConfig(seed=seed).seed == seed
+    for seed in (-(2**63) - 1, 2**64 + 5):
+        with pytest.raises(ConfigError, match=rf"seed must be an integer from -2\^63 to 2\^64 - 1, not {seed}"):
+            EngineConfig(seed=seed)
 
 
 def test_min_tokens_above_max_tokens() -> None:
@@ -106,6 +133,23 @@ def test_rule_options_out_of_range() -> None:
 def test_a_chain_rule_refuses_trees(accept: str) -> None:
     with pytest.raises(ConfigError, match="chains"):
         SpeculativeConfig.parse({"method": "draft_model", "model": "m", "tree": [2, 1], "accept": accept})
+
+
+SHAPED = {"method": "draft_model", "model": "m", "tree": [2, 2]}
+
+
+def test_a_tree_has_one_depth() -> None:
+    for asked in (1, 3, 5):
+        with pytest.raises(ConfigError, match=rf"num_speculative_tokens is {asked}, but tree \[2, 2\] is 2 deep"):
+            SpeculativeConfig.parse({**SHAPED, "num_speculative_tokens": asked})
+    matching = SpeculativeConfig.parse({**SHAPED, "num_speculative_tokens": 2})
+    assert matching == SpeculativeConfig.parse(SHAPED)
+
+
+def test_ids_that_clients_name_twice_are_refused() -> None:
+    body = CompletionRequest(prompt="a", logit_bias={"01": 5.0, "1": -5.0})
+    with pytest.raises(ConfigError, match="logit_bias names token id 1 twice"):
+        body.sampling(logprobs=None, max_tokens=1, prompt_logprobs=None)
 
 
 def test_an_unknown_rule() -> None:

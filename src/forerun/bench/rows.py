@@ -23,6 +23,8 @@ def table(
     ``speedup_error`` is the standard error of the repeats' mean speed-up."""
     names = [contender.name for contender in contenders]
     plain = runs[names.index(NONE)]
+    for each in plain:
+        each.check()
     fastest = runs[names.index(FASTEST)] if FASTEST in names else plain
     rows = []
     for contender, found in zip(contenders, runs):

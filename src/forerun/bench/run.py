@@ -81,6 +81,9 @@ class BenchConfig:
             object.__setattr__(self, "trees", TREE_NODES if ALL in self.methods else 0)
         elif self.trees < 0:
             raise ConfigError(f"trees must not be negative, not {self.trees}")
+        for name in ("methods", "accepts", "lengths"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} must name at least one")
         for name in ("prompts", "prompt_tokens", "max_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")

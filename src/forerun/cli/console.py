@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import re
 import sys
 import warnings
@@ -69,6 +70,17 @@ def print_markdown(heads: Seq[str], rows: Seq[Seq[str]]) -> None:
     for row in (heads, ["---"] * len(heads), *rows):
         print("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     print()
+
+
+def check_file(path: Path) -> None:
+    """Raise ConfigError, before there is anything to lose, where ``write_file`` would."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {folder}")
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"cannot write {path}: permission denied")
 
 
 def write_file(path: Path, text: str) -> None:

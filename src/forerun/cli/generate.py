@@ -14,7 +14,7 @@ from rich.text import Text
 
 from forerun.cli import logprobs
 from forerun.cli import trace as tracing
-from forerun.cli.console import out, print_json, set_threads, warn, write_file
+from forerun.cli.console import check_file, out, print_json, set_threads, warn, write_file
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
@@ -58,6 +58,8 @@ def generate(
         raise ConfigError("--logprobs-mode says which log-probabilities --logprobs shows: add that")
     if as_json and trace:
         raise ConfigError("--json prints one object only: drop --trace, or use --trace-html")
+    if trace_html is not None:
+        check_file(trace_html)
     text = read_prompt(prompt)
     set_threads(threads)
     llm = LLM(**{**engine, "speculative_config": speculative_config(speculative, engine), "trace": True})

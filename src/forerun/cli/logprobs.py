@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.logprobs import TokenLogprobs, finite
 
 
 def as_objects(found: Seq[TokenLogprobs | None], tokenizer: Any) -> list[dict[str, Any] | None]:
-    """What ``--json`` prints of them; null for the prompt's first token, which nothing comes before."""
+    """What ``--json`` prints of them; null for the prompt's first token, which nothing comes before. A token that
+    cannot come has ``LOWEST``, as over HTTP."""
 
     def one(item: TokenLogprobs) -> dict[str, Any]:
-        top = [{"token": t, "text": tokenizer.decode([t]), "logprob": value} for t, value in item.top.items()]
-        own = {"token": item.token, "text": tokenizer.decode([item.token]), "logprob": item.logprob}
+        top = [{"token": t, "text": tokenizer.decode([t]), "logprob": finite(value)} for t, value in item.top.items()]
+        own = {"token": item.token, "text": tokenizer.decode([item.token]), "logprob": finite(item.logprob)}
         return own | {"rank": item.rank, "top": top}
 
     return [None if item is None else one(item) for item in found]

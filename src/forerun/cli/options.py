@@ -41,7 +41,7 @@ SAMPLING_HELP = {
     "presence_penalty": "subtracted once from tokens of the answer",
     "frequency_penalty": "subtracted per occurrence in the answer",
     "logit_bias": 'added to logits, as JSON: {"token id": value}',
-    "bad_words": "text that must not appear (repeatable)",
+    "bad_words": "text that must not appear, with or without a space before it (repeatable)",
     "structured_outputs": "what the answer must look like, as JSON: one of json, regex, choice, grammar, json_object",
     "skip_special_tokens": "leave special tokens out of the text",
 }
@@ -189,6 +189,8 @@ def method_options() -> str:
 
 
 ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace")))
+SERVED = Flags("engine", flags_of(EngineConfig, "Engine", skip=("trace",)))
+"""For a command without a seed of its own."""
 SAMPLING = Flags(
     "sampling",
     flags_of(

@@ -14,12 +14,13 @@ from forerun.bench.environment import environment
 from forerun.bench.methods import method_configs
 from forerun.bench.prompts import HELD_OUT, SETS, make_prompts
 from forerun.bench.weights import line, weights
-from forerun.cli.bench import MODEL_ONLY, split
+from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
 from forerun.cli.console import print_json, print_table, progress, set_threads
-from forerun.cli.options import ENGINE, parse_json, takes
+from forerun.cli.options import ENGINE, takes
 from forerun.core.errors import ConfigError
+from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
-from forerun.plan.run import LENGTHS, run_plan
+from forerun.plan.run import LENGTHS, check_options, run_plan
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
 
@@ -39,9 +40,7 @@ def plan(
     max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 48,
     prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
     prompts_file: Annotated[Path | None, typer.Option(help="take prompts from this file, one per line")] = None,
-    speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="more options, for the methods that know them")
-    ] = None,
+    speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
@@ -52,12 +51,14 @@ def plan(
     """Measure acceptance and costs on your models and prompts, predict every method, recommend one."""
     if "max_num_seqs" in engine:
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
-    if min(longest, concurrency, max_tokens) < 1:
-        raise ConfigError("--longest, --concurrency and --max-tokens must be at least 1")
-    shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
-    if "spec_model" in speculative:
-        shared["model"] = speculative["spec_model"]
-    options = method_configs(split("methods", methods, str), [accept], ["fixed"], (), shared)[1:]
+    if min(longest, concurrency, max_tokens, prompts, prompt_tokens) < 1:
+        raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
+    shared = more_options(speculative_config, speculative)
+    chosen = split("methods", methods, str)
+    if not chosen:
+        raise ConfigError(f"--methods must name at least one of {', '.join(drafters)}")
+    options = [c for c in method_configs(chosen, [accept], ["fixed"], (), shared) if c["method"] != NONE]
+    check_options(options)
     set_threads(threads)
     with progress("loading", len(LENGTHS) * (1 + len(options)) + layer_trials) as step:
         llm = LLM(**engine)
@@ -79,6 +80,7 @@ def plan(
             longest=longest,
             seed=seed,
             layer_trials=layer_trials,
+            accept=accept,
             step=step,
         )
     engines = [llm.engine, *(EngineContender(item["method"], llm, item, concurrency).engine for item in options)]

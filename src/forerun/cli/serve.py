@@ -11,7 +11,7 @@ import torch
 import typer
 
 from forerun.cli.console import out, set_threads, warn
-from forerun.cli.options import ENGINE, SPECULATIVE, parse_json, speculative_config, takes
+from forerun.cli.options import SERVED, SPECULATIVE, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes
@@ -32,7 +32,7 @@ PAGE_SIZE = 64
 
 
 @takes(
-    ENGINE.showing(page_size=str(PAGE_SIZE)),
+    SERVED.showing(page_size=str(PAGE_SIZE)),
     SPECULATIVE.showing(length="adaptive, or fixed where the rule does not keep tokens"),
 )
 def serve(

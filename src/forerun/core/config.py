@@ -15,6 +15,14 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+def check_seed(seed: Any) -> None:
+    """Raise ConfigError unless ``seed`` is None or one of the keys of noise: 64 bits, with or without a sign."""
+    if seed is None:
+        return
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(1 << 63) <= seed < 1 << 64:
+        raise ConfigError(f"seed must be an integer from -2^63 to 2^64 - 1, not {seed!r}")
+
+
 def check_types(kind: type, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an option that is annotated as a number or a flag in the dataclass ``kind`` and is not one.
 

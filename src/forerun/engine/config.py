@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from forerun.core.config import check_types
+from forerun.core.config import check_seed, check_types
 from forerun.core.errors import ConfigError
 from forerun.engine.memory import parse_bytes
 from forerun.models.quantize import CPU_KINDS, GPU_KINDS, UNQUANTIZED
@@ -108,7 +108,8 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs a model. Every field is a keyword of ``LLM`` and a flag of the commands."""
+    """How the engine runs a model. Every field is a keyword of ``LLM`` and a flag of the commands, but for ``trace``,
+    which HTTP requests ask for; where a command has a ``--seed`` of its own, that is the requests'."""
 
     model: str = field(default="forerun:target", metadata={"help": "checkpoint folder or hub id"})
     tokenizer: str | None = field(default=None, metadata={"help": "another checkpoint's tokenizer"})
@@ -160,6 +161,7 @@ class EngineConfig:
         if self.prefix_caching and self.page_size is None:
             raise ConfigError("prefix_caching shares pages: set page_size, to 16 for example")
         _ = self.kv_cache_bytes
+        check_seed(self.seed)
         if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise ConfigError(f"logprobs_mode must be raw_logprobs or processed_logprobs, not {self.logprobs_mode!r}")
 

@@ -6,7 +6,7 @@ import itertools
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -17,6 +17,7 @@ from forerun.core.errors import ConfigError, RequestError
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
+from forerun.engine.admission import admit
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.logprobs import TokenLogprobs, emitted_logprobs, prompt_logprobs
@@ -225,30 +226,13 @@ class Engine:
             raise RequestError("the prompt is empty: give at least one token")
         size = self.model.info.vocab_size
         for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < size:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
                 raise RequestError(f"token id {token!r} is outside the vocabulary of {size}")
         if len(prompt) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; max_model_len {self.max_model_len} leaves no room"
             )
-        for token in [*(params.logit_bias or ()), *(params.stop_token_ids or ())]:
-            if int(token) >= size:
-                raise RequestError(f"token id {token} is outside the vocabulary of {size}")
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer")
-        if params.bad_words:
-            params = replace(params, bad_words_ids=self._bad_words(params.bad_words))
-        return params
-
-    def _bad_words(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of each word, with and without a space before it (as vLLM)."""
-        if self.tokenizer is None:
-            raise RequestError("bad_words need a tokenizer")
-        found = set()
-        for word in words:
-            for text in (word, " " + word.lstrip()):
-                found.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
-        return tuple(sorted(ids for ids in found if ids))
+        return admit(params, size, self.tokenizer)
 
     def abort(self, job: Job) -> None:
         """End a request now and free everything it holds."""

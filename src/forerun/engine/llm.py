@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, cast
@@ -94,14 +94,14 @@ class LLM:
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), self.encode(prompt["prompt_token_ids"])[1]
             return self.encode(prompt["prompt"])
-        if isinstance(prompt, Seq):
+        if isinstance(prompt, Seq) and not isinstance(prompt, (bytes, bytearray)):
             return None, list(cast(Seq[int], prompt))
         raise RequestError(f"a prompt is a string, a list of token ids or a mapping, not {type(prompt).__name__}")
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         speculate: bool = True,
         on_update: Callable[[Update], None] | None = None,
@@ -112,8 +112,7 @@ class LLM:
         plainly, for comparison. ``on_update`` sees every round's new tokens. Nothing is started unless every
         prompt is valid.
         """
-        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        batch = _batch(prompts)
         params = self._params(sampling_params, len(batch))
         encoded = [self.encode(prompt) for prompt in batch]
         requests: list[list[Job]] = []
@@ -136,12 +135,16 @@ class LLM:
         self.engine.close()
 
     @staticmethod
-    def _params(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    def _params(given: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * count
-        if len(given) != count:
-            raise ConfigError(f"{len(given)} sampling_params for {count} prompts: give one, or one each")
-        return list(given)
+        several: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else [given]
+        for item in several:
+            if not isinstance(item, SamplingParams):
+                raise ConfigError(f"sampling_params must be SamplingParams, or one each, not {type(item).__name__}")
+        if len(several) != count:
+            raise ConfigError(f"{len(several)} sampling_params for {count} prompts: give one, or one each")
+        return several
 
     def _output(self, text: str | None, ids: list[int], jobs: list[Job]) -> RequestOutput:
         outputs = []
@@ -161,6 +164,17 @@ class LLM:
         return RequestOutput(
             text, ids, outputs, RequestMetrics.merged([job.metrics for job in jobs]), jobs[0].prompt_logprobs
         )
+
+
+def _batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, (str, bytes, bytearray, Mapping)):
+        return [cast(Prompt, prompts)]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"give a prompt or a list of prompts, not {type(prompts).__name__}")
+    batch = list(prompts)
+    single = bool(batch) and isinstance(batch[0], int)
+    return [cast(Seq[int], batch)] if single else cast(list[Prompt], batch)
 
 
 @torch.inference_mode(False)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from forerun.engine.engine import Job
 
 
+LOWEST = -9999.0
+"""Stands for a log-probability of minus infinity, which JSON lacks."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """One token's log-probability (natural log) and rank (1: the likeliest), and the likeliest tokens'."""
@@ -23,6 +27,11 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: dict[int, float]
+
+
+def finite(value: float) -> float:
+    """A log-probability as JSON can hold it."""
+    return max(value, LOWEST)
 
 
 def _describe(logits: torch.Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:

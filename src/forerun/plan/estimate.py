@@ -14,6 +14,7 @@ from time import perf_counter
 
 import torch
 
+from forerun.core.errors import ConfigError
 from forerun.engine.engine import Engine
 from forerun.engine.metrics import RequestMetrics
 from forerun.sampling.params import SamplingParams
@@ -59,6 +60,14 @@ class Measured:
         self.rounds += other.rounds
         self.tokens += other.tokens
         self.seconds += other.seconds
+
+    def check(self) -> None:
+        """Raise ConfigError where nothing was decoded."""
+        if not self.tokens:
+            raise ConfigError(
+                "nothing to measure: an answer's first token comes with its prompt, so let answers have two tokens or "
+                "more (max_tokens, max_model_len)"
+            )
 
     @property
     def tokens_per_second(self) -> float:

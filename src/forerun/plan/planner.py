@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from forerun.engine.config import NONE
 from forerun.plan.estimate import Costs, Sample, full
 from forerun.plan.layers import Subset
 from forerun.theory import best_gamma, expected_tokens
+
+LAYERSKIP = "layerskip"
 
 
 @dataclass(frozen=True)
@@ -75,26 +78,41 @@ def estimate(method: str, alpha: float, match_rate: float, rounds: Seq[Sample], 
     return Estimate(method, alpha, match_rate, drafted / sum(len(r.depths) for r in rounds), costs.c or 0.0)
 
 
-def predict(found: Estimate, curve: CostCurve, longest: int, sequences: int = 1) -> list[Prediction]:
-    """Every draft length from 1 to ``longest``; a round without a draft is a plain one."""
+def predict(
+    found: Estimate, curve: CostCurve, longest: int, sequences: int = 1, nodes: Callable[[int], int] = int
+) -> list[Prediction]:
+    """Every draft length k from 1 to ``longest``, ``nodes(k)`` tokens each: by default a chain. A round without a draft
+    is a plain one."""
     predictions = []
     for k in range(1, longest + 1):
-        cost = curve(sequences * (k + 1))
+        cost = curve(sequences * (nodes(k) + 1))
         tokens = 1 - found.coverage + found.coverage * expected_tokens(found.match_rate, k)
         time = 1 - found.coverage + found.coverage * (k * found.c + cost)
         predictions.append(Prediction(found.method, k, found.match_rate, found.c, cost, tokens / time))
     return predictions
 
 
-def recommend(predictions: Seq[Prediction], subsets: Seq[Subset] = (), margin: float = 1.02) -> dict[str, Any]:
-    """The fastest prediction as a ``speculative_config``; plain decoding where nothing promises ``margin``."""
+def recommend(
+    predictions: Seq[Prediction],
+    subsets: Seq[Subset] = (),
+    options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    margin: float = 1.02,
+) -> dict[str, Any]:
+    """The fastest prediction as a ``speculative_config``; plain decoding where nothing promises ``margin``. ``options``
+    are those that a method was measured with: they belong to its figures."""
     candidates: list[Prediction | Subset] = [*predictions, *subsets]
     best = max(candidates, key=lambda p: p.speedup, default=None)
     if best is None or best.speedup < margin:
         return {"method": NONE}
     if isinstance(best, Subset):
-        return {"method": "layerskip", "layers": list(best.layers), "num_speculative_tokens": best.k}
-    return {"method": best.method, "num_speculative_tokens": best.k}
+        return {**with_layers(options.get(LAYERSKIP, {}), best.layers), "num_speculative_tokens": best.k}
+    return {"method": best.method, **options.get(best.method, {}), "num_speculative_tokens": best.k}
+
+
+def with_layers(options: Mapping[str, Any], layers: Seq[int]) -> dict[str, Any]:
+    """``layerskip`` with ``options`` and these layers, which take the place of a layer to leave at."""
+    rest = {key: value for key, value in options.items() if key != "exit_layer"}
+    return {"method": LAYERSKIP, **rest, "layers": list(layers)}
 
 
 def theory_row(found: Estimate, longest: int) -> dict[str, Any]:

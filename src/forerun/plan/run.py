@@ -6,18 +6,29 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
+from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.plan.estimate import Costs, Measured, measure
 from forerun.plan.layers import Subset, choose_layers
-from forerun.plan.planner import CostCurve, Estimate, estimate, predict, recommend, theory_row
+from forerun.plan.planner import (
+    LAYERSKIP,
+    CostCurve,
+    Estimate,
+    estimate,
+    predict,
+    recommend,
+    theory_row,
+    with_layers,
+)  # fmt: skip
 from forerun.sampling.params import SamplingParams
+from forerun.speculate.draft import DrafterConfig
 
-LAYERSKIP = "layerskip"
 LENGTHS = (1, 3, 5, 7)
 """Drafted tokens at which acceptance and cost are measured; other lengths are predicted from these."""
 
@@ -33,18 +44,21 @@ def run_plan(
     longest: int,
     seed: int,
     layer_trials: int = 0,
+    accept: str = SpeculativeConfig.accept,
     step: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
     """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price}}``,
     and as ``layers`` the ``layer_trials`` subsets of layers that were measured for ``layerskip``, the best first.
 
     Every method answers the prompts, so alpha is measured on text that the target generated (Leviathan et al. 2023,
-    section 4.2). ``options`` are ``speculative_config`` mappings without a draft length.
+    section 4.2). ``options`` are ``speculative_config`` mappings that pass ``check_options``; ``accept`` is their rule,
+    and that of ``layer_trials``.
     """
     params = [
         SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed + i)
         for i in range(len(prompts))
     ]
+    by_method = {LAYERSKIP: {"method": LAYERSKIP, "accept": accept}, **{item["method"]: item for item in options}}
     trial = _Trial(llm, prompts, params, concurrency, step)
     found = trial.methods(options)
     estimates, prices = [], defaultdict(list)
@@ -55,12 +69,18 @@ def run_plan(
         if item is not None:
             estimates.append(item)
     curve = trial.curve({rows: median(values) for rows, values in prices.items()})
-    predictions = [p for item in estimates for p in predict(item, curve, longest, concurrency)]
+    predictions = [
+        p
+        for item in estimates
+        for p in predict(item, curve, longest, concurrency, partial(_nodes, by_method[item.method]))
+    ]
     subsets = choose_layers(
-        lambda layers: trial.layers(layers, curve, longest), llm.model.info.num_layers, layer_trials
+        lambda layers: trial.layers(by_method[LAYERSKIP], layers, curve, longest),
+        llm.model.info.num_layers,
+        layer_trials,
     )
     return {
-        "recommended": recommend(predictions, subsets),
+        "recommended": recommend(predictions, subsets, {name: _own(item) for name, item in by_method.items()}),
         "layers": [asdict(subset) for subset in subsets],
         "temperature": temperature,
         "concurrency": concurrency,
@@ -70,6 +90,36 @@ def run_plan(
         "verify_cost": curve.points,
         "predictions": [asdict(p) for p in predictions],
     }
+
+
+def check_options(options: Seq[Mapping[str, Any]]) -> None:
+    """Raise ConfigError for a configuration that fixes how far it drafts: a plan is to find that."""
+    for item in options:
+        for key in ("num_speculative_tokens", "tree"):
+            if key in item:
+                raise ConfigError(f"plan finds out how many tokens to draft: leave {key!r} out")
+        if _parse(item, 1).num_speculative_tokens != 1:
+            raise ConfigError(
+                f"plan finds out how many tokens to draft: the drafters of {item['method']!r} must not have "
+                "'num_speculative_tokens' or 'tree' of their own"
+            )
+
+
+def _parse(options: Mapping[str, Any], k: int) -> DrafterConfig:
+    drafter = SpeculativeConfig.parse({**options, "num_speculative_tokens": k}).drafter
+    assert drafter is not None
+    return drafter
+
+
+def _nodes(options: Mapping[str, Any], k: int) -> int:
+    """Most tokens that a draft of depth k has."""
+    return _parse(options, k).max_nodes()
+
+
+def _own(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options without those that hold anyhow."""
+    usual = {"accept": SpeculativeConfig.accept, "length": SpeculativeConfig.length}
+    return {key: value for key, value in options.items() if key not in usual or value != usual[key]}
 
 
 @dataclass
@@ -96,20 +146,25 @@ class _Trial:
         for length in LENGTHS:
             self.step("plain decoding")
             self.plain.extend(self.run({"method": NONE}))
+            self.plain.check()
             for item in options:
                 self.step(f"{item['method']}, {length} drafted tokens")
                 found[item["method"]].extend(self.run({**item, "num_speculative_tokens": length}))
         return found
 
-    def layers(self, layers: tuple[int, ...], curve: CostCurve, longest: int) -> Subset | None:
+    def layers(
+        self, options: Mapping[str, Any], layers: tuple[int, ...], curve: CostCurve, longest: int
+    ) -> Subset | None:
         """``layerskip`` with these layers; None where it drafted nothing."""
         self.step(f"layers {', '.join(map(str, layers))}")
-        measured = self.run({"method": LAYERSKIP, "layers": list(layers), "num_speculative_tokens": LENGTHS[1]})
+        config = with_layers(options, layers)
+        measured = self.run({**config, "num_speculative_tokens": LENGTHS[1]})
         item = self.estimate(LAYERSKIP, measured)
         if item is None:
             return None
         own = self.curve({**curve.points, **self.prices(measured)})
-        best = max(predict(item, own, longest, self.concurrency), key=lambda p: p.speedup)
+        predictions = predict(item, own, longest, self.concurrency, partial(_nodes, config))
+        best = max(predictions, key=lambda p: p.speedup)
         return Subset(layers, item.alpha, item.match_rate, item.c, best.k, best.speedup)
 
     def estimate(self, method: str, measured: Measured) -> Estimate | None:

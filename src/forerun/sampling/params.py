@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import cached_property
 from json import dumps
+from numbers import Integral
 from typing import Any
 
+from forerun.core.config import check_seed
 from forerun.core.errors import ConfigError
 
 
@@ -32,6 +34,27 @@ def _tuple(name: str, value: Any) -> tuple:
 def _integer(name: str, value: Any, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
+
+
+def _bias(given: Any) -> dict[int, float]:
+    """``logit_bias`` by id; ids may be text, as in JSON."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"logit_bias maps token ids to numbers, not {given!r}")
+    found: dict[int, float] = {}
+    for key, value in given.items():
+        text = str(key)
+        named = isinstance(key, (str, Integral)) and text.isascii() and text.isdecimal() and len(text) <= 10
+        if not named:  # -1, 1.7, True, ...
+            raise ConfigError(f"logit_bias maps token ids to numbers: {text[:40]!r} is not a token id")
+        if int(text) in found:
+            raise ConfigError(f"logit_bias names token id {int(text)} twice")
+        try:
+            found[int(text)] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            found[int(text)] = math.nan
+        if math.isnan(found[int(text)]):
+            raise ConfigError(f"logit_bias maps token ids to numbers, not {key!r}: {value!r}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -96,7 +119,8 @@ class SamplingParams:
 
     Order of the transforms, as in vLLM: logit bias, bad words and min_tokens; penalties (repetition over prompt
     and output, presence and frequency over output); temperature; min-p; top-k; top-p. ``temperature`` 0 is
-    greedy. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh one. Raises ConfigError for a value out of range.
+    greedy. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh one; others have 64 bits, from
+    -2^63 to 2^64 - 1, a negative one standing for itself plus 2^64. Raises ConfigError for a value out of range.
     """
 
     n: int = 1
@@ -117,7 +141,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not appear; filled from ``bad_words`` by the engine, which has the tokenizer."""
+    """Token sequences that must not appear; the engine, which has the tokenizer, adds those of ``bad_words``."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -130,8 +154,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, -1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63))
+        check_seed(self.seed)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0)
@@ -143,6 +166,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         self._freeze()
 
     def _freeze(self) -> None:
@@ -153,25 +179,22 @@ class SamplingParams:
         ids = _tuple("stop_token_ids", self.stop_token_ids)
         for token in ids:
             _integer("stop_token_ids", token, 0)
-        bias: dict[int, float] = {}
-        if not isinstance(self.logit_bias or {}, Mapping):
-            raise ConfigError(f"logit_bias maps token ids to numbers, not {self.logit_bias!r}")
-        for token, value in (self.logit_bias or {}).items():
-            try:
-                bias[int(token)] = float(value)
-            except (TypeError, ValueError):
-                raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}") from None
-            if int(token) < 0 or math.isnan(bias[int(token)]):
-                raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}")
         object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         words = _tuple("bad_words", self.bad_words)
         if any(not isinstance(word, str) or not word for word in words):
             raise ConfigError("bad_words must be a list of non-empty strings")
+        banned = tuple(_tuple("bad_words_ids", word) for word in _tuple("bad_words_ids", self.bad_words_ids))
+        for word in banned:
+            if not word:
+                raise ConfigError("bad_words_ids must be a list of non-empty lists of token ids")
+            for token in word:
+                _integer("bad_words_ids", token, 0)
         frozen: list[tuple[str, Any]] = [
             ("stop", stop),
             ("stop_token_ids", ids),
-            ("logit_bias", bias or None),
+            ("logit_bias", _bias(self.logit_bias or {}) or None),
             ("bad_words", words),
+            ("bad_words_ids", banned),
         ]
         for name, value in frozen:
             object.__setattr__(self, name, value)

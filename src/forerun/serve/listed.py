@@ -7,13 +7,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.logprobs import TokenLogprobs, finite
 from forerun.engine.stop import Finish
 from forerun.models.tokenizer import Detokenizer
 from forerun.serve.text import TextService
-
-LOWEST = -9999.0
-"""Stands for a log-probability of minus infinity, which JSON lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,3 @@ def by_name(item: TokenLogprobs, text: TextService) -> dict[str, float]:
             name = f"token_id:{token}"
         found[name] = finite(value)
     return found
-
-
-def finite(value: float) -> float:
-    return max(value, LOWEST)

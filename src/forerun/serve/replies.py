@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.logprobs import TokenLogprobs, finite
 from forerun.engine.stop import ERROR, LENGTH, Finish
 from forerun.engine.stream import Delta
-from forerun.serve.listed import Placed, by_name, finite
+from forerun.serve.listed import Placed, by_name
 from forerun.serve.stream import Choice, Reply
 
 

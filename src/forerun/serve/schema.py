@@ -207,9 +207,6 @@ class Generation(Body):
     def _consistent(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream: true")
-        for token in self.logit_bias or ():
-            if not token.isdecimal() or not token.isascii() or len(token) > 10:
-                raise ValueError(f"logit_bias: {token[:40]!r} is not a token id")
         return self
 
     def structured(self) -> StructuredOutputsParams | None:
@@ -251,7 +248,7 @@ class Generation(Body):
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()} or None,
+            logit_bias=self.logit_bias,  # type: ignore[arg-type]  # ids as text: SamplingParams reads them
             bad_words=self.bad_words,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

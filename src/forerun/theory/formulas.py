@@ -6,7 +6,7 @@ arXiv 2211.17192), called [L] below; section, equation and theorem numbers are t
 Symbols and units, the same in every function:
 
 - ``alpha``: probability that one drafted token is accepted, in [0, 1]; positions count as independent (section 3.1).
-- ``gamma``: drafted tokens per round, an integer >= 0; 0 is plain decoding.
+- ``gamma``: drafted tokens per round, an integer from 0 to 2^53; 0 is plain decoding.
 - ``c``: time of one draft step over the time of one plain target step, >= 0, no unit (definition 3.7).
 - ``c_hat``: arithmetic operations per token of the draft over those of the target, >= 0, no unit (definition 3.10).
 - ``lenience``: l in (0, 1]; 1 is lossless (appendix A.5).
@@ -31,6 +31,7 @@ from forerun.core.errors import ConfigError
 Distribution = torch.Tensor | Sequence[float] | Sequence[Sequence[float]]
 
 _SUM_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}  # any other type: 1e-6
+_MOST = 1 << 53
 
 
 # ---------------------------------------------------------------------------------------------- checking arguments
@@ -40,6 +41,8 @@ def _number(name: str, value: SupportsFloat, low: float, high: float = math.inf,
     """``value`` as a finite float in [low, high], or in (low, high] with ``above``."""
     try:
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(f"{name} must be one number, not {type(value).__name__}") from None
     if math.isfinite(number) and low <= number <= high and not (above and number == low):
@@ -61,6 +64,8 @@ def _count(name: str, value: SupportsIndex, low: int = 0) -> int:
         raise ConfigError(f"{name} must be an integer, not {type(value).__name__}")
     if count < low:
         raise ConfigError(f"{name} must be >= {low}, got {count}")
+    if count > _MOST:
+        raise ConfigError(f"{name} must be at most 2^53: beyond that, floats do not count")
     return count
 
 
@@ -68,7 +73,7 @@ def _tensor(name: str, value: Distribution | float) -> torch.Tensor:
     """``value`` as a real tensor, its type kept."""
     try:
         tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ConfigError(f"{name} must be a tensor or a rectangular sequence of floats") from None
     if tensor.is_complex():
         raise ConfigError(f"{name} must be real, got {tensor.dtype}")

@@ -65,7 +65,14 @@ class DrafterConfig:
                 has = ", ".join(sorted(known))
                 raise ConfigError(f"speculative_config: method {method!r} has no option {key!r}{hint}; it has {has}")
         check_types(cls, options)
-        return cls(**options)
+        config = cls(**options)
+        asked = options.get("num_speculative_tokens", config.num_speculative_tokens)
+        if config.tree is not None and asked != config.num_speculative_tokens:
+            raise ConfigError(
+                f"num_speculative_tokens is {asked}, but tree {list(config.tree)} is {len(config.tree)} deep: "
+                "leave one of them out"
+            )
+        return config
 
     def width(self, depth: int) -> int:
         """Children of a node at ``depth`` (the root has depth 0)."""

@@ -1,0 +1,32 @@
+"""A request's options as the engine runs them: ids that the model has, words as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+from forerun.core.errors import RequestError
+from forerun.sampling.params import SamplingParams
+
+
+def admit(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingParams:
+    """Raises RequestError for an id that the model lacks, and for text where there is no tokenizer."""
+    banned = params.bad_words_ids
+    if params.bad_words:
+        banned = tuple(sorted({*banned, *_bad_words(params.bad_words, tokenizer)}))
+    for token in [*(params.logit_bias or ()), *(params.stop_token_ids or ()), *(t for word in banned for t in word)]:
+        if token >= vocab_size:
+            raise RequestError(f"token id {token} is outside the vocabulary of {vocab_size}")
+    if params.stop and tokenizer is None:
+        raise RequestError("stop strings need a tokenizer")
+    return replace(params, bad_words_ids=banned) if banned != params.bad_words_ids else params
+
+
+def _bad_words(words: Seq[str], tokenizer: Any) -> set[tuple[int, ...]]:
+    """Token sequences of each word: as it is, and with and without a space before it (as vLLM)."""
+    if tokenizer is None:
+        raise RequestError("bad_words need a tokenizer")
+    texts = {text for word in words for text in (word, word.lstrip(" "), " " + word.lstrip(" "))}
+    found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return {ids for ids in found if ids}
