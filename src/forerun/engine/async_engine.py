@@ -207,7 +207,7 @@ class AsyncEngine:
         try:
             stream.jobs = self.engine.add(prompt, params, **choices)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever submitted the request
-            _post_to(stream._loop, partial(stream._fail, error))
+            _post_to(stream._loop, partial(stream._refuse, error))
             return
         for job in stream.jobs:
             self._by_job[job.sequence.id] = stream

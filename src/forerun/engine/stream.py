@@ -171,6 +171,11 @@ class Stream:
         self._owner.forget(self)
         self._notify()
 
+    def _refuse(self, error: Exception) -> None:
+        """The engine does not take it: there are no answers, so that none of them ends."""
+        self._unfinished = 0
+        self._fail(error)
+
     def _notify(self) -> None:
         for waiting in (self._begun, self._reader):
             if waiting is not None and not waiting.done():
