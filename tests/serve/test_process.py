@@ -101,6 +101,19 @@ def test_it_serves_drains_and_ends(process: tuple[subprocess.Popen[str], str]) -
 
 
 @pytest.mark.parametrize(
+    ("options", "variable"),
+    [(["--api-key", ""], "s3cret"), (["--api-key", "s3cret\n"], "s3cret"), ([], ""), ([], " ")],
+)
+def test_a_key_that_protects_nothing_is_refused(options: list[str], variable: str) -> None:
+    """``Authorization: Bearer`` alone would be enough, or nothing would; and it is said before a model is loaded."""
+    environment = {**ENVIRONMENT, "FORERUN_API_KEY": variable}
+    command = [*COMMAND, "--port", "0", "--model", "/nonexistent", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: the API key is empty, or begins or ends with white space")
+
+
+@pytest.mark.parametrize(
     ("given", "length"),
     [
         ({}, "adaptive"),

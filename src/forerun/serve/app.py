@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import Send
 
 from forerun import __version__
+from forerun.core.errors import ConfigError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
@@ -50,6 +51,13 @@ class ServerOptions:
     body_timeout: float = 60.0
     request_timeout: float = 600.0
     """From arrival to the last token."""
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+            raise ConfigError(
+                "the API key is empty, or begins or ends with white space, which clients cannot send: "
+                "give another, or none to serve without"
+            )
 
 
 class Server:
