@@ -63,7 +63,8 @@ def serve(
 ) -> None:
     """Answer OpenAI's API over HTTP; the playground is at /.
 
-    Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done.
+    Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done; on a
+    second one at once.
     """
     try:
         from forerun.engine.async_engine import AsyncEngine
