@@ -44,6 +44,12 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
         "response_format.json_schema.schema",
         "an object, true or false",
     ),
+    (
+        COMPLETIONS,
+        {**GOOD, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+        None,
+        "the schema is false, which no answer can meet",
+    ),
     (COMPLETIONS, {**GOOD, "stream": True, "stream_options": {"include_obfuscation": True}},
      "stream_options.include_obfuscation", "False"),
     (COMPLETIONS, {**GOOD, "temperature": "hot"}, "temperature", "valid number"),
