@@ -68,6 +68,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": [99999]}, None, "outside the vocabulary of 4096"),
     (COMPLETIONS, {"prompt": ["a"] * 100, "n": 2}, "n", "more than 128 answers"),
     (COMPLETIONS, {**GOOD, "logit_bias": {"x": 1}}, None, "not a token id"),
+    (COMPLETIONS, {**GOOD, "logit_bias": {"01": 5, "1": -5}}, None, "names a token twice"),
     (COMPLETIONS, {**GOOD, "logit_bias": {"5000": 1}}, None, "outside the vocabulary"),
     (COMPLETIONS, {**GOOD, "logit_bias": {"5": 1e9}}, "logit_bias.5", "less than or equal to 100"),
     (COMPLETIONS, {**GOOD, "stream_options": {"include_usage": True}}, None, "goes with stream"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import cached_property
 from json import dumps
+from operator import index
 from typing import Any
 
 from forerun.core.errors import ConfigError
@@ -159,11 +160,14 @@ class SamplingParams:
             raise ConfigError(f"logit_bias maps token ids to numbers, not {self.logit_bias!r}")
         for token, value in (self.logit_bias or {}).items():
             try:
-                bias[int(token)] = float(value)
+                place, added = int(token) if isinstance(token, str) else index(token), float(value)
             except (TypeError, ValueError):
-                raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}") from None
-            if int(token) < 0 or math.isnan(bias[int(token)]):
+                place, added = -1, math.nan
+            if place < 0 or math.isnan(added) or isinstance(token, bool):
                 raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}")
+            if place in bias:
+                raise ConfigError(f"logit_bias names token {place} twice")
+            bias[place] = added
         object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         words = _tuple("bad_words", self.bad_words)
         if any(not isinstance(word, str) or not word for word in words):

@@ -210,6 +210,8 @@ class Generation(Body):
         for token in self.logit_bias or ():
             if not token.isdecimal() or not token.isascii() or len(token) > 10:
                 raise ValueError(f"logit_bias: {token[:40]!r} is not a token id")
+        if len({int(token) for token in self.logit_bias or ()}) < len(self.logit_bias or ()):
+            raise ValueError("logit_bias names a token twice")
         return self
 
     def structured(self) -> StructuredOutputsParams | None:

@@ -65,7 +65,12 @@ class DrafterConfig:
                 has = ", ".join(sorted(known))
                 raise ConfigError(f"speculative_config: method {method!r} has no option {key!r}{hint}; it has {has}")
         check_types(cls, options)
-        return cls(**options)
+        config, asked = cls(**options), options.get("num_speculative_tokens")
+        if config.tree is not None and asked not in (None, len(config.tree)):
+            raise ConfigError(
+                f"num_speculative_tokens is {asked}, but tree {[*config.tree]} is {len(config.tree)} deep: remove one"
+            )
+        return config
 
     def width(self, depth: int) -> int:
         """Children of a node at ``depth`` (the root has depth 0)."""
