@@ -308,6 +308,12 @@ def test_structured_output(client: openai.OpenAI, method: str | None, temperatur
         assert answer.metrics["speculative_decoding"]["draft_acceptance_rate"] > 0.5
 
 
+def test_a_schema_that_is_true(server: Running) -> None:
+    wish = {"type": "json_schema", "json_schema": {"schema": True}}
+    answer = server.post("/v1/completions", {"prompt": "x = ", "response_format": wish})
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(
     "extra",
     [

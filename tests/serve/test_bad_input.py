@@ -44,6 +44,12 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
         "response_format.json_schema.schema",
         "an object, true or false",
     ),
+    (
+        COMPLETIONS,
+        {**GOOD, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+        None,
+        "the schema is false, which no answer can meet",
+    ),
     (COMPLETIONS, {**GOOD, "stream": True, "stream_options": {"include_obfuscation": True}},
      "stream_options.include_obfuscation", "False"),
     (COMPLETIONS, {**GOOD, "temperature": "hot"}, "temperature", "valid number"),
@@ -57,13 +63,17 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {**GOOD, "n": 1000}, "n", "less than or equal to 128"),
     (COMPLETIONS, {**GOOD, "best_of": 3}, None, "best_of is not supported"),
     (COMPLETIONS, {**GOOD, "max_tokens": 600}, "max_tokens", "more than this model's 512"),
-    (COMPLETIONS, {"prompt": [5] * 513}, None, "513 tokens"),
-    (COMPLETIONS, {"prompt": ""}, None, "the prompt is empty"),
-    (COMPLETIONS, {"prompt": [99999]}, None, "outside the vocabulary of 4096"),
+    (COMPLETIONS, {"prompt": [5] * 513}, "prompt", "513 tokens"),
+    (COMPLETIONS, {"prompt": ""}, "prompt", "the prompt is empty"),
+    (COMPLETIONS, {"prompt": [99999]}, "prompt", "outside the vocabulary of 4096"),
+    (COMPLETIONS, {"prompt": [99999], "echo": True}, "prompt", "outside the tokenizer's 4096"),
+    (CHAT, {"messages": [{"role": "user", "content": "x " * 600}]}, "messages", "tokens; max_model_len 512"),
     (COMPLETIONS, {"prompt": ["a"] * 100, "n": 2}, "n", "more than 128 answers"),
     (COMPLETIONS, {**GOOD, "logit_bias": {"x": 1}}, None, "not a token id"),
-    (COMPLETIONS, {**GOOD, "logit_bias": {"5000": 1}}, None, "outside the vocabulary"),
+    (COMPLETIONS, {**GOOD, "logit_bias": {"01": 5, "1": -5}}, None, "names a token twice"),
+    (COMPLETIONS, {**GOOD, "logit_bias": {"5000": 1}}, "logit_bias", "outside the vocabulary"),
     (COMPLETIONS, {**GOOD, "logit_bias": {"5": 1e9}}, "logit_bias.5", "less than or equal to 100"),
+    (COMPLETIONS, {**GOOD, "stop_token_ids": [5000]}, "stop_token_ids", "outside the vocabulary"),
     (COMPLETIONS, {**GOOD, "stream_options": {"include_usage": True}}, None, "goes with stream"),
     (COMPLETIONS, {**GOOD, "min_tokens": 9}, None, "min_tokens (9) exceeds max_tokens (4)"),
     (COMPLETIONS, {**GOOD, "echo": True, "stream": True, "logprobs": 1}, "echo", "does not stream"),
@@ -100,7 +110,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {**HI, "chat_template": "x"}, "chat_template", "unknown field"),
     (CHAT, {**HI, "top_logprobs": 2}, None, "goes with logprobs"),
     (CHAT, {**HI, "response_format": {"type": "json_schema"}}, "response_format", "goes with type"),
-    ("/detokenize", {"tokens": [70000]}, None, "outside the tokenizer's 4096"),
+    ("/detokenize", {"tokens": [70000]}, "tokens", "outside the tokenizer's 4096"),
     ("/tokenize", {}, None, "either prompt or messages"),
 ]  # fmt: skip
 
@@ -175,6 +185,20 @@ def test_a_body_that_is_no_object(server: Running) -> None:
     for content in (b"[1, 2]", b'"a"', b"3", b"null"):
         answer = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
         check(answer, 400, "the body must be a JSON object")
+
+
+def test_a_context_that_is_too_short_has_its_code(server: Running) -> None:
+    """What OpenAI's clients look at to shorten the prompt and try again."""
+    long = "x " * 600
+    bodies = [
+        (COMPLETIONS, {"prompt": long}),
+        (COMPLETIONS, {"prompt": ["x", long]}),
+        (COMPLETIONS, {**GOOD, "max_tokens": 600}),
+        (CHAT, {"messages": [{"role": "user", "content": long}]}),
+    ]
+    codes = [server.post(path, body).json()["error"]["code"] for path, body in bodies]
+    assert codes == ["context_length_exceeded"] * 4
+    assert server.post(COMPLETIONS, {"prompt": ""}).json()["error"]["code"] is None
 
 
 def test_others_lose_nothing(server: Running, plain: Callable[..., Any], good_text: str) -> None:

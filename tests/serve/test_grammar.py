@@ -171,6 +171,27 @@ def test_rules_that_compare_p_and_q_keep_the_grammar(model_folder: Any, accept: 
         matches(wanted, answer.outputs[0].text)
 
 
+@pytest.mark.parametrize("schema", [True, "true", {"type": ["object", "number"]}])
+def test_a_schema_that_is_true_permits_any_value(served: LLM, compiler: GrammarCompiler, schema: Any) -> None:
+    """Each value is followed to its end; a mask that permits what is not JSON does not."""
+    constraint = compiler.start(StructuredOutputsParams(json=schema))
+    eos = served.tokenizer.eos_token_id
+    values = [{"a": [1, None, {"b": "c"}]}, -2.5, "text", [], ["x", False], True, None]
+    for value in values:
+        taken = schema in (True, "true") or isinstance(value, (dict, float))
+        path = [*served.tokenizer.encode(json.dumps(value)), eos]
+        sequence = sequence_of(served, [])
+        followed = 0
+        while followed < len(path):
+            mask = constraint.allowed(sequence, path[:followed])
+            if mask is None or path[followed] not in ids(mask):
+                break
+            followed += 1
+        assert (followed == len(path)) == taken, (value, followed)
+    brace = served.tokenizer.encode("}")[0]
+    assert brace not in ids(constraint.allowed(sequence_of(served, []), []))
+
+
 def test_end_of_text_is_all_that_follows_the_end(served: LLM) -> None:
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, structured_outputs={"choice": ["yes"]})
     output = served.generate(["x = "], params)[0].outputs[0]
@@ -185,6 +206,8 @@ def test_end_of_text_is_all_that_follows_the_end(served: LLM) -> None:
         ({"regex": "("}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"json": "{"}, "EOF"),
+        ({"json": False}, "the schema is false, which no answer can meet"),
+        ({"json": " false\n"}, "the schema is false, which no answer can meet"),
         ({"json": {"type": "array", "minItems": 3, "maxItems": 1}}, "Unsatisfiable"),
         ({"json": {"uniqueItems": True}}, "Unimplemented keys"),
         ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "NoExtension"),
@@ -197,7 +220,18 @@ def test_a_grammar_that_cannot_be_kept_is_refused(served: LLM, wanted: dict[str,
 
 
 @pytest.mark.parametrize(
-    "wanted", [{}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"choice": [""]}, {"json": 5}, {"xml": "a"}]
+    "wanted",
+    [
+        {},
+        {"json_object": False},
+        {"regex": "a", "choice": ["b"]},
+        {"json": False, "choice": ["b"]},
+        {"choice": []},
+        {"choice": [""]},
+        {"json": 5},
+        {"json": 0},
+        {"xml": "a"},
+    ],
 )
 def test_wrong_options(wanted: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="structured_outputs"):

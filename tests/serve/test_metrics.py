@@ -121,3 +121,15 @@ def test_requests_that_are_left_or_late_are_counted(served: LLM) -> None:
         assert running.post("/v1/completions", {**body, "max_tokens": 1000}).status_code == 400
         grown(running, before, "length")(2)
         grown(running, before, "abort")(2)
+
+
+def test_refused_requests_have_no_answers_that_end(server: Running) -> None:
+    before = read(server)
+    for wrong in ({"prompt": [99999]}, {"prompt": PROMPT, "logit_bias": {"99999": 1}}, {"prompt": [5] * 600}):
+        assert server.post("/v1/completions", {**wrong, "n": 3}).status_code == 400
+    assert server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}).status_code == 200
+    after = read(server)
+    ended = {
+        label: after[name, label] - before[name, label] for name, label in after if name == "request_success_total"
+    }
+    assert ended == {"stop": 0, "length": 1, "error": 0, "abort": 0}

@@ -10,7 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import monotonic
+from typing import Any
 
 import httpx2
 import pytest
@@ -18,21 +21,13 @@ import pytest
 from forerun.cli.serve import _drafters
 
 COMMAND = [sys.executable, "-c", "from forerun.cli.main import main; main()", "serve"]
+KEY = {"Authorization": "Bearer s3cret"}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "FORERUN_API_KEY": "s3cret", "COLUMNS": "200"}
 
 
-@pytest.fixture
-def process(model_folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    options = [
-        "--allowed-host",
-        "models.example",
-        "--model",
-        str(model_folder),
-        "--spec-method",
-        "ngram",
-        "--also-draft",
-        '{"method": "pattern"}',
-    ]
+@contextmanager
+def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the address where it listens."""
     process = subprocess.Popen(
         [*COMMAND, "--port", "0", *options],
         stdout=subprocess.PIPE,
@@ -48,25 +43,63 @@ def process(model_folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             break
     else:
         raise AssertionError("".join(lines))
-    yield process, found[1]
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-    process.stdout.close()
+    try:
+        yield process, found[1]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()
 
 
-def test_it_serves_drains_and_ends(process: tuple[subprocess.Popen[str], str]) -> None:
-    server, url = process
-    key = {"Authorization": "Bearer s3cret"}
+def begin(url: str, texts: list[str], **body: Any) -> threading.Thread:
+    """Reads a streamed answer into ``texts``; returns once it has begun."""
+    begun = threading.Event()
+    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0, **body}
+
+    def read() -> None:
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, headers=KEY, timeout=60) as answer:
+            parts = []
+            with suppress(httpx2.HTTPError):
+                for part in answer.iter_text():
+                    parts.append(part)
+                    begun.set()
+            texts.append("".join(parts))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(30)
+    return reader
+
+
+def test_it_serves_and_ends(model_folder: Path) -> None:
+    drafters = ["--spec-method", "ngram", "--also-draft", '{"method": "pattern"}']
+    with serving("--allowed-host", "models.example", "--model", str(model_folder), *drafters) as (server, url):
+        answers(url)
+        texts: list[str] = []
+        readers = [begin(url, texts) for _ in range(3)]
+        server.send_signal(signal.SIGTERM)
+        for reader in readers:
+            reader.join(60)
+        assert server.wait(30) in (0, -signal.SIGTERM)
+        for text in texts:
+            events = [json.loads(part[6:]) for part in text.split("\n\n") if part and "[DONE]" not in part]
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert len(texts) == 3
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"{url}/health")
+
+
+def answers(url: str) -> None:
     assert httpx2.get(f"{url}/v1/models").status_code == 401
-    model = httpx2.get(f"{url}/v1/models", headers=key).json()["data"][0]
+    model = httpx2.get(f"{url}/v1/models", headers=KEY).json()["data"][0]
     assert set(model["speculative"]) == {"ngram", "pattern"}
 
     for host, status in (("models.example", 200), ("localhost", 200), ("evil.example", 403)):
         assert httpx2.get(f"{url}/health", headers={"Host": host}).status_code == status
 
     again = {"prompt": [5] * 200, "max_tokens": 1}
-    saved = [httpx2.post(f"{url}/v1/completions", json=again, headers=key).json()["usage"] for _ in range(2)]
+    saved = [httpx2.post(f"{url}/v1/completions", json=again, headers=KEY).json()["usage"] for _ in range(2)]
     assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in saved] == [0, 192]
 
     port = url.rpartition(":")[2]
@@ -75,29 +108,59 @@ def test_it_serves_drains_and_ends(process: tuple[subprocess.Popen[str], str]) -
     assert second.stderr == f"error: port {port} on 127.0.0.1 is in use: choose another with --port\n"
     assert second.stdout == ""
 
-    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
-    texts: list[str] = []
-    begun = threading.Barrier(4)
 
-    def read() -> None:
-        with httpx2.stream("POST", f"{url}/v1/completions", json=body, headers=key, timeout=60) as answer:
-            begun.wait(30)
-            texts.append("".join(answer.iter_text()))
+def test_who_asks_while_it_drains_is_told(model_folder: Path) -> None:
+    """An answer that outlasts the drain; meanwhile new connections are taken, and refused in words."""
+    options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "3"]
+    with serving(*options) as (server, url), httpx2.Client(base_url=url, headers=KEY, timeout=30) as known:
+        assert known.get("/health").status_code == 200
+        texts: list[str] = []
+        reader = begin(url, texts, max_tokens=500, n=128)
+        server.send_signal(signal.SIGTERM)
+        signalled = monotonic()
+        while known.get("/health").status_code == 200:
+            assert monotonic() < signalled + 2
+        for get, post in ((httpx2.get, httpx2.post), (known.get, known.post)):
+            place = url if get is httpx2.get else ""
+            assert get(f"{place}/health").json()["error"]["code"] == "shutting_down"
+            refused = post(f"{place}/v1/completions", json={"prompt": "x"}, headers=KEY)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
+            assert refused.json()["error"]["code"] == "shutting_down"
+        reader.join(30)
+        assert "(it had 3 s)" in texts[0]
+        assert texts[0].endswith("data: [DONE]\n\n")
+        assert server.wait(30) in (0, -signal.SIGTERM)
+        assert 2.5 < monotonic() - signalled < 20
 
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    begun.wait(30)
-    server.send_signal(signal.SIGTERM)
-    for reader in readers:
-        reader.join(60)
-    assert server.wait(30) in (0, -signal.SIGTERM)
-    for text in texts:
-        events = [json.loads(part[6:]) for part in text.split("\n\n") if part and "[DONE]" not in part]
-        assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert len(texts) == 3
-    with pytest.raises(httpx2.ConnectError):
-        httpx2.get(f"{url}/health")
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(model_folder: Path, kind: signal.Signals) -> None:
+    options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "50"]
+    with serving(*options) as (server, url):
+        texts: list[str] = []
+        reader = begin(url, texts, max_tokens=500, n=128)
+        server.send_signal(kind)
+        while httpx2.get(f"{url}/health").status_code == 200:
+            pass
+        server.send_signal(kind)
+        assert server.wait(15) in (0, -kind)
+        reader.join(30)
+        assert "the server shut down" in texts[0]
+        assert server.stdout is not None
+        assert "Traceback" not in server.stdout.read()
+
+
+@pytest.mark.parametrize(
+    ("options", "variable"),
+    [(["--api-key", ""], "s3cret"), ([], ""), ([], "s3cret\n")],
+)
+def test_a_key_that_protects_nothing_is_refused(options: list[str], variable: str) -> None:
+    """``Authorization: Bearer`` alone would be enough, or nothing would; and it is said before a model is loaded."""
+    environment = {**ENVIRONMENT, "FORERUN_API_KEY": variable}
+    command = [*COMMAND, "--port", "0", "--model", "/nonexistent", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: the API key is empty, or begins or ends with white space")
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ class Noting(AsyncEngine):
         """The process's time at each arrival."""
         super().__init__(engine)
 
-    def _add(self, stream: Any, added: Any, prompt: Seq[int], params: SamplingParams, choices: dict) -> None:
+    def _add(self, stream: Any, prompt: Seq[int], params: SamplingParams, choices: dict) -> None:
         self.arrivals.append((self.engine.stats.rounds, prompt))
         self.spent.append(process_time())
-        super()._add(stream, added, prompt, params, choices)
+        super()._add(stream, prompt, params, choices)
 
 
 class Beats:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +29,7 @@ AllowedHosts = Annotated[
 ]
 
 
+KEY_VARIABLE = "FORERUN_API_KEY"
 PAGE_SIZE = 64
 """Small enough for prompts that begin alike, large enough to cost nothing."""
 
@@ -39,7 +42,7 @@ def serve(
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free port", min=0, max=65535)] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(help="what clients must send as bearer token", envvar="FORERUN_API_KEY")
+        str | None, typer.Option(help="what clients must send as bearer token", envvar=KEY_VARIABLE)
     ] = None,
     allowed_host: AllowedHosts = None,
     served_model_name: Annotated[str | None, typer.Option(help="the model's name in requests and answers")] = None,
@@ -60,7 +63,8 @@ def serve(
 ) -> None:
     """Answer OpenAI's API over HTTP; the playground is at /.
 
-    Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done.
+    Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done; on a
+    second one at once.
     """
     try:
         from forerun.engine.async_engine import AsyncEngine
@@ -72,25 +76,26 @@ def serve(
     logging.getLogger("forerun").addHandler(logging.StreamHandler())
     set_threads(max(1, torch.get_num_threads() - 1) if threads is None else threads)
     listener = open_socket(host, port)
-    drafters = _drafters(speculative, engine, also_draft or [])
-    llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=drafters)
-    name = served_model_name or llm.model.info.name
     local = is_loopback(listener.getsockname()[0])
     options = ServerOptions(
-        model_name=name,
-        api_key=api_key,
+        # Click takes a variable that is empty for one that is not set.
+        api_key=os.environ.get(KEY_VARIABLE) if api_key is None else api_key,
         allowed_hosts=[host, *(allowed_host or [])] if local or allowed_host else None,
         chat_template=None if chat_template is None else _read(chat_template),
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
     )
-    if api_key is None and not local:
+    if options.api_key is None and not local:
         warn(f"{host} can be reached from outside and there is no --api-key")
+    drafters = _drafters(speculative, engine, also_draft or [])
+    llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=drafters)
+    name = served_model_name or llm.model.info.name
     asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
+    app = create_app(asynchronous, replace(options, model_name=name))
     address = f"[{host}]" if ":" in host else host
     out().print(f"{name}: {_facts(llm)}", soft_wrap=True)
     out().print(f"listening on http://{address}:{listener.getsockname()[1]}", soft_wrap=True)
-    run(create_app(asynchronous, options), asynchronous, listener, drain_seconds=drain_timeout)
+    run(app, asynchronous, listener, drain_seconds=drain_timeout)
 
 
 def _facts(llm: LLM) -> str:

@@ -14,7 +14,15 @@ class ModelError(ForerunError):
 
 
 class RequestError(ForerunError):
-    """One request that cannot be run as asked (its neighbours are unaffected)."""
+    """One request that cannot be run as asked (its neighbours are unaffected). ``param`` is its part that is wrong."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    """A prompt that leaves no room for an answer."""
 
 
 class NumericsError(ForerunError):

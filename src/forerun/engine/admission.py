@@ -15,9 +15,15 @@ def admit(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingPa
     banned = params.bad_words_ids
     if params.bad_words:
         banned = tuple(sorted({*banned, *_bad_words(params.bad_words, tokenizer)}))
-    for token in [*(params.logit_bias or ()), *(params.stop_token_ids or ()), *(t for word in banned for t in word)]:
-        if token >= vocab_size:
-            raise RequestError(f"token id {token} is outside the vocabulary of {vocab_size}")
+    named = {
+        "logit_bias": params.logit_bias or (),
+        "stop_token_ids": params.stop_token_ids or (),
+        "bad_words": [token for word in banned for token in word],
+    }
+    for name, tokens in named.items():
+        for token in tokens:
+            if token >= vocab_size:
+                raise RequestError(f"token id {token} is outside the vocabulary of {vocab_size}", param=name)
     if params.stop and tokenizer is None:
         raise RequestError("stop strings need a tokenizer")
     return replace(params, bad_words_ids=banned) if banned != params.bad_words_ids else params

@@ -110,17 +110,18 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         stream = Stream(self, loop)
         stream._unfinished = params.n
-        added: asyncio.Future[None] = loop.create_future()
+        if timeout is not None:
+            late = TimeLimitError(f"the request was not answered within {timeout:g} seconds")
+            stream._timer = loop.call_later(timeout, stream._fail, late)
         self.streams.add(stream)
-        self.post(lambda: self._add(stream, added, prompt, params, choices))
+        self.post(lambda: self._add(stream, prompt, params, choices))
         try:
-            await added
+            await stream._begun
         except BaseException:
             self.forget(stream)
             raise
-        if timeout is not None and stream in self.streams:
-            late = TimeLimitError(f"the request was not answered within {timeout:g} seconds")
-            stream._timer = loop.call_later(timeout, stream._fail, late)
+        if stream.error is not None:
+            raise stream.error
         return stream
 
     async def generate(self, prompt: Seq[int], params: SamplingParams, **choices: Any) -> AsyncIterator[Delta]:
@@ -143,10 +144,12 @@ class AsyncEngine:
             stream._fail(ClosedError(f"the server shut down before this request ended (it had {seconds:g} s)"))
 
     def close(self) -> None:
-        """Abort everything, end the thread, and let drafters write down what they have learnt."""
+        """Abort everything, end the thread, and let drafters write down what they have learnt. Whoever still waits
+        for a request gets ClosedError."""
         self.draining = True
         for stream in list(self.streams):
             self.forget(stream)
+            _post_to(stream._loop, partial(stream._fail, ClosedError("the engine was closed")))
 
         def end() -> None:
             self._ending = True
@@ -198,21 +201,19 @@ class AsyncEngine:
             log.error("a round failed; its requests end with an error", exc_info=error)
             return self.engine.fail(f"the engine failed in this request's round: {type(error).__name__}: {error}")
 
-    def _add(
-        self, stream: Stream, added: asyncio.Future[None], prompt: Seq[int], params: SamplingParams, choices: dict
-    ) -> None:
-        if stream not in self.streams:
+    def _add(self, stream: Stream, prompt: Seq[int], params: SamplingParams, choices: dict[str, Any]) -> None:
+        if stream not in self.streams:  # it ended before its turn, and whoever submitted it knows
             return
         try:
             stream.jobs = self.engine.add(prompt, params, **choices)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever submitted the request
-            _post_to(stream._loop, partial(_settle, added, error))
+            _post_to(stream._loop, partial(stream._refuse, error))
             return
         for job in stream.jobs:
             self._by_job[job.sequence.id] = stream
             if self.tokenizer is not None:
                 stream._texts.append(ShownText(job, self.tokenizer))
-        _post_to(stream._loop, partial(_settle, added))
+        _post_to(stream._loop, stream._notify)
 
     def _abort(self, stream: Stream) -> None:
         for job in stream.jobs:
@@ -282,15 +283,6 @@ class AsyncEngine:
         for job in stream.jobs:
             if job.finish is None:
                 self.engine.resume(job)
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None = None) -> None:
-    if future.cancelled():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
 
 
 def _post_to(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

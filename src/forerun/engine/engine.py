@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
-from forerun.core.errors import ConfigError, RequestError
+from forerun.core.errors import ConfigError, ContextLengthError, RequestError
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
@@ -223,15 +223,14 @@ class Engine:
 
     def _check(self, prompt: Seq[int], params: SamplingParams) -> SamplingParams:
         if not len(prompt):
-            raise RequestError("the prompt is empty: give at least one token")
+            raise RequestError("the prompt is empty: give at least one token", param="prompt")
         size = self.model.info.vocab_size
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
-                raise RequestError(f"token id {token!r} is outside the vocabulary of {size}")
+                raise RequestError(f"token id {token!r} is outside the vocabulary of {size}", param="prompt")
         if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; max_model_len {self.max_model_len} leaves no room"
-            )
+            room = f"max_model_len {self.max_model_len} leaves no room"
+            raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {room}", param="prompt")
         return admit(params, size, self.tokenizer)
 
     def abort(self, job: Job) -> None:

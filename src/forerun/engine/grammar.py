@@ -170,7 +170,7 @@ class GrammarCompiler:
         library = self._library
         try:
             if kind == "json":
-                grammar = library.LLMatcher.grammar_from_json_schema(text, defaults=COMPACT)
+                grammar = library.LLMatcher.grammar_from_json_schema(_as_object(text), defaults=COMPACT)
             else:
                 grammar = library.grammar_from(kind, text)
         except ValueError as error:
@@ -181,6 +181,13 @@ class GrammarCompiler:
             if broken is not None:
                 raise RequestError(f"structured output, {kind}: {broken}")
         return matcher
+
+
+def _as_object(schema: str) -> str:
+    """A schema that is true or false, as llguidance does not take it."""
+    if schema.strip() == "false":
+        raise RequestError("structured output, json: the schema is false, which no answer can meet")
+    return "{}" if schema.strip() == "true" else schema
 
 
 def _bit(token: int) -> int:

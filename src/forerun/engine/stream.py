@@ -73,6 +73,8 @@ class Stream:
         self.error: Exception | None = None
         self._owner = owner
         self._loop = loop
+        self._begun: asyncio.Future[None] = loop.create_future()
+        """What ``submit`` waits for: the engine has taken the request, or it has ended before that."""
         self._deltas: deque[Delta] = deque()
         self._reader: asyncio.Future[None] | None = None
         """What the reader waits for, if it waits."""
@@ -169,6 +171,12 @@ class Stream:
         self._owner.forget(self)
         self._notify()
 
+    def _refuse(self, error: Exception) -> None:
+        """The engine does not take it: there are no answers, so that none of them ends."""
+        self._unfinished = 0
+        self._fail(error)
+
     def _notify(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        for waiting in (self._begun, self._reader):
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)

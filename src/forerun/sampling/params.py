@@ -61,19 +61,20 @@ def _bias(given: Any) -> dict[int, float]:
 class StructuredOutputsParams:
     """What the answer must look like: exactly one of vLLM's kinds. Works with any drafter and acceptance rule.
 
-    ``json`` is a schema, as a mapping or as text; ``regex`` must match the whole answer; ``choice`` lists the
-    answers; ``grammar`` is Lark or GBNF; ``json_object`` permits any JSON object. Raises ConfigError for none or
-    several of them; what the grammar itself does wrong is found when a request is added.
+    ``json`` is a schema, as a mapping, as text, or True for any JSON; ``regex`` must match the whole answer;
+    ``choice`` lists the answers; ``grammar`` is Lark or GBNF; ``json_object`` permits any JSON object. Raises
+    ConfigError for none or several of them; what the grammar itself does wrong is found when a request is added.
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool = False
 
     def __post_init__(self) -> None:
-        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        absent = {"json_object": (None, False)}  # a schema may be False
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in absent.get(f.name, (None,))]
         if len(given) != 1:
             raise ConfigError(
                 f"structured_outputs takes exactly one of json, regex, choice, grammar and json_object, not "

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import Send
 
 from forerun import __version__
+from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
@@ -50,6 +51,13 @@ class ServerOptions:
     body_timeout: float = 60.0
     request_timeout: float = 600.0
     """From arrival to the last token."""
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+            raise ConfigError(
+                "the API key is empty, or begins or ends with white space, which clients cannot send: "
+                "give another, or none to serve without"
+            )
 
 
 class Server:
@@ -119,9 +127,11 @@ class Server:
                 streams.append(
                     await self.engine.submit(prompt, params, timeout=self.options.request_timeout, **choices)
                 )
-        except BaseException:
+        except BaseException as error:
             for stream in streams:
                 stream.abort()
+            if isinstance(error, RequestError) and error.param == "prompt" and isinstance(body, ChatRequest):
+                error.param = "messages"
             raise
         return streams
 
@@ -173,7 +183,7 @@ class Server:
 
     async def _echo(self, body: CompletionRequest, prompts: Seq[Seq[int]]) -> list[Echo]:
         given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        texts = given if isinstance(given[0], str) else [await self.text.decode(prompt) for prompt in prompts]
+        texts = given if isinstance(given[0], str) else [await self.text.decode(p, param="prompt") for p in prompts]
         if body.logprobs is None:
             return [Echo(text) for text in texts]
         return [Echo(text, await self.text.offsets(prompt, text)) for prompt, text in zip(prompts, texts)]

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from forerun.core.errors import ForerunError
+from forerun.core.errors import ContextLengthError, ForerunError
 from forerun.engine.async_engine import ClosedError, QueueFullError, TimeLimitError
 
 log = logging.getLogger("forerun")
@@ -72,7 +72,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, TimeLimitError):
         return ApiError(504, str(error), code="timeout")
     if isinstance(error, ForerunError):
-        return ApiError(400, str(error))
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return ApiError(400, str(error), param=getattr(error, "param", None), code=code)
     log.error("unexpected error", exc_info=error)
     return ApiError(500, "internal error; the server's log has the cause")
 

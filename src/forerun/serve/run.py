@@ -7,6 +7,8 @@ import contextlib
 import errno
 import gc
 import socket
+from time import monotonic
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -38,7 +40,8 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class DrainingServer(uvicorn.Server):
-    """Finishes what it has begun before it ends: at most ``drain_seconds``, then the rest fails with a clear error.
+    """Finishes what it has begun before it ends: at most ``drain_seconds``, then the rest fails with a clear error. All
+    the while it listens, so that whoever asks for more is told why there is none.
 
     A second signal ends it at once.
     """
@@ -48,8 +51,6 @@ class DrainingServer(uvicorn.Server):
             app,
             log_level="warning",
             access_log=False,
-            # Uvicorn's own limit comes later: it would cut connections off without a word.
-            timeout_graceful_shutdown=int(drain_seconds) + 5,
             server_header=False,
             # uvloop keeps the interpreter while it writes to a socket, and the engine's thread waits for it.
             loop="asyncio",
@@ -57,11 +58,25 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.engine = engine
         self.drain_seconds = drain_seconds
+        self.hurried = False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ends = monotonic() + self.drain_seconds
         draining = asyncio.create_task(self.engine.drain(self.drain_seconds))
+        while not draining.done() and not self.hurried:
+            await asyncio.wait([draining], timeout=0.1)
+        if not draining.done():
+            draining.cancel()
+            await self.engine.drain(0.0)
+        # What has been said may still have to be written.
+        self.config.timeout_graceful_shutdown = 1 if self.hurried else max(0, int(ends - monotonic())) + 5
         await super().shutdown(sockets)
-        await draining
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.hurried = True
+        else:
+            super().handle_exit(sig, frame)
 
 
 def run(app: FastAPI, engine: AsyncEngine, listener: socket.socket, *, drain_seconds: float = 30.0) -> None:

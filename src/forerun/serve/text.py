@@ -56,12 +56,12 @@ class TextService:
     def _encode(self, text: str, special: bool) -> list[int]:
         return self._encoder.encode(text, add_special_tokens=special, verbose=False)
 
-    async def decode(self, tokens: Seq[int]) -> str:
-        """Raises RequestError for an id beyond the tokenizer."""
+    async def decode(self, tokens: Seq[int], *, param: str = "tokens") -> str:
+        """Raises RequestError, about ``param``, for an id beyond the tokenizer."""
         size = len(self.tokenizer)
         for token in tokens:
             if token >= size:
-                raise RequestError(f"token id {token} is outside the tokenizer's {size}")
+                raise RequestError(f"token id {token} is outside the tokenizer's {size}", param=param)
         return await self.run(self._encoder.decode, list(tokens))
 
     async def offsets(self, prompt: Seq[int], text: str) -> list[int]:
@@ -93,7 +93,8 @@ class TextService:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             log.info("a chat template failed", exc_info=error)
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from None
+            message = f"the model's chat template refuses these messages: {error}"
+            raise RequestError(message, param="messages") from None
         return self._encode(text, False)
 
     def _token_text(self, token: int) -> tuple[str, list[int] | None]:
