@@ -70,7 +70,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "x " * 600}]}, "messages", "tokens; max_model_len 512"),
     (COMPLETIONS, {"prompt": ["a"] * 100, "n": 2}, "n", "more than 128 answers"),
     (COMPLETIONS, {**GOOD, "logit_bias": {"x": 1}}, None, "not a token id"),
-    (COMPLETIONS, {**GOOD, "logit_bias": {"01": 5, "1": -5}}, None, "names a token twice"),
+    (COMPLETIONS, {**GOOD, "logit_bias": {"01": 5, "1": -5}}, None, "names token id 1 twice"),
     (COMPLETIONS, {**GOOD, "logit_bias": {"5000": 1}}, "logit_bias", "outside the vocabulary"),
     (COMPLETIONS, {**GOOD, "logit_bias": {"5": 1e9}}, "logit_bias.5", "less than or equal to 100"),
     (COMPLETIONS, {**GOOD, "stop_token_ids": [5000]}, "stop_token_ids", "outside the vocabulary"),

@@ -53,12 +53,7 @@ def plan(
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
     if min(longest, concurrency, max_tokens, prompts, prompt_tokens) < 1:
         raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
-    shared = more_options(speculative_config, speculative)
-    chosen = split("methods", methods, str)
-    if not chosen:
-        raise ConfigError(f"--methods must name at least one of {', '.join(drafters)}")
-    options = [c for c in method_configs(chosen, [accept], ["fixed"], (), shared) if c["method"] != NONE]
-    check_options(options)
+    options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
     with progress("loading", len(LENGTHS) * (1 + len(options)) + layer_trials) as step:
         llm = LLM(**engine)
@@ -86,6 +81,16 @@ def plan(
     engines = [llm.engine, *(EngineContender(item["method"], llm, item, concurrency).engine for item in options)]
     found["environment"] = environment(llm, engine) | {"weights": weights(engines, texts)}
     (print_json if as_json else show)(found)
+
+
+def _candidates(methods: str, accept: str, shared: dict[str, Any]) -> list[dict[str, Any]]:
+    """``speculative_config`` of each method that drafts; all of them have the ``shared`` options that they know."""
+    chosen = split("methods", methods, str)
+    if not chosen:
+        raise ConfigError(f"--methods must name at least one of {', '.join(drafters)}")
+    options = [c for c in method_configs(chosen, [accept], ["fixed"], (), shared) if c["method"] != NONE]
+    check_options(options)
+    return options
 
 
 def show(found: Mapping[str, Any]) -> None:

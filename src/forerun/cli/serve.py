@@ -70,7 +70,7 @@ def serve(
         from forerun.engine.async_engine import AsyncEngine
         from forerun.serve.app import ServerOptions, create_app
         from forerun.serve.guard import is_loopback
-        from forerun.serve.run import open_socket, run
+        from forerun.serve.run import address_of, open_socket, run
     except ModuleNotFoundError as error:
         raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
     logging.getLogger("forerun").addHandler(logging.StreamHandler())
@@ -78,8 +78,7 @@ def serve(
     listener = open_socket(host, port)
     local = is_loopback(listener.getsockname()[0])
     options = ServerOptions(
-        # Click takes a variable that is empty for one that is not set.
-        api_key=os.environ.get(KEY_VARIABLE) if api_key is None else api_key,
+        api_key=_key(api_key),
         allowed_hosts=[host, *(allowed_host or [])] if local or allowed_host else None,
         chat_template=None if chat_template is None else _read(chat_template),
         max_body_bytes=max_body_bytes,
@@ -89,13 +88,16 @@ def serve(
         warn(f"{host} can be reached from outside and there is no --api-key")
     drafters = _drafters(speculative, engine, also_draft or [])
     llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=drafters)
-    name = served_model_name or llm.model.info.name
     asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
+    name = served_model_name or llm.model.info.name
     app = create_app(asynchronous, replace(options, model_name=name))
-    address = f"[{host}]" if ":" in host else host
-    out().print(f"{name}: {_facts(llm)}", soft_wrap=True)
-    out().print(f"listening on http://{address}:{listener.getsockname()[1]}", soft_wrap=True)
+    out().print(f"{name}: {_facts(llm)}\nlistening on {address_of(host, listener)}", soft_wrap=True)
     run(app, asynchronous, listener, drain_seconds=drain_timeout)
+
+
+def _key(given: str | None) -> str | None:
+    """Click takes a variable that is empty for one that is not set; whoever sets it wants a key."""
+    return os.environ.get(KEY_VARIABLE) if given is None else given
 
 
 def _facts(llm: LLM) -> str:

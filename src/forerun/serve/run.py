@@ -39,6 +39,11 @@ def open_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def address_of(host: str, listener: socket.socket) -> str:
+    """Where clients find it."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
 class DrainingServer(uvicorn.Server):
     """Finishes what it has begun before it ends: at most ``drain_seconds``, then the rest fails with a clear error. All
     the while it listens, so that whoever asks for more is told why there is none.
