@@ -77,6 +77,23 @@ def test_a_draft_that_breaks_the_grammar_is_only_a_draft(served: LLM, monkeypatc
     assert ends == {"stop", "error"}, "both kinds of answers were to be seen"
 
 
+@pytest.mark.parametrize("method", ["draft_model", "pattern", "ngram"])
+def test_an_ambiguous_grammar_holds_nobody_up(served: LLM, method: str) -> None:
+    """The parser looks at more with every letter: it ends where one step would take long."""
+    params = SamplingParams(
+        temperature=1.0,
+        seed=1,
+        max_tokens=80,
+        structured_outputs={"grammar": 'start: e\ne: e e | "a" | "b" | "c" | " "'},
+        logit_bias={served.tokenizer.eos_token_id: -100.0},
+    )
+    plain = answer(served, "x = ", params, None)
+    assert plain[2] == "error"
+    assert "Too many items" in plain[3]
+    assert 5 < len(plain[0]) < 40
+    assert answer(served, "x = ", params, method) == plain
+
+
 @pytest.mark.parametrize("regex", ["(a{1000}){500}", "a{1000000}", "(a{1000}){999}b"])
 def test_a_regex_beyond_all_limits_is_refused(served: LLM, regex: str) -> None:
     with pytest.raises(RequestError, match="too many expressions"):
