@@ -25,6 +25,7 @@ def answer(llm: LLM, prompt: str, params: SamplingParams, method: str | None) ->
         llm.engine.step()
     assert job.finish is not None
     assert job.metrics.draft_error is None
+    assert job.metrics.alpha is None or 0.0 <= job.metrics.alpha <= 1.0001
     return job.output_ids, job.text, job.finish.reason, job.finish.stopped_by, job.logprobs
 
 
@@ -40,9 +41,10 @@ def test_a_stop_before_a_dead_end(served: LLM, method: str, temperature: float) 
         stop=["def parse"],
         bad_words=["("],
     )
-    plain = answer(served, "import os\n", params, None)
-    assert plain[2:4] == ("stop", "def parse")
-    assert answer(served, "import os\n", params, method) == plain
+    for prompt in ("import os\n", 3 * f"{LONG}\n"):  # drafts that go on behind the dead end, too
+        plain = answer(served, prompt, params, None)
+        assert plain[2:4] == ("stop", "def parse")
+        assert answer(served, prompt, params, method) == plain
 
 
 @pytest.mark.parametrize("method", ["draft_model", "pattern", "ngram"])

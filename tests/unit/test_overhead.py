@@ -45,7 +45,6 @@ def test_engine_and_server_answer_the_same_requests(llm, monkeypatch, stream):
         error=found.error,
         alone_of_round=None,
     )
-    assert found.of_round is None or 0 < found.of_round <= 1
     for queued, arrivals, (again, params, speculate) in zip(seen[::3], seen[1::3], seen[2::3]):
         assert [rounds for rounds, _ in queued[0]] == [0, 0, 0]
         assert again == arrivals
@@ -104,3 +103,15 @@ def test_rounds_count_where_everybody_decodes(llm, monkeypatch):
     beats.idle = 1.5
     assert beats.share == 1.0
     assert engine.on_round is None
+
+
+def test_shares_of_turns_are_averaged(llm, monkeypatch):
+    """The first turn warms up; one without such rounds has no share."""
+    shares = iter([(0.9, 0.9), (0.1, 0.05), (None, None), (0.2, 0.07)])
+    through = overhead.Served(2.0, 1.0, 10, [])
+    monkeypatch.setattr(overhead, "_turn", lambda *given: overhead.Turn(1.0, (1.0, 0.5), through, *next(shares)))
+    found = overhead.measure(llm(), 1, requests=2, tokens=5, temperature=0.0, stream=True, repeats=3)
+    assert found.of_round == pytest.approx(0.15)
+    assert found.error == pytest.approx(0.05)  # of two: half their difference
+    assert found.alone_of_round == pytest.approx(0.06)
+    assert (found.alone, found.served, found.wall, found.processor) == (10.0, 5.0, 0.5, 0.5)

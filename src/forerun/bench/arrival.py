@@ -182,6 +182,7 @@ def main() -> None:
         max_num_seqs=given.running + 1,
         page_size=given.page_size,
         max_prefill_tokens=given.max_prefill_tokens,
+        prefix_caching=False,
     )
     if given.cpu_clock:
         llm.engine.clock = process_time

@@ -268,6 +268,8 @@ class Engine:
         prefilling = {s.id for s in sequences if s.scheduled > 1 or not s.num_output}
         result = speculate(sequences, self.target, self.router, self.rule, self.policy, self.sampler, self._clip)
         updates = self._publish(sequences, prefilling, result)
+        if any(verdict.error == NAN for verdict in result.verdicts):
+            self.target.cache.pool.scrub()  # a stop may have ended what NaN stands behind
         self.scheduler.observe(self.clock() - began)
         self.stats.rounds += 1
         seconds = result.seconds

@@ -40,6 +40,8 @@ class Constraint:
         self._fed = 0
         """Output tokens seen; those after the end of the text are not the matcher's."""
         self._ends = ends
+        self._dead = False
+        """What is committed has broken the matcher."""
         self._masks: dict[tuple[int, ...], torch.Tensor | None] = {}
         self._faults: dict[tuple[int, ...], str] = {}
 
@@ -54,7 +56,7 @@ class Constraint:
                 self._masks[path], broken = permitted(self._matcher, self._ends)
                 if broken is not None:
                     self._faults[path] = f"the grammar: {broken}"
-            self._undo(sequence, path, consumed)
+            self._undo(sequence, consumed)
         return self._masks[path]
 
     def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
@@ -75,7 +77,7 @@ class Constraint:
                 break
             found += more
             consumed += self._matcher.try_consume_tokens(more)
-        self._undo(sequence, found, consumed)
+        self._undo(sequence, consumed)
         return found[tentative : tentative + count]
 
     def _single(self) -> list[int]:
@@ -97,13 +99,14 @@ class Constraint:
             self._fed += len(fresh)
             if not self._matcher.is_stopped():
                 self._matcher.try_consume_tokens(fresh)
+            self._dead = self._matcher.is_error()
         return tuple(sequence.tokens[committed:])
 
-    def _undo(self, sequence: Sequence, tried: Seq[int], consumed: int) -> None:
-        """Take back the tokens ``tried``, of which so many were ``consumed``."""
+    def _undo(self, sequence: Sequence, consumed: int) -> None:
+        """Take back so many tokens that are not committed, and whatever else broke the matcher."""
         if not self._matcher.is_error():
             self._matcher.rollback(consumed)
-        elif tried:
+        elif not self._dead:
             self._matcher = self._start.deep_copy()
             self._matcher.try_consume_tokens(sequence.tokens[sequence.num_prompt :][: self._fed])
 

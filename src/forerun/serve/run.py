@@ -63,23 +63,30 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.engine = engine
         self.drain_seconds = drain_seconds
-        self.hurried = False
+        self.hurried = self.drained = False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ends = monotonic() + self.drain_seconds
         draining = asyncio.create_task(self.engine.drain(self.drain_seconds))
         while not draining.done() and not self.hurried:
             await asyncio.wait([draining], timeout=0.1)
-        if not draining.done():
+        if draining.done():
+            draining.result()
+        else:
             draining.cancel()
             await self.engine.drain(0.0)
         # What has been said may still have to be written.
         self.config.timeout_graceful_shutdown = 1 if self.hurried else max(0, int(ends - monotonic())) + 5
+        self.drained = True
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves it at that
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self.lifespan.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self.hurried = True
+            self.hurried, self.force_exit = True, self.drained
         else:
             super().handle_exit(sig, frame)
 
