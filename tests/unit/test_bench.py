@@ -216,29 +216,6 @@ def test_peers_answer_the_same_prompts_with_the_same_counts(llm, tiny_draft):
         assert 0 < found.tokens <= 18
 
 
-def test_method_configs_are_every_combination_and_check_their_keys():
-    configs = method_configs(["none", "ngram", "random"], ["coupled", "token"], ["fixed"], [2, 4], {"max_order": 3})
-    assert configs[0] == {"method": "none"}
-    assert len(configs) == 1 + 2 * 2 * 2
-    assert all(("max_order" in config) == (config["method"] == "ngram") for config in configs)
-    with pytest.raises(ConfigError, match="'nonsense'"):
-        method_configs(["ngram"], ["coupled"], ["fixed"], [], {"nonsense": 1})
-
-
-def test_plain_decoding_can_be_measured_against_itself():
-    configs = method_configs(["none", "ngram", "none"], ["coupled"], ["fixed"], [], {})
-    assert [config["method"] for config in configs] == ["none", "none", "ngram"]
-
-
-def test_options_of_one_method_do_not_reach_another():
-    shared = {"ngram": {"max_order": 3, "num_speculative_tokens": 2}, "num_speculative_tokens": 5}
-    configs = method_configs(["ngram", "random"], ["coupled"], ["fixed"], [], shared)
-    assert [config.get("num_speculative_tokens") for config in configs] == [None, 2, 5]
-    assert [config.get("max_order") for config in configs] == [None, 3, None]
-    with pytest.raises(ConfigError, match="options of 'ngram'"):
-        method_configs(["ngram"], ["coupled"], ["fixed"], [], {"ngram": 3})
-
-
 def test_every_method_runs_or_is_left_out_with_a_reason(llm, tiny_draft):
     named = {"draft_model": {"model": tiny_draft}, "staged": {"model": tiny_draft}}
     configs = method_configs(["all"], ["coupled"], ["fixed"], [], named)

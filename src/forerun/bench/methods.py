@@ -46,6 +46,10 @@ def method_configs(
             used.add(method)
         config |= {"method": method, "accept": accept, "length": length}
         if count is not None:
+            if "num_speculative_tokens" in config:
+                raise ConfigError(
+                    f"num_speculative_tokens of {method!r} is given twice: as an option and in --spec-tokens"
+                )
             config["num_speculative_tokens"] = count
         if not every:
             SpeculativeConfig.parse(config)
@@ -59,6 +63,9 @@ def method_configs(
 def _options_of(method: str, options: Any) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ConfigError(f"the options of {method!r} must be a mapping, not {options!r}")
+    for key in ("method", "accept", "length"):
+        if key in options:
+            raise ConfigError(f"{key!r} is chosen for all methods alike: leave it out of {method!r}'s options")
     return dict(options)
 
 

@@ -1,0 +1,43 @@
+"""Which configurations a benchmark measures."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.bench.methods import method_configs
+from forerun.core.errors import ConfigError
+
+
+def test_method_configs_are_every_combination_and_check_their_keys():
+    configs = method_configs(["none", "ngram", "random"], ["coupled", "token"], ["fixed"], [2, 4], {"max_order": 3})
+    assert configs[0] == {"method": "none"}
+    assert len(configs) == 1 + 2 * 2 * 2
+    assert all(("max_order" in config) == (config["method"] == "ngram") for config in configs)
+    with pytest.raises(ConfigError, match="'nonsense'"):
+        method_configs(["ngram"], ["coupled"], ["fixed"], [], {"nonsense": 1})
+
+
+def test_plain_decoding_can_be_measured_against_itself():
+    configs = method_configs(["none", "ngram", "none"], ["coupled"], ["fixed"], [], {})
+    assert [config["method"] for config in configs] == ["none", "none", "ngram"]
+
+
+def test_options_of_one_method_do_not_reach_another():
+    shared = {"ngram": {"max_order": 3, "num_speculative_tokens": 2}, "num_speculative_tokens": 5}
+    configs = method_configs(["ngram", "random"], ["coupled"], ["fixed"], [], shared)
+    assert [config.get("num_speculative_tokens") for config in configs] == [None, 2, 5]
+    assert [config.get("max_order") for config in configs] == [None, 3, None]
+    with pytest.raises(ConfigError, match="options of 'ngram'"):
+        method_configs(["ngram"], ["coupled"], ["fixed"], [], {"ngram": 3})
+
+
+@pytest.mark.parametrize("key", ["method", "accept", "length"])
+def test_what_is_chosen_for_all_methods_is_no_option_of_one(key):
+    with pytest.raises(ConfigError, match=f"'{key}' is chosen for all methods alike"):
+        method_configs(["ngram"], ["coupled"], ["fixed"], [], {"ngram": {key: "token"}})
+
+
+@pytest.mark.parametrize("shared", [{"num_speculative_tokens": 5}, {"ngram": {"num_speculative_tokens": 5}}])
+def test_a_draft_length_given_twice_is_refused(shared):
+    with pytest.raises(ConfigError, match="twice"):
+        method_configs(["ngram"], ["coupled"], ["fixed"], [2, 4], shared)
