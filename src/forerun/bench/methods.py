@@ -65,7 +65,7 @@ def _options_of(method: str, options: Any) -> dict[str, Any]:
         raise ConfigError(f"the options of {method!r} must be a mapping, not {options!r}")
     for key in ("method", "accept", "length"):
         if key in options:
-            raise ConfigError(f"{key!r} is chosen for all methods alike: leave it out of {method!r}'s options")
+            raise ConfigError(f"{key!r} is chosen for all methods alike: leave it out of the options of {method!r}")
     return dict(options)
 
 
