@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
-from forerun.models import native
+from forerun.models import linear
 from forerun.models.base import new_cache
 from forerun.models.hf import HFModel
 from forerun.models.invariance import self_test
 from forerun.models.linear import can_pack
+from forerun.models.load import load_model
 from forerun.models.native import NativeModel
 from forerun.models.streamed import can_stream
 
@@ -19,15 +24,19 @@ SIZES = {
     "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 352, "max_position_embeddings": 1024,
 }  # fmt: skip
-PLAIN, PACKED, STREAMED = ({"weights": how} for how in ("plain", "packed", "streamed"))
+CHUNKS = (5, 33, 65)
+"""Rows a call; the command's self-test has more."""
+ROWS = 90
+FAR = 275
+"""Past the end of a block of keys, with room for a tree behind it."""
 
 
-def build(kind: str = "llama", dtype: torch.dtype = torch.float32, invariant: bool = True, **options):
+def build(kind: str = "llama", dtype: torch.dtype = torch.float32, invariant: bool = True, width: int = 64, **options):
     torch.manual_seed(0)
     if kind == "qwen3":
         module = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32))
     else:
-        config = LlamaConfig(**SIZES)
+        config = LlamaConfig(**SIZES, head_dim=width)
         module = LlamaForCausalLM._from_config(config, attn_implementation="forerun" if kind == "hf" else "sdpa")
     for parameter in module.parameters():
         if parameter.dim() > 1:
@@ -36,64 +45,47 @@ def build(kind: str = "llama", dtype: torch.dtype = torch.float32, invariant: bo
     return cls(module.to(dtype).eval(), name="t", eos_ids=frozenset(), invariant=invariant, **options)
 
 
-MODELS = {
-    "float32": (build, ("llama", torch.float32), PLAIN),
-    "float32-packed": (build, ("llama", torch.float32), PACKED),
-    "float32-streamed": (build, ("llama", torch.float32), STREAMED),
-    "qwen3-float32": (build, ("qwen3", torch.float32), {}),
-    "hf-float32": (build, ("hf", torch.float32), {}),
-    "bfloat16": (build, ("llama", torch.bfloat16), PLAIN),
-    "bfloat16-packed": (build, ("llama", torch.bfloat16), PACKED),
-    "bfloat16-streamed": (build, ("llama", torch.bfloat16), STREAMED),
-    "qwen3-bfloat16": (build, ("qwen3", torch.bfloat16), {}),
-    "hf-bfloat16": (build, ("hf", torch.bfloat16), {}),
-}
-
-
-MODELS = {name: how for name, how in MODELS.items() if how[2] != PACKED or can_pack(how[1][1])}
-MODELS = {name: how for name, how in MODELS.items() if how[2] != STREAMED or can_stream(how[1][1])}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASES = [(kind, dtype, how) for kind in ("llama", "hf") for dtype in DTYPES for how in ("plain", "packed", "streamed")]
+CASES += [("qwen3", dtype, "auto") for dtype in DTYPES]
+CASES = [case for case in CASES if case[2] != "packed" or can_pack(case[1])]
+CASES = [case for case in CASES if case[2] != "streamed" or can_stream(case[1])]
 """What this torch runs on this processor."""
 
 
-def model_of(name: str):
-    make, arguments, options = MODELS[name]
-    return make(*arguments, **options)
+def name_of(case) -> str:
+    return "-".join(str(part).removeprefix("torch.") for part in case)
 
 
 @pytest.mark.usefixtures("cpu_attention")
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_self_test_finds_nothing(name, page_size):
-    assert self_test(model_of(name), page_size=page_size) == []
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_every_way_of_feeding_gives_the_bits_of_decoding(case, page_size):
+    kind, dtype, how = case
+    assert self_test(build(kind, dtype, weights=how), page_size=page_size, rows=ROWS, chunks=CHUNKS) == []
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MODELS if name == "float32" or "-packed" in name or "-streamed" in name]
-)
 @pytest.mark.usefixtures("cpu_attention")
-def test_many_rows(name):
-    model, generator = model_of(name), torch.Generator().manual_seed(3)
-    tokens = torch.randint(512, (131,), generator=generator).tolist()
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_across_blocks_of_keys(page_size):
+    assert self_test(build("qwen3"), page_size=page_size, rows=FAR, chunks=CHUNKS) == []
 
-    def feed(cuts: list[int], mates: bool = False) -> torch.Tensor:
-        cache = new_cache(model, max_seqs=2, max_len=131)
-        rows, start, fed = [], 0, 0
-        for end in cuts:
-            spans = [Span(0, start, tokens[start:end], logits=list(range(end - start)))]
-            if mates:
-                count = 1 + (end * 7) % 5
-                spans.insert(0, Span(1, fed, tokens[fed : fed + count]))
-                fed += count
-            rows.append(model.forward(Batch(spans), cache).logits)
-            start = end
-        return torch.cat(rows)
 
-    singly = feed(list(range(1, 132)))
-    assert torch.equal(singly, feed([131]))
-    for rows in (3, 5, 8):
-        assert torch.equal(singly, feed([*range(rows, 131, rows), 131]))
-    ragged = sorted({*torch.randint(1, 131, (20,), generator=generator).tolist(), 131})
-    assert torch.equal(singly[:100], feed([end for end in ragged if end < 100] + [100], mates=True))
+@pytest.mark.parametrize("width", [40, 100, 120])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_widths_that_are_no_power_of_two(dtype, width):
+    assert self_test(build("llama", dtype, width=width), rows=ROWS, chunks=CHUNKS) == []
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_whatever_the_number_of_threads_when_it_was_loaded(threads):
+    model, before = build(weights="plain"), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert self_test(model, rows=20, chunks=(5,)) == []
+        assert model.tiles.threads == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_self_test_reports_a_dependence():
@@ -102,33 +94,106 @@ def test_the_self_test_reports_a_dependence():
 
         def __init__(self, model):
             self.model, self.info = model, model.info
-            self.invariant, self.row_multiple, self.key_multiple = True, model.row_multiple, model.key_multiple
+            self.invariant, self.tiles = True, model.tiles
 
         def forward(self, batch, cache):
             out = self.model.forward(batch, cache)
-            return Output(out.logits + (1e-7 * (batch.num_rows > 4)))
+            return Output(out.logits + (1e-6 * (batch.num_rows > 64)))
 
-    failures = self_test(Leaky(build()))
-    assert any("prefill in one chunk" in failure for failure in failures)
+    found = {finding.way: finding for finding in self_test(Leaky(build()), rows=150)}
+    assert {"65 rows a call", "all rows in one call"} <= set(found)
+    assert found["65 rows a call"].differing == 130
+    assert "64 rows a call" not in found
+    assert "130 of 150 rows differ" in str(found["65 rows a call"])
 
 
-def test_a_context_shorter_than_the_probe():
+@pytest.mark.parametrize("longest", [1, 2, 3, 9, 32])
+def test_a_context_shorter_than_the_probe(longest):
     torch.manual_seed(0)
-    config = LlamaConfig(**{**SIZES, "max_position_embeddings": 32})
-    assert self_test(NativeModel(LlamaForCausalLM(config), name="t", eos_ids=frozenset(), invariant=True)) == []
+    config = LlamaConfig(**{**SIZES, "max_position_embeddings": longest})
+    model = NativeModel(LlamaForCausalLM(config), name="t", eos_ids=frozenset(), invariant=True)
+    assert self_test(model) == []
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)])
-def test_padding_to_more_rows_than_needed_changes_no_bit(monkeypatch, dtype):
-    fewest = build("llama", dtype, weights="packed")
-    monkeypatch.setattr(native, "quickest_rows", lambda layers, fewest: 4)
-    more = build("llama", dtype, weights="packed")
-    assert self_test(more) == []
-    logits = []
-    for model in (fewest, more):
-        cache = new_cache(model, max_seqs=1, max_len=64)
-        steps = [[3, 4, 5, 6, 7], [8], [9, 10], [11]]
-        starts = [0, 5, 6, 8]
-        spans = [Span(0, start, tokens, logits=[len(tokens) - 1]) for start, tokens in zip(starts, steps)]
-        logits.append(torch.cat([model.forward(Batch([span], model.info.device), cache).logits for span in spans]))
-    assert torch.equal(*logits)
+class Depends(linear.Plain):
+    """A layer that adds up in another order from so many rows on, or only in the last of its rows."""
+
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        y = super().__call__(x)
+        some = x.shape[1] * 3 // 7
+        other = F.linear(x[:, :some], self.weight[:, :some]) + F.linear(x[:, some:], self.weight[:, some:])
+        y = y.clone()
+        if self.where == "many rows" and len(x) >= 24:
+            y = other
+        elif self.where == "the last row" and len(x) >= 24:
+            y[-1] = other[-1]
+        return y if add is None else y.add_(add)
+
+    where = "nowhere"
+
+
+@pytest.mark.parametrize("where", ["many rows", "the last row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, where):
+    """Where sizes from 24 on would change bits, they are found out and left alone, and what is left holds."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    usual = build(dtype=dtype, weights="plain")
+    assert usual.tiles.rows[-1] == tiles.SIZES[-1]
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(Depends, "where", where)
+    monkeypatch.setattr(linear, "Plain", Depends)
+    model = build(dtype=dtype, weights="plain")
+    assert model.tiles.rows == tuple(size for size in usual.tiles.rows if size < 24)
+    assert self_test(model, rows=80) == []
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("experts"))
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_mixture_of_experts_keeps_the_bits_of_single_rows_only(experts):
+    with pytest.warns(RuntimeWarning, match="invariant mode is off: in MixtralForCausalLM"):
+        model = load_model(experts, invariant=None)
+    assert not model.invariant
+    model = load_model(experts, invariant=True)
+    assert model.tiles.together == 1
+    assert self_test(model, rows=60, chunks=CHUNKS) == []
+
+
+def test_what_was_found_is_kept_and_a_damaged_record_is_not_trusted(monkeypatch, tmp_path):
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    wanted = build(weights="plain").tiles
+    records = sorted((tmp_path / "tiles").iterdir())
+    assert len(records) >= 2
+    with monkeypatch.context() as without:
+        without.setattr(tiles, "compare", lambda *_: pytest.fail("found again"))
+        assert build(weights="plain").tiles == wanted
+    for text in ("", "{}", '[["4"]]', "[[5]]", "[[8, 4]]", "[[]]", "\x00"):
+        for record in records:
+            record.write_text(text)
+        assert build(weights="plain").tiles == wanted
+
+
+def test_nothing_is_kept_where_nothing_can_be(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    wanted = build(weights="plain").tiles
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))
+    assert build(weights="plain").tiles == wanted
+
+
+def test_off_by_request_nothing_is_padded():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = build(invariant=False, weights="plain")
+    assert model.tiles is None
+    cache, met = new_cache(model, max_seqs=1, max_len=16), []
+    layer = model._layers[0].qkv
+    model._layers[0].qkv = lambda x: (met.append(len(x)), layer(x))[1]
+    model.forward(Batch([Span(0, 0, [1, 2, 3], logits=[2])]), cache)
+    model.forward(Batch([Span(0, 3, [4], logits=[0])]), cache)
+    assert met == [3, 1]

@@ -97,7 +97,8 @@ def test_a_model_s_size_and_error(kind, dtype):
     plain, quantized = model(None), model(kind, dtype=dtype)
     share = quantize.size(quantized.linears()) / quantize.size(plain.linears())
     assert share < 0.30
-    assert quantize.error(logits(plain), logits(quantized)) < 0.08
+    coarse = 1 if quantize.ours(CPU, dtype) else 127 / quantize._levels()  # FBGEMM without VNNI has half the levels
+    assert quantize.error(logits(plain), logits(quantized)) < 0.08 * coarse
     assert quantized.info.path == f"native, {'int8' if kind == 'int8' else 'int8 by rows'}"
 
 

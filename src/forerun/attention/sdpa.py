@@ -6,22 +6,19 @@ import torch
 import torch.nn.functional as F
 
 from forerun.attention.base import Attention, Query
-from forerun.attention.layout import Call, Layout, Planner, Tree, Where
+from forerun.attention.layout import Call, Layout, Planner
 from forerun.attention.mask import FOLDED, ChainMasks, repeat, tree_mask
-from forerun.cache.pool import Pool, adjacent
+from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 
 
 class SdpaAttention(Attention):
-    """Folded grouped-query attention; short rows of several sequences share a call.
+    """Folded grouped-query attention; short rows of several sequences share a call, a tree is one masked call. A row's
+    bits depend on its batch: ``tiled.py`` is for those who mind."""
 
-    With ``exact`` a row's bits do not depend on its batch, see ``Planner``; otherwise keys are not
-    padded and a tree is one masked call.
-    """
-
-    def __init__(self, pool: Pool, *, exact: bool = False, key_multiple: int = 1) -> None:
+    def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
-        self.planner = Planner(pool, key_multiple, exact=exact)
+        self.planner = Planner(pool)
         self.masks = ChainMasks(pool.device, pool.dtype)
 
     def begin(self, batch: Batch) -> None:
@@ -31,23 +28,16 @@ class SdpaAttention(Attention):
 
     def run(self, query: Query, batch: Batch) -> torch.Tensor:
         layout: Layout = batch.plan["sdpa"]
-        parts = [self._attend_tree(query, tree, batch) for tree in layout.trees]
         k, v, count = query.k, query.v, batch.num_rows
         spare = query.q.shape[0] - count
-        self._write(query.layer, k[:count] if spare else k, v[:count] if spare else v, layout.where)
-        parts += [self._attend(query, call, batch) for call in layout.calls]
+        layout.where.store(self.pool, query.layer, k[:count] if spare else k, v[:count] if spare else v)
+        parts = [self._attend(query, call, batch) for call in layout.calls]
         if count == 1:
             return parts[0].expand(query.q.shape[0], -1) if spare else parts[0]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if layout.order is not None:
             out = out.index_select(0, layout.order)
         return torch.cat([out, out[-1:].expand(spare, -1)]) if spare else out
-
-    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor, where: Where) -> None:
-        if where.places is not None:
-            self.pool.write(layer, where.places, k, v)
-        else:
-            self.pool.write_run(layer, where.page, where.first, k, v)
 
     def _attend(self, query: Query, call: Call, batch: Batch) -> torch.Tensor:
         k, v = self._keys_and_values(query.layer, call)
@@ -60,29 +50,6 @@ class SdpaAttention(Attention):
         mask = self._mask(batch, call, groups, query.window)
         out = attend(fold(q, sequences, k.shape[1]), k, v, mask, query.scale, query.softcap)
         return unfold(out, rows, groups)
-
-    def _attend_tree(self, query: Query, tree: Tree, batch: Batch) -> torch.Tensor:
-        """[rows, heads * value width] in the tree's order. Path after path lays its rows where plain decoding has
-        them, in the pool itself or, behind a page table, in a copy."""
-        keys, values = self._keys_and_values(query.layer, tree.span)
-        groups = query.q.shape[1] // keys.shape[1]
-        folded = fold(query.q.index_select(0, tree.rows), 1, keys.shape[1])
-        sides = _sides(keys[0], values[0], query.k, query.v)
-        places = [(home, rows.index_select(0, tree.stored)) for home, rows in sides]
-        parts = []
-        for path in tree.paths:
-            for home, rows in places:
-                home.narrow(0, path.first, path.count).copy_(rows.narrow(0, path.stored, path.count))
-            for call in path.calls:
-                size = groups * call.count
-                part = folded.narrow(2, groups * call.offset, -(-size // FOLDED) * FOLDED)
-                seen = keys, values
-                if call.columns < tree.span.columns:
-                    seen = keys.narrow(2, 0, call.columns), values.narrow(2, 0, call.columns)
-                mask = self._mask(batch, call, groups, query.window)
-                parts.append(attend(part, *seen, mask, query.scale, query.softcap).narrow(2, 0, size))
-        out = torch.cat(parts, dim=2)
-        return unfold(out, out.shape[2] // groups, groups)
 
     def _keys_and_values(self, layer: int, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """[sequences, kv heads, columns, width] of one layer."""
@@ -116,16 +83,6 @@ class SdpaAttention(Attention):
             return None
         masks = [self.masks.get(rows, groups, first, columns, window) for first in call.firsts]
         return masks[0] if len(masks) == 1 else torch.stack(masks)[:, None]
-
-
-def _sides(
-    keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Where rows belong and the rows, [columns, heads, width] and [rows, heads, width]: keys, then values, or both in
-    one where they lie side by side. ``keys`` and ``values`` are [heads, columns, width]."""
-    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-    home, rows = adjacent(keys, values), adjacent(k, v)
-    return [(keys, k), (values, v)] if home is None or rows is None else [(home, rows)]
 
 
 def fold(q: torch.Tensor, sequences: int, kv_heads: int) -> torch.Tensor:

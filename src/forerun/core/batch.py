@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -43,6 +45,15 @@ class Span:
             depths.append(0 if parent < 0 else depths[parent] + 1)
         return depths
 
+    def piece(self, begin: int, end: int) -> Span:
+        """Rows [begin, end), the ones before them having been fed."""
+        if begin == 0 and end == len(self.tokens):
+            return self
+        nodes = self.stored + end
+        parents = None if self.parents is None else self.parents[:nodes]
+        logits = [row - begin for row in self.logits if begin <= row < end]
+        return Span(self.key, self.start, self.tokens[begin:end], parents, self.stored + begin, logits)
+
     def positions(self) -> list[int]:
         if self.parents is None:
             first = self.start + self.stored
@@ -80,6 +91,33 @@ class Batch:
             total += len(span.tokens)
         self.num_rows = total
         self.plan: dict = {}
+
+    def pieces(self, rows: int, logits: int) -> list[Batch]:
+        """The same rows in batches of at most ``rows`` rows and ``logits`` wanted logits, to be fed in this order."""
+        if self.num_rows <= rows and self.num_logits <= logits:
+            return [self]
+        return [self._piece(begin, end) for begin, end in pairwise([0, *self._cuts(rows, logits), self.num_rows])]
+
+    def _cuts(self, rows: int, logits: int) -> Iterator[int]:
+        wanted = {offset + row for span, offset in zip(self.spans, self.offsets) for row in span.logits}
+        first = taken = 0
+        for row in range(self.num_rows):
+            if row - first == rows or (row in wanted and taken == logits):
+                yield row
+                first, taken = row, 0
+            taken += row in wanted
+
+    def _piece(self, begin: int, end: int) -> Batch:
+        spans = [
+            span.piece(max(begin - offset, 0), min(end - offset, span.count))
+            for span, offset in zip(self.spans, self.offsets)
+            if offset < end and begin < offset + span.count
+        ]
+        embeds, embed_rows = self.embeds, None
+        if embeds is not None:
+            here = [i for i, row in enumerate(self.embed_rows or ()) if begin <= row < end]
+            embeds, embed_rows = embeds[here], [(self.embed_rows or [])[i] - begin for i in here]
+        return Batch(spans, self.device, hidden=self.hidden, layers=self.layers, embeds=embeds, embed_rows=embed_rows)
 
     @cached_property
     def input_ids(self) -> torch.Tensor:

@@ -75,7 +75,7 @@ def folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "forerun"
 
 
-def _processor() -> str:
+def processor() -> str:
     """What ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -108,7 +108,7 @@ def library() -> ctypes.CDLL | None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or compiler is None:
         return None
     parts = [path.read_text(encoding="utf-8") for path in SOURCES + HEADERS]
-    parts += [compiler, *FLAGS, _processor()]
+    parts += [compiler, *FLAGS, processor()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     try:
         path = folder() / f"kernels-{key}.so"

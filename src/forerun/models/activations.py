@@ -1,7 +1,7 @@
 """Activations whose bits do not depend on where in a tensor an element lies.
 
-torch's float32 silu and tanh-gelu round differently in the vector body and in the tail of a loop, so that a row's
-bits change with the number of rows beside it; exp and tanh do not.
+torch's silu and tanh-gelu round differently in the vector body and in the tail of a loop, so that a row's bits change
+with its place in a call; float32 exp and tanh do not.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from torch import nn
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x), from exp."""
-    if x.dtype != torch.float32:
-        return nn.functional.silu(x)
-    return x / (1.0 + torch.exp(-x))
+    wide = x.float()
+    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """The tanh form of gelu."""
-    if x.dtype != torch.float32:
-        return nn.functional.gelu(x, approximate="tanh")
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    wide = x.float()
+    inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
 
 
 class _Silu(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 from forerun.attention.base import Attention
 from forerun.attention.sdpa import SdpaAttention
 from forerun.attention.streamed import StreamedAttention, can_attend
+from forerun.attention.tiled import BLOCK, TiledAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
@@ -38,15 +40,43 @@ class ModelInfo:
     quantization: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The row counts, ascending, of calls whose results agree to the last bit: of the layers, and of the output layer. They hold for so many ``threads``."""
+
+    rows: tuple[int, ...]
+    logits: tuple[int, ...]
+    threads: int
+
+    @property
+    def together(self) -> int:
+        """Rows that one call takes, their logits included."""
+        return min(self.rows[-1], self.logits[-1])
+
+    def forward(self, feed: Callable[[Batch, Attention], Output], batch: Batch, cache: Attention) -> Output:
+        """``feed`` in pieces that fit."""
+        pieces = batch.pieces(self.rows[-1], self.logits[-1])
+        if len(pieces) == 1:
+            return feed(batch, cache)
+        for span in batch.spans:  # nothing may be written if there is no room for all
+            cache.pool.reserve(span.key, span.end)
+        outputs = [feed(piece, cache) for piece in pieces]
+        hidden = {layer: torch.cat([output.hidden[layer] for output in outputs]) for layer in batch.hidden}
+        return Output(torch.cat([output.logits for output in outputs]), hidden)
+
+
 class Model(Protocol):
     """A decoder. ``forward`` feeds the rows of a batch and returns logits of the rows that asked for them."""
 
     info: ModelInfo
     invariant: bool
     """Whether a row's bits do not depend on the rows beside it."""
-    row_multiple: int
-    """Rows are padded to this many (1: not at all), as the backend needs it to be invariant."""
-    key_multiple: int
+    tiles: Tiles | None
+    """How rows are put into calls to be invariant; None: as they come."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows that a round of one is padded to."""
 
     def forward(self, batch: Batch, cache: Attention) -> Output:
         """Float32 logits [batch.num_logits, vocabulary] and the hidden states that the batch asked for."""
@@ -56,12 +86,6 @@ class Model(Protocol):
 
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, vocabulary] of final (normalised) hidden states."""
-
-
-INVARIANT_ROWS = 4
-PACKED_ROWS = 2
-"""oneDNN has a kernel of its own for one row; all other row counts give a row the same bits."""
-INVARIANT_KEYS = 128
 
 
 def new_cache(
@@ -79,30 +103,31 @@ def new_cache(
     ``max_len`` tokens and ``slack`` tree nodes. Otherwise pages of ``page_size`` tokens, ``num_pages`` of them
     (default: enough for every sequence at full length).
     """
-    longest = -(-(max_len + slack) // model.key_multiple) * model.key_multiple
+    info = model.info
+    ours = can_attend(info.dtype, info.device, info.kv_shapes)
+    tiled = model.invariant and info.device.type == "cpu" and not ours
+    longest = padded(max_len + slack, BLOCK) if tiled else max_len + slack
     if page_size is None:
         page_size, num_pages = longest, num_pages or max_seqs
     else:
         if page_size < 1:
             raise ConfigError(f"page_size must be at least 1, not {page_size}")
         num_pages = num_pages or max_seqs * -(-longest // page_size)
-    pool = Pool(model.info.kv_shapes, num_pages, page_size, model.info.dtype, model.info.device)
-    if model.info.device.type == "cuda":
+    pool = Pool(info.kv_shapes, num_pages, page_size, info.dtype, info.device)
+    if info.device.type == "cuda":
         from forerun.attention.triton import TritonAttention
 
         return TritonAttention(pool)
-    if can_attend(model.info.dtype, model.info.device, model.info.kv_shapes):
+    if ours:
         return StreamedAttention(pool)
-    return SdpaAttention(pool, exact=model.invariant, key_multiple=model.key_multiple)
+    return TiledAttention(pool) if tiled else SdpaAttention(pool)
 
 
 def padded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def pad_rows(rows: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Repeat the last row until the count is a multiple."""
-    missing = padded(rows.shape[0], multiple) - rows.shape[0]
-    if not missing:
-        return rows
-    return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])
+def pad_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Repeat the last row until there are ``count``."""
+    missing = count - rows.shape[0]
+    return rows if missing <= 0 else torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])

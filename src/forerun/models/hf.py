@@ -13,18 +13,22 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
+from transformers import __version__ as VERSION
 from transformers.masking_utils import AttentionMaskInterface
 
 from forerun.attention.base import Attention, Query
 from forerun.cache.pool import KVShape
+from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
-from forerun.models import activations
-from forerun.models.base import INVARIANT_KEYS, INVARIANT_ROWS, ModelInfo, new_cache, pad_rows
+from forerun.models import activations, tiling
+from forerun.models.base import ModelInfo, Tiles, new_cache, pad_rows
 from forerun.models.linear import Linear, choose, describe, replace_linears
 
 NAME = "forerun"
+NAMES = ("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id")
+"""Of a config, what does not shape the computation."""
 
 HARMLESS = frozenset(
     {
@@ -98,6 +102,17 @@ AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, _no_mask)
 
 
+def _settings(layer: torch.nn.Module) -> str:
+    """All that tells one layer of a model from another: its parts' kinds, shapes and options, not their numbers."""
+    simple = (bool, int, float, str, type(None))
+    parts = []
+    for name, part in layer.named_modules():
+        options = {key: value for key, value in vars(part).items() if isinstance(value, simple) and key != "layer_idx"}
+        shapes = [(key, tuple(value.shape), value.dtype) for key, value in part.named_parameters(recurse=False)]
+        parts.append((name, type(part).__name__, sorted(options.items()), shapes))
+    return repr(parts)
+
+
 def _sizes(module: PreTrainedModel, replaced: list[Linear]) -> tuple[int, int]:
     """Bytes of the matrices, those of the layers that run in place of the module's own among them; and without the
     embedding, unless the module's own head reads it."""
@@ -122,8 +137,7 @@ class HFModel:
     ) -> None:
         self.module = module.eval()
         self.invariant = invariant
-        self.row_multiple = INVARIANT_ROWS if invariant else 1
-        self.key_multiple = INVARIANT_KEYS if invariant else 1
+        self.tiles: Tiles | None = None
         config = module.config.get_text_config()
         activations.make_row_independent(module)
         device, dtype = module.device, module.dtype
@@ -148,6 +162,26 @@ class HFModel:
             token_bytes=read,
         )
         self._check_pieces()
+        if invariant:
+            self.tiles = tiling.find(self)
+
+    @property
+    def row_multiple(self) -> int:
+        return 1 if self.tiles is None else self.tiles.rows[0]
+
+    def signature(self) -> str:
+        sizes = {name: value for name, value in self.module.config.to_dict().items() if name not in NAMES}
+        return repr((self.info.path, self.info.dtype, self.info.device.type, sorted(sizes.items(), key=str), VERSION))
+
+    def kinds(self) -> list[tuple[int, ...] | None]:
+        """Layers that stand for all: one for each choice of shapes and settings."""
+        layers = getattr(self.module.get_decoder(), "layers", None)
+        if not isinstance(layers, torch.nn.ModuleList):
+            return [None]
+        found: dict[str, int] = {}
+        for index, layer in enumerate(layers):
+            found.setdefault(_settings(layer), index)
+        return [(index,) for index in found.values()]
 
     @inference
     def _check_pieces(self) -> None:
@@ -178,7 +212,13 @@ class HFModel:
         called: dict[torch.nn.Linear, None] = {}
         linears = [part for part in module.modules() if type(part) is torch.nn.Linear]
         hooks = [part.register_forward_hook(lambda part, *_: called.update({part: None})) for part in linears]
-        module(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, forerun=probe)
+        module(
+            input_ids=ids,
+            position_ids=torch.arange(2, device=device)[None],
+            use_cache=False,
+            output_hidden_states=True,  # what collects them settles on the layers of the first call that asks
+            forerun=probe,
+        )
         for hook in hooks:
             hook.remove()
         if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
@@ -190,23 +230,32 @@ class HFModel:
 
     @inference
     def forward(self, batch: Batch, cache: Attention) -> Output:
+        if self.tiles is None:
+            return self.feed(batch, cache)
+        if self.tiles.threads != torch.get_num_threads():
+            self.tiles = tiling.find(self)
+        return self.tiles.forward(self.feed, batch, cache)
+
+    def feed(self, batch: Batch, cache: Attention) -> Output:
+        """One call of the module, padded to a call's size where there are such."""
         cache.begin(batch)
-        ids = pad_rows(batch.input_ids, self.row_multiple)
-        positions = pad_rows(batch.positions, self.row_multiple)
+        rows, wanted = batch.num_rows, batch.num_logits
+        if self.tiles is not None:
+            rows, wanted = tiles.fit(rows, self.tiles.rows), wanted and tiles.fit(wanted, self.tiles.logits)
+        ids, positions = pad_rows(batch.input_ids, rows), pad_rows(batch.positions, rows)
         inputs: dict[str, Any] = {"input_ids": ids[None]}
         if batch.embeds is not None:
             embeds = self.embed(ids)
             embeds[batch.embed_rows] = batch.embeds.to(embeds.dtype)
             inputs = {"inputs_embeds": embeds[None]}
-        wanted = batch.num_logits
-        rows = pad_rows(batch.logit_rows, self.row_multiple) if wanted else batch.positions[:0]
+        keep = pad_rows(batch.logit_rows, wanted) if wanted else batch.positions[:0]
         with self._only(batch.layers):
             out = self.module(
                 **inputs,
                 position_ids=positions[None],
                 use_cache=False,
                 output_hidden_states=bool(batch.hidden),
-                logits_to_keep=rows,
+                logits_to_keep=keep,
                 forerun=_Context(batch, cache),
             )
         cache.finish(batch)
@@ -214,7 +263,7 @@ class HFModel:
         hidden = {
             layer: out.hidden_states[-1 if layer == last else layer][0, : batch.num_rows] for layer in batch.hidden
         }
-        return Output(out.logits[0, :wanted].float(), hidden)
+        return Output(out.logits[0, : batch.num_logits].float(), hidden)
 
     @contextmanager
     def _only(self, layers: tuple[int, ...] | None) -> Iterator[None]:

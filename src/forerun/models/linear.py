@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from statistics import median
-from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -19,14 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.core.errors import ConfigError
-from forerun.models.base import INVARIANT_ROWS, PACKED_ROWS
 from forerun.models.streamed import Streamed, can_stream
 
 WEIGHTS = ("auto", "plain", "packed", "streamed")
-CACHED_BYTES = 128 << 20
-"""Weights above this size surely do not fit a processor's caches."""
-WORTH = 0.95
-"""More rows than needed must cost at most so much of what the fewest cost."""
 PACK_FROM = 256
 """Fewest inputs and outputs for which packing pays: a packed call has some 10 us of fixed cost."""
 
@@ -37,9 +30,8 @@ class Linear(Protocol):
     kind: str
     """How the weights are stored, for ``ModelInfo.path``."""
     nbytes: int
-    rows: int
-    """Padded to a multiple of so many rows (two: to two at least), a row's bits do not depend on the others; 0: they
-    always do."""
+    exact: bool
+    """Whether a row's bits depend on the row alone, by the order of its sums; otherwise on the shape of the call."""
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor: ...
 
@@ -47,13 +39,13 @@ class Linear(Protocol):
 class Plain:
     """``F.linear``."""
 
-    __slots__ = ("bias", "kind", "nbytes", "rows", "weight")
+    __slots__ = ("bias", "exact", "kind", "nbytes", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
         self.kind = "plain"
-        self.rows = PACKED_ROWS if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" else INVARIANT_ROWS
+        self.exact = False
         self.nbytes = weight.nbytes
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,13 +56,13 @@ class Plain:
 class Packed:
     """oneDNN's own weight layout; the plain copy is not kept."""
 
-    __slots__ = ("bias", "call", "kind", "nbytes", "rows", "weight")
+    __slots__ = ("bias", "call", "exact", "kind", "nbytes", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = pack(weight)
         self.bias = bias
         self.kind = "packed"
-        self.rows = PACKED_ROWS
+        self.exact = False
         self.nbytes = weight.nbytes
         self.call = torch.ops.mkldnn._linear_pointwise.default
 
@@ -147,35 +139,6 @@ def replace_linears(module: nn.Module, parts: Sequence[nn.Linear], how: str) -> 
             part.weight.data = part.weight.data.new_empty(0)
         made.append(layer)
     return made
-
-
-def quickest_rows(layers: Sequence[Linear], fewest: int) -> int:
-    """How many rows to give layers that need not serve more than one, at least ``fewest``: measured.
-
-    Weights that do not fit the caches can be read faster for four rows than for one or two (oneDNN's kernels differ,
-    and a busy neighbour changes which wins), and the bits of a row are the same for any two or more.
-    """
-    packed = [layer for layer in layers if isinstance(layer, Packed)]
-    if sum(layer.nbytes for layer in packed) < CACHED_BYTES:
-        return fewest
-    probed, size = [], 0
-    for layer in packed:
-        if size < CACHED_BYTES:
-            probed.append(layer)
-            size += layer.nbytes
-    seconds: dict[int, list[float]] = {fewest: [], INVARIANT_ROWS: []}
-    with torch.inference_mode():
-        inputs = {
-            rows: [torch.ones(rows, layer.weight.shape[1], dtype=layer.weight.dtype) for layer in probed]
-            for rows in seconds
-        }
-        for _ in range(7):
-            for rows, times in seconds.items():
-                began = perf_counter()
-                for layer, x in zip(probed, inputs[rows]):
-                    layer(x)
-                times.append(perf_counter() - began)
-    return INVARIANT_ROWS if median(seconds[INVARIANT_ROWS]) < WORTH * median(seconds[fewest]) else fewest
 
 
 def describe(layers: Sequence[Linear], dtype: torch.dtype) -> str:

@@ -16,9 +16,9 @@ from transformers.utils import logging as hf_logging
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError
+from forerun.core.tiles import ENOUGH
 from forerun.models.base import Model
 from forerun.models.hf import NAME, HFModel
-from forerun.models.invariance import self_test
 from forerun.models.native import NativeModel, applies
 from forerun.models.quantize import UNQUANTIZED
 
@@ -173,8 +173,8 @@ def load_model(
 ) -> Model:
     """Load a decoder.
 
-    ``invariant`` True asks for logits whose bits do not depend on how rows are batched, and raises ModelError if
-    the self-test fails; None tries it on CPU and switches it off with a warning; False does not pad. ``model_path``
+    ``invariant`` True asks for logits whose bits do not depend on how rows are batched; None does so on CPU, unless
+    only single rows keep their bits, which it warns of; False does not pad. ``model_path``
     is ``native`` (the lean Llama-family path), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
     ``plain`` or ``auto``; ``quantization`` is a kind of ``quantize.py``, ``none`` or None.
     """
@@ -207,12 +207,13 @@ def load_model(
         return HFModel(module, name=name, eos_ids=ids, invariant=padded, weights=weights)
 
     model = build(wanted)
-    if wanted:
-        failures = self_test(model)
-        if failures and invariant:
-            raise ModelError(f"invariant=True cannot be honoured here: {failures[0]}")
-        if failures:
-            warnings.warn(f"invariant mode is off: {failures[0]}", RuntimeWarning, stacklevel=2)
-            del model
-            model = build(False)
+    if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
+        warnings.warn(
+            f"invariant mode is off: in {model.info.architecture} ({model.info.path}) no more than "
+            f"{model.tiles.together} rows keep their bits side by side, so drafts could not pay; invariant=True decodes so",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        del model
+        model = build(False)
     return model

@@ -15,15 +15,16 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from forerun.attention.base import Attention, Query
-from forerun.attention.streamed import StreamedAttention
+from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape
+from forerun.core import tiles
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
-from forerun.models import activations, quantize
-from forerun.models.base import INVARIANT_KEYS, PACKED_ROWS, ModelInfo, pad_rows
+from forerun.models import activations, quantize, tiling
+from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.fused import Decoder, Fused, Layer
-from forerun.models.linear import Linear, choose, describe, make_linear, quickest_rows
+from forerun.models.linear import Linear, choose, describe, make_linear
 from forerun.models.rotary import ROPE_TYPES, Rotary
 from forerun.models.streamed import Norm, SiluTimes
 
@@ -104,7 +105,6 @@ class NativeModel:
         reason = applies(config)
         if reason is not None:
             raise ModelError(f"the native path does not run this checkpoint: {reason}; use the transformers path")
-        self.key_multiple = INVARIANT_KEYS if invariant else 1
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
@@ -130,13 +130,14 @@ class NativeModel:
             self._head = self._linear(head.weight.detach(), _bias([head]))
             _empty([*module.parameters()])
         self._sizes = (self.heads, self.kv_heads, self.kv_heads)
-        self.row_multiple = max(layer.rows for layer in self.linears()) if invariant else 1
-        self._fewest_rows = quickest_rows(list(self.linears()), self.row_multiple)
+        self.tiles: Tiles | None = None
         self.info = self._describe(module, name, eos_ids, quantization)
         sizes = self.heads, self.kv_heads, self.width
         decoder = Decoder(*sizes, self._embedding, self._layers, self._norm, self._head, self._rotary)
         self.fused = Fused(decoder) if decoder.can_fuse() else None
         """All layers in one call, where every part has a kernel."""
+        if invariant and not (self.fused and can_attend(self.dtype, self.device, self.info.kv_shapes)):
+            self.tiles = tiling.find(self)
 
     def _describe(
         self, module: PreTrainedModel, name: str, eos_ids: frozenset[int], quantization: str | None
@@ -200,6 +201,18 @@ class NativeModel:
     def forward(self, batch: Batch, cache: Attention) -> Output:
         if self.fused is not None and isinstance(cache, StreamedAttention):
             return self.fused(batch, cache)
+        if self.tiles is None:
+            return self.feed(batch, cache)
+        if self.tiles.threads != torch.get_num_threads():
+            self.tiles = tiling.find(self)
+        return self.tiles.forward(self.feed, batch, cache)
+
+    @property
+    def row_multiple(self) -> int:
+        return 1 if self.tiles is None else self.tiles.rows[0]
+
+    def feed(self, batch: Batch, cache: Attention) -> Output:
+        """Layer by layer; padded to a call's size where there are such."""
         cache.begin(batch)
         x = self._inputs(batch)
         angles = self._rotary.angles(batch)
@@ -218,7 +231,8 @@ class NativeModel:
             x = x if rows is None else x.index_select(0, rows)
         if not batch.num_logits:
             return Output(x.new_zeros(0, self.info.vocab_size, dtype=torch.float32), hidden)
-        logits = self._head(x if normed else self._norm(x))
+        x = (x if normed else self._norm(x))[: batch.num_logits]
+        logits = self._head(self._pad_logits(x))
         return Output(logits[: batch.num_logits].float(), hidden)
 
     def _inputs(self, batch: Batch) -> torch.Tensor:
@@ -230,13 +244,10 @@ class NativeModel:
         return self._pad(x)
 
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
-        """Repeat the last row until every layer gets a number of rows that it serves with the same bits, and fast."""
-        rows = x.shape[0]
-        if rows == 1 < self._fewest_rows:
-            return x.expand(self._fewest_rows, -1)
-        if rows < self._fewest_rows:
-            return pad_rows(x, self._fewest_rows)
-        return pad_rows(x, self.row_multiple) if self.row_multiple > PACKED_ROWS else x
+        return x if self.tiles is None else pad_rows(x, tiles.fit(x.shape[0], self.tiles.rows))
+
+    def _pad_logits(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.tiles is None else pad_rows(x, tiles.fit(x.shape[0], self.tiles.logits))
 
     def _logit_rows(self, batch: Batch) -> torch.Tensor | None:
         """The padded batch's rows whose logits are wanted; None: all of them."""
@@ -288,7 +299,20 @@ class NativeModel:
 
     @inference
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self._pad(hidden.to(self.dtype)))[: hidden.shape[0]].float()
+        return self._head(hidden.to(self.dtype)).float()
+
+    def signature(self) -> str:
+        sizes = self.heads, self.kv_heads, self.width, self.info.hidden_size, self.info.vocab_size
+        parts = {(linear.kind, linear.nbytes) for linear in self.linears()}
+        return repr((self.info.architecture, self.info.path, self.dtype, self.device.type, sizes, sorted(parts)))
+
+    def kinds(self) -> list[tuple[int, ...] | None]:
+        """Layers that stand for all: one for each choice of shapes, formats and parts."""
+        found: dict[str, int] = {}
+        for index, layer in enumerate(self._layers):
+            parts = [(linear.kind, linear.nbytes) for linear in layer.linears()]
+            found.setdefault(repr((parts, layer.norm_qk is None, layer.rope, layer.window)), index)
+        return [(index,) for index in found.values()]
 
 
 def _take(parameters: list[nn.Parameter]) -> list[torch.Tensor]:

@@ -86,14 +86,14 @@ def _prepack(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
 class Int8:
     """int8 weights, activations scaled per call."""
 
-    __slots__ = ("call", "dtype", "kind", "nbytes", "packed", "reduced", "rows")
+    __slots__ = ("call", "dtype", "exact", "kind", "nbytes", "packed", "reduced")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.packed = _prepack(weight, bias)
         self.dtype = weight.dtype
         self.kind = KINDS["int8"]
         self.nbytes = weight.numel() + 4 * weight.shape[0]
-        self.rows = 0
+        self.exact = False
         self.reduced = _levels() < 127
         self.call = torch.ops.quantized.linear_dynamic.default
 
@@ -105,7 +105,7 @@ class Int8:
 class Int8Rows:
     """int8 weights, activations scaled per row."""
 
-    __slots__ = ("bias", "call", "dtype", "ends", "kind", "nbytes", "packed", "reduced", "rows", "step")
+    __slots__ = ("bias", "call", "dtype", "ends", "exact", "kind", "nbytes", "packed", "reduced", "step")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.packed = _prepack(torch.cat([weight, weight.new_zeros(weight.shape[0], 2)], dim=1), None)
@@ -113,7 +113,7 @@ class Int8Rows:
         self.dtype = weight.dtype
         self.kind = KINDS["int8_rows"]
         self.nbytes = weight.numel() + 4 * weight.shape[0]
-        self.rows = 1
+        self.exact = True
         levels = _levels()
         self.reduced = levels < 127
         self.step = torch.tensor([1 / levels])

@@ -77,7 +77,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 class Streamed:
     """Weights and rows in float32 or in bfloat16, sums in float32."""
 
-    __slots__ = ("bias", "call", "dtype", "inputs", "kind", "nbytes", "outputs", "pointers", "rows", "tiles")
+    __slots__ = ("bias", "call", "dtype", "exact", "inputs", "kind", "nbytes", "outputs", "pointers", "tiles")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.outputs, self.inputs = weight.shape
@@ -85,7 +85,7 @@ class Streamed:
         self.bias = None if bias is None else bias.float().contiguous()
         self.pointers = self.tiles.data_ptr(), _address(self.bias)
         self.kind = "streamed"
-        self.rows = 1
+        self.exact = True
         self.nbytes = weight.nbytes
         self.dtype = weight.dtype
         self.call = getattr(kernels.library(), f"linear_{kernels.dtype_name(weight.dtype)}")
@@ -106,13 +106,13 @@ class StreamedInt8:
     __slots__ = (
         "bias",
         "calls",
+        "exact",
         "inputs",
         "kind",
         "nbytes",
         "offsets",
         "outputs",
         "pointers",
-        "rows",
         "scales",
         "tiles",
     )
@@ -127,7 +127,7 @@ class StreamedInt8:
         self.bias = None if bias is None else bias.float().contiguous()
         self.pointers = self.tiles.data_ptr(), _address(self.bias), self.scales.data_ptr(), self.offsets.data_ptr()
         self.kind = kind
-        self.rows = 1
+        self.exact = True
         self.nbytes = levels.nbytes + self.scales.nbytes
         self.calls = {d: getattr(kernels.library(), f"linear_int8_{kernels.dtype_name(d)}") for d in DTYPES}
 

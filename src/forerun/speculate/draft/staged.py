@@ -57,8 +57,8 @@ class Aligned:
         self.model = model
         self.info = replace(model.info, vocab_size=chooser.sampler.vocab_size)
         self.invariant = model.invariant
+        self.tiles = model.tiles
         self.row_multiple = model.row_multiple
-        self.key_multiple = model.key_multiple
         self.chooser = chooser
 
     def forward(self, batch: Batch, cache: Any) -> Output:

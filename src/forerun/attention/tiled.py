@@ -1,0 +1,247 @@
+"""Attention through torch in calls of a few shapes, so that a row's bits do not depend on what it is computed beside.
+
+It serves where our own kernel does not. A row at position p attends the blocks of ``BLOCK`` keys up to its own, in the
+order of its own path: each block's scores in one product, one softmax over the blocks, each block's values in one
+product, in float32. Rows of one sequence share a call, the query heads of a key head being folded into rows; their
+number is one of the sizes that ``core/tiles.py`` finds to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from forerun.attention.base import Attention, Query
+from forerun.attention.layout import Where, leaves, where
+from forerun.attention.mask import NEG_INF
+from forerun.cache.pool import KVShape
+from forerun.core import tiles
+from forerun.core.batch import Batch, Span
+
+BLOCK = 256
+"""Keys of a product."""
+SIZES = (4, 8, 16, 32, 64, 128, 256)
+"""Row counts that a product may have: rows times the query heads of a key head."""
+
+
+@dataclass(slots=True)
+class Part:
+    """Rows of one sequence, all of whose positions lie in the same block."""
+
+    rows: list[int]
+    """In the batch."""
+    positions: list[int]
+    page: int | None
+    """The page whose entries are the keys in order, or None."""
+    entries: torch.Tensor | None
+    """(page, offset) [2, keys] of every key otherwise."""
+    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> int:
+        return self.positions[0] // BLOCK + 1
+
+    def first_seen(self, window: int | None) -> int:
+        """The first block that a row at any position of the last one may see: the same for all of them."""
+        return max(0, (self.blocks - 1) * BLOCK - window + 1) // BLOCK if window else 0
+
+
+@dataclass(slots=True)
+class Plan:
+    where: Where
+    parts: list[Part]
+
+
+class TiledAttention(Attention):
+    """The protocol of ``attention/base.py``, in float32 sums whatever the pool's dtype."""
+
+    def begin(self, batch: Batch) -> None:
+        pool = self.pool
+        for span in batch.spans:
+            pool.reserve(span.key, span.end)
+        parts = [part for span, offset in zip(batch.spans, batch.offsets) for part in self._parts(span, offset)]
+        batch.plan["tiled"] = Plan(where(pool, batch), parts)
+
+    def _parts(self, span: Span, offset: int) -> Iterator[Part]:
+        before = span.start + span.stored
+        if span.parents is None:
+            yield from self._pieces(span, list(range(offset, offset + span.count)), before, None)
+            return
+        for path in leaves(span):
+            new = [offset + node - span.stored for node in path.nodes[path.done :]]
+            yield from self._pieces(span, new, span.start + path.done, path.nodes)
+
+    def _pieces(self, span: Span, rows: list[int], first: int, path: list[int] | None) -> Iterator[Part]:
+        """``rows`` at positions from ``first`` on, cut where the number of blocks changes."""
+        end = first + len(rows)
+        while first < end:
+            last = min(end, (first // BLOCK + 1) * BLOCK)
+            columns = (first // BLOCK + 1) * BLOCK
+            taken, rows = rows[: last - first], rows[last - first :]
+            page, entries = self._keys(span, columns, path)
+            yield Part(taken, list(range(first, last)), page, entries)
+            first = last
+
+    def _keys(self, span: Span, columns: int, path: list[int] | None) -> tuple[int | None, torch.Tensor | None]:
+        table, size = self.pool.tables[span.key], self.pool.page_size
+        if path is None and columns <= size:
+            return table[0], None
+        entries = torch.arange(columns)
+        if path is not None:
+            nodes = torch.tensor([span.start + node for node in path])[: columns - span.start]
+            entries[span.start : span.start + len(nodes)] = nodes
+            entries[span.start + len(nodes) :] = 0
+        entries[entries >= len(table) * size] = 0  # masked, but another sequence's may hold a NaN, which no mask stops
+        pages = torch.tensor(table)[entries // size]
+        return None, torch.stack([pages, entries % size]).to(self.pool.device)
+
+    def run(self, query: Query, batch: Batch) -> torch.Tensor:
+        plan: Plan = batch.plan["tiled"]
+        pool, count = self.pool, batch.num_rows
+        k, v = query.k[:count], query.v[:count]
+        plan.where.store(pool, query.layer, k, v)
+        shape = pool.layers[query.layer]
+        heads = query.q.shape[1]
+        sizes = row_sizes(shape, pool.device, torch.get_num_threads())
+        if not sizes:
+            raise RuntimeError("no row count of torch's products keeps its bits here; self-tests come first")
+        out = query.q.new_empty(query.q.shape[0], heads * shape.value_dim)
+        together = max(1, sizes[-1] // (heads // shape.heads))
+        for part in plan.parts:
+            first = part.first_seen(query.window)
+            keys, values = (self._blocks(side[query.layer], part, first) for side in (pool.keys, pool.values))
+            for at in range(0, len(part.rows), together):
+                rows = part.rows[at : at + together]
+                mask = self._mask(part, at, len(rows), first, query.window)
+                out[rows] = self._attend(query, rows, keys, values, mask, sizes)
+        if count < out.shape[0]:
+            out[count:] = out[count - 1]
+        return out
+
+    @staticmethod
+    def _blocks(side: torch.Tensor, part: Part, first: int) -> list[torch.Tensor]:
+        """float32 [kv heads, BLOCK, width] each, from block ``first`` on."""
+        if part.page is not None:
+            home = side[part.page]
+            found = [home[:, at * BLOCK : (at + 1) * BLOCK] for at in range(first, part.blocks)]
+        else:
+            assert part.entries is not None
+            pages, offsets = part.entries[:, first * BLOCK :]
+            found = [block.transpose(0, 1).contiguous() for block in side[pages, :, offsets].split(BLOCK)]
+        return [block.float() for block in found]
+
+    @staticmethod
+    def _mask(part: Part, at: int, count: int, first: int, window: int | None) -> torch.Tensor:
+        """Additive [blocks, 1, rows, 1, BLOCK]: the last block's alone where the others hide nothing."""
+        key = at, window
+        if key not in part.masks:
+            begin = first if window else part.blocks - 1
+            columns = torch.arange(begin * BLOCK, part.blocks * BLOCK).view(-1, 1, 1, 1, BLOCK)
+            positions = torch.tensor(part.positions[at : at + count]).view(1, 1, -1, 1, 1)
+            hidden = columns > positions
+            if window:
+                hidden = hidden | (columns <= positions - window)
+            part.masks[key] = torch.zeros(hidden.shape).masked_fill_(hidden, NEG_INF)
+        return part.masks[key]
+
+    @staticmethod
+    def _attend(
+        query: Query,
+        rows: list[int],
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        mask: torch.Tensor,
+        sizes: tuple[int, ...],
+    ) -> torch.Tensor:
+        """[rows, heads * value width]."""
+        q, kv_heads = query.q[rows], keys[0].shape[0]
+        groups = q.shape[1] // kv_heads
+        folded = q.float().view(len(rows), kv_heads, groups, -1).transpose(0, 1).flatten(1, 2)
+        mask = mask.expand(-1, -1, -1, groups, -1).flatten(2, 3).to(q.device)
+        parts = []
+        for first, end, size in tiles.cut(folded.shape[1], sizes):
+            got = attend(
+                _pad(folded[:, first:end], size, 1), keys, values, _pad(mask[:, :, first:end], size, 2),
+                query.scale, query.softcap,
+            )  # fmt: skip
+            parts.append(got[:, : end - first])
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return out.unflatten(1, (len(rows), groups)).transpose(0, 1).flatten(1).to(q.dtype)
+
+
+def _pad(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """``x`` with its last entry along ``dim`` repeated, contiguous."""
+    missing = size - x.shape[dim]
+    if missing:
+        x = torch.cat([x, x.narrow(dim, x.shape[dim] - 1, 1).expand(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
+    return x.contiguous()
+
+
+def attend(
+    q: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """softmax(scale q k^T + mask) v of q [heads, rows, width] over blocks [heads, BLOCK, width] of keys and of values;
+    ``mask`` [blocks, 1, rows, BLOCK] belongs to the last blocks."""
+    q = q * scale
+    scores = [torch.bmm(q, block.transpose(1, 2)) for block in keys]
+    if softcap is not None:
+        for block in scores:
+            block.div_(softcap).tanh_().mul_(softcap)
+    for block, hidden in zip(scores[len(keys) - len(mask) :], mask):
+        block.add_(hidden)
+    tops = [block.amax(-1, keepdim=True) for block in scores]
+    top = tops[0]
+    for other in tops[1:]:
+        top = torch.maximum(top, other)
+    for block in scores:
+        block.sub_(top).exp_()
+    total, out = scores[0].sum(-1, keepdim=True), torch.bmm(scores[0], values[0])
+    for weights, block in zip(scores[1:], values[1:]):
+        total.add_(weights.sum(-1, keepdim=True))
+        out.baddbmm_(weights, block)
+    return out.div_(total)
+
+
+@cache
+def row_sizes(shape: KVShape, device: torch.device, threads: int) -> tuple[int, ...]:
+    """The row counts whose products over such entries agree here, at ``threads`` threads, ascending; () if none do."""
+
+    def find() -> tiles.Groups:
+        generator = torch.Generator().manual_seed(0)
+
+        def numbers(*sizes: int) -> torch.Tensor:
+            return torch.randn(*sizes, generator=generator).to(device)
+
+        sides = [numbers(shape.heads, 3 * BLOCK, width) for width in (shape.key_dim, shape.value_dim)]
+        views = [list(side.split(BLOCK, 1)) for side in sides]
+        copies = [[block.contiguous() for block in blocks] for blocks in views]
+        q = numbers(shape.heads, 1, shape.key_dim)
+
+        def run(size: int) -> torch.Tensor:
+            """Of one, two and three blocks; [size, numbers]. Blocks of the pool and copies must agree as well."""
+            rows = q.expand(-1, size, -1).contiguous()
+            mask = torch.zeros(1, 1, size, BLOCK, device=device)
+            mask[..., BLOCK // 2 :] = NEG_INF
+            results = [
+                torch.cat([
+                    attend(rows, k[:count], v[:count], mask, shape.key_dim**-0.5, cap).transpose(0, 1).flatten(1)
+                    for count in (1, 2, 3)
+                    for cap in (None, 5.0)
+                ], 1)
+                for k, v in (views, copies)
+            ]  # fmt: skip
+            return results[0] if torch.equal(*results) else torch.arange(2.0)[:, None]  # which disagree
+
+        with torch.inference_mode():
+            return tiles.compare(SIZES, run)
+
+    what = f"attention {shape.heads} {shape.key_dim} {shape.value_dim} {device} {BLOCK}"
+    return tiles.pick(tiles.remembered(what, find))

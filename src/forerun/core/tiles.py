@@ -1,0 +1,128 @@
+"""Rows in calls of a few sizes, so that a row's bits do not depend on what it is computed beside.
+
+A library's kernel adds up in an order that depends on the shape of the call and on the row's place in it, and on
+nothing else. So calls are made in a few sizes only, the rest of a call being repeated rows, and each of its places is
+compared once: a call of one row repeated must give one result in all of them, and the same one in every size in use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from forerun import kernels
+
+log = logging.getLogger(__name__)
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)
+"""Row counts that a call may have."""
+ENOUGH = 8
+"""Rows that the largest size should have at least: with fewer a prompt takes too many calls."""
+
+Groups = list[list[int]]
+"""Sizes in whose every place a row gets the same bits, group by group."""
+
+
+def compare(sizes: Sequence[int], run: Callable[[int], torch.Tensor]) -> Groups:
+    """``run(size)`` gives the results [size, ...] of one row repeated; which sizes agree. A size whose places disagree
+    is in no group."""
+    found: list[tuple[torch.Tensor, list[int]]] = []
+    for size in sizes:
+        rows = run(size)
+        if not bool((rows == rows[:1]).all()):
+            continue
+        for row, group in found:
+            if torch.equal(row, rows[0]):
+                group.append(size)
+                break
+        else:
+            found.append((rows[0].clone(), [size]))
+    return [group for _, group in found]
+
+
+def common(groups: Groups, others: Groups) -> Groups:
+    """The groups of sizes that agree in both."""
+    both = ([size for size in group if size in other] for group in groups for other in others)
+    return [group for group in both if group]
+
+
+def pick(groups: Groups) -> tuple[int, ...]:
+    """The group to use: one with a size of ``ENOUGH`` rows if there is, and then the one that begins smallest."""
+    if not groups:
+        return ()
+
+    def last_resorts(group: list[int]) -> tuple[bool, int, int]:
+        return group[-1] < ENOUGH, group[0], -len(group)
+
+    best: list[int] = min(groups, key=last_resorts)
+    return tuple(best)
+
+
+def fit(rows: int, sizes: Sequence[int]) -> int:
+    """The size of the call that takes ``rows`` rows, or the largest."""
+    return next((size for size in sizes if size >= rows), sizes[-1])
+
+
+def cut(rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Calls that take ``rows`` rows: first row, end, size."""
+    for first in range(0, rows, sizes[-1]):
+        end = min(rows, first + sizes[-1])
+        yield first, end, fit(end - first, sizes)
+
+
+SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR",
+            "MKL_DEBUG_CPU_TYPE", "OPENBLAS_CORETYPE", "ONEDNN_DEFAULT_FPMATH_MODE")  # fmt: skip
+"""What makes libraries choose other kernels than the processor's best."""
+
+
+def circumstances() -> list[str]:
+    """What the order of sums depends on, beside the shapes: processor, libraries, threads."""
+    settings = [f"{name}={os.environ.get(name, '')}" for name in SWITCHES]
+    threads = f"{torch.get_num_threads()} threads"
+    return [kernels.processor(), torch.__version__, torch.__config__.show(), threads, *settings]
+
+
+def remembered(what: str, find: Callable[[], Groups]) -> Groups:
+    """``find()``, or what it found here before: kept in the cache folder, by ``what`` and the circumstances."""
+    key = hashlib.sha256("\0".join([what, *circumstances()]).encode()).hexdigest()[:24]
+    try:
+        path = kernels.folder() / "tiles" / f"{key}.json"
+    except RuntimeError:  # nobody's home
+        return find()
+    groups = _read(path)
+    if groups is None:
+        groups = find()
+        try:
+            _write(path, json.dumps(groups))
+        except OSError as error:
+            log.info("what was found about row counts cannot be kept: %s", error)
+    return groups
+
+
+def _read(path: Path) -> Groups | None:
+    """None if the file is not there or damaged."""
+    try:
+        return _groups(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def _groups(value: object) -> Groups | None:
+    """``value`` if it is what ``find`` returns."""
+    if not isinstance(value, list) or not all(isinstance(group, list) and group for group in value):
+        return None
+    good = all(type(size) is int and size in SIZES for group in value for size in group)
+    return value if good and all(group == sorted(set(group)) for group in value) else None
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)

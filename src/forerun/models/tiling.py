@@ -1,0 +1,204 @@
+"""Which row counts give a row the same bits, for the parts of a model that torch computes.
+
+Our own kernels add up every row in one order. torch's order depends on the shapes of a call, so calls get one of a few
+row counts (``core/tiles.py``); this module finds those that agree. One layer of each kind is run on one row repeated, and
+every matrix product in it once more on numbers that cancel, so that what is left shows the order of the additions even
+where results are rounded to 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forerun.attention.base import Attention, Query
+from forerun.core import tiles
+from forerun.core.batch import Batch, Output, Span
+from forerun.models.base import ModelInfo, Tiles
+from forerun.models.linear import pack
+
+WORK = 25e9
+"""Multiplications, at most, that a layer's sizes may cost to compare, as long as there are ``FEWEST`` rows."""
+FEWEST = 16
+POSITION, ROWS, DISTINCT = 3, 8, 512
+PRODUCTS = {
+    "mm": (0, 1, -2), "addmm": (1, 2, -2), "bmm": (0, 1, -2), "baddbmm": (1, 2, -2),
+    "linear": (0, 1, -1), "_linear_pointwise": (0, 1, -1),
+}  # fmt: skip
+"""Operations that multiply matrices: which arguments those are, and along which dimension of the second it sums."""
+BY_CONTENT = ("_grouped_mm", "_scaled_grouped_mm", "nonzero", "masked_select", "unique", "_unique2", "bincount")
+"""Operations whose work is shaped by values: no row count fixes it."""
+
+
+class Torch(Protocol):
+    """A model whose layers torch computes."""
+
+    info: ModelInfo
+    tiles: Tiles | None
+
+    def feed(self, batch: Batch, cache: Attention) -> Output:
+        """One forward of as many rows as ``tiles`` allow, padded to the size that fits."""
+
+    def kinds(self) -> list[tuple[int, ...] | None]:
+        """Layers that stand for all: one of each kind; [None] if they cannot be run alone."""
+
+    def signature(self) -> str:
+        """All that shapes the computation: architecture, sizes, layouts."""
+
+
+def find(model: Torch) -> Tiles:
+    """The row counts to use at the present number of threads. Those of a model whose work depends on the values in its
+    rows (mixtures of experts) are (1,): each row alone."""
+    rows = tiles.remembered(f"rows {model.signature()}", lambda: _compare(model, head=False))
+    logits = tiles.remembered(f"logits {model.signature()}", lambda: _compare(model, head=True))
+    return Tiles(tiles.pick(rows), tiles.pick(logits), torch.get_num_threads())
+
+
+class Echo(Attention):
+    """Stands in for attention: of each row its own values, with queries and keys added."""
+
+    def __init__(self) -> None:
+        pass
+
+    def begin(self, batch: Batch) -> None:
+        pass
+
+    def finish(self, batch: Batch) -> None:
+        pass
+
+    def run(self, query: Query, batch: Batch) -> torch.Tensor:
+        groups = query.q.shape[1] // query.k.shape[1]
+        out = query.v.repeat_interleave(groups, 1)
+        width = out.shape[2]
+        for part in (query.q, query.k.repeat_interleave(groups, 1)):
+            for piece in part.split(width, 2):
+                out[..., : piece.shape[2]] += piece
+        return out.flatten(1)
+
+
+class Products(TorchDispatchMode):
+    """Notes which operations run, and with ``probe`` what each matrix product makes of numbers that cancel."""
+
+    def __init__(self, *, probe: bool) -> None:
+        super().__init__()
+        self.probe = probe
+        self.calls: list[str] = []
+        self.work = 0
+        """Numbers of all second operands: multiplications per row."""
+        self.results: list[torch.Tensor] = []
+        """[rows, numbers] of products whose first operand's rows are equal."""
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        shapes = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in args]
+        self.calls.append(f"{name} {shapes}")
+        if name in PRODUCTS:
+            left, right, inner = PRODUCTS[name]
+            self.work += args[right].numel()
+            if self.probe and args[left].shape[-1] > 1:
+                twins = list(args)
+                twins[left], twins[right] = self._rows(args[left]), self._matrix(args[right], inner)
+                self.results.append(func(*twins, **(kwargs or {})).float().flatten(0, -2))
+        return out
+
+    def _rows(self, like: torch.Tensor) -> torch.Tensor:
+        """One row repeated, the second half of its numbers being the first half again."""
+        half = _numbers(like.shape[-1] // 2, 1, like.dtype)
+        row = torch.cat([half, half, half[: like.shape[-1] % 2]])[:, 0]
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(row)
+
+    def _matrix(self, like: torch.Tensor, inner: int) -> torch.Tensor:
+        """Of the shape and layout of ``like``, the second half along ``inner`` taking the first half back."""
+        key = like.shape, inner, None if like.is_mkldnn else like.stride(), like.dtype
+        if key not in self._made:
+            length, others = like.shape[inner], like.shape[-3 - inner]
+            half = _numbers(length // 2, min(others, DISTINCT), like.dtype)
+            flat = torch.cat([half, -half, torch.zeros_like(half[: length % 2])])
+            flat = flat.repeat(1, -(-others // DISTINCT))[:, :others]
+            flat = flat.T if inner == -1 else flat
+            if like.is_mkldnn:
+                self._made[key] = pack(flat.contiguous())
+            else:
+                made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                self._made[key] = made.copy_(flat)
+        return self._made[key]
+
+
+def _numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@contextmanager
+def _sizes(model: Torch, size: int) -> Iterator[None]:
+    before, model.tiles = model.tiles, Tiles((size,), (size,), torch.get_num_threads())
+    try:
+        yield
+    finally:
+        model.tiles = before
+
+
+def _batch(model: Torch, tokens: list[int], layers: tuple[int, ...] | None, *, head: bool) -> Batch:
+    """Rows that are alike but for their tokens."""
+    position = min(POSITION, model.info.max_len - 1)
+    spans = [Span(row, position, [token], logits=[0] if head else []) for row, token in enumerate(tokens)]
+    return Batch(spans, model.info.device, layers=layers, hidden=() if head else (model.info.num_layers,))
+
+
+def _results(output: Output) -> torch.Tensor:
+    hidden = [states.float() for states in output.hidden.values()]
+    return torch.cat([output.logits, *hidden], 1) if output.logits.shape[0] else torch.cat(hidden, 1)
+
+
+@torch.inference_mode()
+def _compare(model: Torch, *, head: bool) -> tiles.Groups:
+    groups: tiles.Groups = [list(tiles.SIZES)]
+    for layers in model.kinds()[:1] if head else model.kinds():
+        if _by_content(model, layers):
+            return [[1]]
+        groups = tiles.common(groups, tiles.compare(_affordable(model, layers, head=head), _run(model, layers, head)))
+    return groups
+
+
+def _run(model: Torch, layers: tuple[int, ...] | None, head: bool) -> Any:
+    token = 17 % model.info.vocab_size
+
+    def run(size: int) -> torch.Tensor:
+        with _sizes(model, size), Products(probe=True) as products:
+            output = model.feed(_batch(model, [token] * size, layers, head=head), Echo())
+        return torch.cat([_results(output), *(rows for rows in products.results if rows.shape[0] == size)], 1)
+
+    return run
+
+
+def _affordable(model: Torch, layers: tuple[int, ...] | None, *, head: bool) -> list[int]:
+    """The sizes that can be compared at a bearable cost."""
+    with _sizes(model, 1), Products(probe=False) as products:
+        model.feed(_batch(model, [0], layers, head=head), Echo())
+    sizes: list[int] = []
+    for size in tiles.SIZES:
+        if size <= FEWEST or products.work * (sum(sizes) + size) <= WORK:
+            sizes.append(size)
+    return sizes
+
+
+def _by_content(model: Torch, layers: tuple[int, ...] | None) -> bool:
+    """Whether what a layer does depends on the values in its rows."""
+    size = ROWS
+    generator = torch.Generator().manual_seed(0)
+    calls, firsts = [], []
+    with _sizes(model, 1):
+        model.feed(_batch(model, [0], layers, head=False), Echo())  # what is made at the first call, is made
+    for _ in range(3):
+        others = torch.randint(model.info.vocab_size, (size - 1,), generator=generator).tolist()
+        with _sizes(model, size), Products(probe=False) as products:
+            output = model.feed(_batch(model, [0, *others], layers, head=False), Echo())
+        calls.append(products.calls)
+        firsts.append(_results(output)[0])
+    named = any(call.split(" ", 1)[0] in BY_CONTENT for call in calls[0])
+    return named or any(other != calls[0] for other in calls) or not all(torch.equal(firsts[0], row) for row in firsts)
