@@ -1,9 +1,9 @@
 """Which row counts give a row the same bits, for the parts of a model that torch computes.
 
 Our own kernels add up every row in one order. torch's order depends on the shapes of a call, so calls get one of a few
-row counts (``core/tiles.py``); this module finds those that agree. One layer of each kind is run on one row repeated, and
-every matrix product in it once more on numbers that cancel, so that what is left shows the order of the additions even
-where results are rounded to 16 bits.
+row counts (``core/tiles.py``); this module finds those that agree. One layer of each kind is run on one row repeated,
+and every matrix product in it once more on numbers that cancel, so that what is left shows the order of the additions
+even where results are rounded to 16 bits.
 """
 
 from __future__ import annotations
