@@ -69,7 +69,9 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     if scaling != "none" or "rope_freqs.weight" in file.tensors:
         raise ModelError(f"{file.path} scales its rotary frequencies, which is not read from GGUF")
     hidden, heads = whole("embedding_length"), whole("attention.head_count")
-    width = whole("attention.key_length", hidden // heads)
+    width = whole("attention.key_length", hidden // heads or None)
+    if width < 2 or width % 2:
+        raise ModelError(f"{file.path} has heads of {width} numbers, which cannot be rotated in pairs")
     for key in ("attention.value_length", "rope.dimension_count"):
         if whole(key, width) != width:
             raise ModelError(f"{file.path} has heads of {width} numbers, but {found[f'llama.{key}']} as llama.{key}")
@@ -88,7 +90,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": _vocabulary(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    return config | {f"{name}_token_id": found.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    absent = {"bos_token_id": None, "eos_token_id": None}  # transformers has defaults for Llama
+    return config | absent | generation_config(file, config["vocab_size"])
 
 
 def _positive(file: GGUFFile, key: str, default: float | None = None) -> float:
@@ -104,12 +107,21 @@ def _vocabulary(file: GGUFFile) -> int:
     return file.tensors["token_embd.weight"].shape[0]
 
 
-def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``generation_config.json`` says: the ids that begin and end texts, and padding's."""
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "eot", "eom")}
-    ends = sorted({ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None})
-    found = {"bos_token_id": ids["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-    return {key: value for key, value in (found | {"pad_token_id": ids["padding"]}).items() if value is not None}
+def generation_config(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
+    """What ``generation_config.json`` says: the ids that begin and end texts, and padding's. Raises ModelError."""
+    ids: dict[str, int] = {}
+    for name in ("bos", "eos", "padding", "eot", "eom"):
+        value = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if value is None:
+            continue
+        if not isinstance(value, int) or not 0 <= value < vocabulary:
+            raise ModelError(f"{file.path} has {value!r} as tokenizer.ggml.{name}_token_id, not one of its tokens")
+        ids[name] = value
+    found: dict[str, Any] = {
+        f"{to}_token_id": ids[name] for name, to in (("bos", "bos"), ("padding", "pad")) if name in ids
+    }
+    ends = sorted({ids[name] for name in ("eos", "eot", "eom") if name in ids})
+    return found | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 
 
 def read_weights(file: GGUFFile, config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -138,7 +150,7 @@ def write_checkpoint(path: Path, folder: Path, dtype: torch.dtype = torch.bfloat
     config = read_config(file) | {"dtype": str(dtype).removeprefix("torch.")}
     tokenizer = make_tokenizer(file.metadata, str(path))
     tokenizer.model_max_length = config["max_position_embeddings"]
-    for name, content in (("config", config), ("generation_config", generation_config(file.metadata))):
+    for name, content in (("config", config), ("generation_config", generation_config(file, config["vocab_size"]))):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)
     try:

@@ -1,4 +1,4 @@
-"""Tokenizers that GGUF files describe: byte-level BPE, its pre-tokenizer known by the name in ``tokenizer.ggml.pre``."""
+"""Tokenizers that GGUF files describe: byte-level BPE, with the pre-tokenizer that ``tokenizer.ggml.pre`` names."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
     for edge, place in edges.items():
         if place is None:
             raise ModelError(f"{where} asks for {edge.upper()} in every text, but does not say which token that is")
-    tokenizer.post_processor = _edges({edge: (tokens[place], place) for edge, place in edges.items() if place is not None})
+    tokenizer.post_processor = _edges(
+        {edge: (tokens[place], place) for edge, place in edges.items() if place is not None}
+    )
     special = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     named = {special[name]: tokens[place] for name, place in ids.items() if place is not None}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
