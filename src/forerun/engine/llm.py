@@ -54,8 +54,8 @@ class LLM:
     """A model that generates text, with speculation where asked for.
 
     ``model`` is a folder, a hub id or a fetched model's name (default: the bundled target). ``speculative_config`` has
-    vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None decodes plainly. Other keywords are the
-    fields of ``EngineConfig``. Raises ForerunError subclasses for what cannot be loaded or honoured.
+    vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None decodes plainly. Other
+    keywords are the fields of ``EngineConfig``. Raises ForerunError subclasses for what cannot be loaded or honoured.
     """
 
     def __init__(

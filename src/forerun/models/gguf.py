@@ -23,6 +23,8 @@ ALIGNMENT = 32
 """Bytes, where ``general.alignment`` does not say."""
 LONGEST_KEY = 65535
 DIMENSIONS = 4
+SHORTEST_KEY, SHORTEST_TENSOR = 13, 32
+"""Bytes of a key with an empty name and a value of one byte, and of a description of a tensor with one dimension."""
 
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
@@ -92,6 +94,7 @@ class GGUFFile:
             known = "it is big-endian" if swapped in VERSIONS else f"its version is {version}, not 2 or 3"
             raise self._broken(known)
         tensor_count, key_count = self._u64(), self._u64()
+        self._need(key_count * SHORTEST_KEY + tensor_count * SHORTEST_TENSOR, "its list of keys and tensors")
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
             key = self._text("a key", LONGEST_KEY)

@@ -13,35 +13,8 @@ from safetensors.torch import save_file
 
 from forerun.core.errors import ModelError
 from forerun.models.gguf import GGUFFile
+from forerun.models.gguf_names import checkpoint_name
 from forerun.models.gguf_tokenizer import make_tokenizer
-
-ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""GGUF's names of a Llama's weights and the checkpoint's."""
-
-
-def checkpoint_name(name: str) -> str | None:
-    """A weight's name in the checkpoint; None for one that a Llama does not have."""
-    stem, _, kind = name.rpartition(".")
-    if kind != "weight":
-        return None
-    if stem in ENDS:
-        return f"{ENDS[stem]}.weight"
-    block, _, rest = stem.partition(".")
-    place, _, part = rest.partition(".")
-    if block != "blk" or not place.isdecimal() or part not in LAYER:
-        return None
-    return f"model.layers.{place}.{LAYER[part]}.weight"
 
 
 def rows_as_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -75,6 +48,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     for key in ("attention.value_length", "rope.dimension_count"):
         if whole(key, width) != width:
             raise ModelError(f"{file.path} has heads of {width} numbers, but {found[f'llama.{key}']} as llama.{key}")
+    vocabulary = _vocabulary(file)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -87,11 +61,11 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": whole("context_length"),
         "rms_norm_eps": _positive(file, "llama.attention.layer_norm_rms_epsilon"),
         "rope_theta": _positive(file, "llama.rope.freq_base", 10000.0),
-        "vocab_size": _vocabulary(file),
+        "vocab_size": vocabulary,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     absent = {"bos_token_id": None, "eos_token_id": None}  # transformers has defaults for Llama
-    return config | absent | generation_config(file, config["vocab_size"])
+    return config | absent | generation_config(file, vocabulary)
 
 
 def _positive(file: GGUFFile, key: str, default: float | None = None) -> float:
