@@ -63,7 +63,7 @@ def generate(
     text = read_prompt(prompt)
     set_threads(threads)
     llm = LLM(**{**engine, "speculative_config": speculative_config(speculative, engine), "trace": True})
-    answer = llm.generate([text], params)[0]
+    answer = llm.generate([text], params, use_tqdm=False)[0]
     llm.close()
     for output in answer.outputs:
         if output.finish_reason == "error":

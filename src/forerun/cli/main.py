@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import forerun
-from forerun.cli import bench, check, generate, plan, serve, train
+from forerun.cli import bench, check, fetch, generate, plan, serve, train
 from forerun.cli.console import one_line, quiet
 from forerun.cli.options import method_options
 from forerun.core.errors import ForerunError
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 OPTIONS = f"Keys of --speculative-config:\n\n{method_options()}"
 app.command("generate", epilog=OPTIONS)(generate.generate)
+app.command("fetch")(fetch.fetch_command)
 app.command("bench", epilog=OPTIONS)(bench.bench)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)

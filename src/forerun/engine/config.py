@@ -111,7 +111,9 @@ class EngineConfig:
     """How the engine runs a model. Every field is a keyword of ``LLM`` and a flag of the commands, but for ``trace``,
     which HTTP requests ask for; where a command has a ``--seed`` of its own, that is the requests'."""
 
-    model: str = field(default="forerun:target", metadata={"help": "checkpoint folder or hub id"})
+    model: str = field(
+        default="forerun:target", metadata={"help": "checkpoint folder, hub id, or smollm2 (see forerun fetch)"}
+    )
     tokenizer: str | None = field(default=None, metadata={"help": "another checkpoint's tokenizer"})
     dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's), float32, bfloat16 or float16"})
     device: str | None = field(default=None, metadata={"help": "cpu or cuda; the GPU if there is one"})

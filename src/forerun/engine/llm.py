@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine, Job, Update
 from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
+from forerun.engine.progress import ProgressBar
 from forerun.engine.trace import TraceRound
+from forerun.models.chat import Message, conversations, render_chat
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from forerun.sampling.params import SamplingParams
@@ -50,9 +53,9 @@ class RequestOutput:
 class LLM:
     """A model that generates text, with speculation where asked for.
 
-    ``model`` is a folder or hub id (default: the bundled target). ``speculative_config`` has vLLM's keys, plus
-    ``accept`` and ``length``; a list of them loads several drafters; None decodes plainly. Other keywords are the
-    fields of ``EngineConfig``. Raises ForerunError subclasses for what cannot be loaded or honoured.
+    ``model`` is a folder, a hub id or a fetched model's name (default: the bundled target). ``speculative_config`` has
+    vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None decodes plainly. Other
+    keywords are the fields of ``EngineConfig``. Raises ForerunError subclasses for what cannot be loaded or honoured.
     """
 
     def __init__(
@@ -105,15 +108,20 @@ class LLM:
         *,
         speculate: bool = True,
         on_update: Callable[[Update], None] | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt, in order; ``max_num_seqs`` are decoded at a time.
 
         ``sampling_params`` is one for all prompts or a list of one each. ``speculate=False`` decodes these prompts
-        plainly, for comparison. ``on_update`` sees every round's new tokens. Nothing is started unless every
+        plainly, for comparison. ``on_update`` sees every round's new tokens. ``use_tqdm`` shows a bar of the answers on
+        standard error; None shows it where that is a terminal. Nothing is started unless every
         prompt is valid.
         """
         batch = _batch(prompts)
         params = self._params(sampling_params, len(batch))
+        if sys.stderr.isatty() if use_tqdm is None else use_tqdm:
+            with ProgressBar(sum(item.n for item in params), on_update) as bar:
+                return self.generate(batch, params, speculate=speculate, on_update=bar, use_tqdm=False)
         encoded = [self.encode(prompt) for prompt in batch]
         requests: list[list[Job]] = []
         try:
@@ -129,6 +137,44 @@ class LLM:
                 self.engine.abort(job)
             raise
         return [self._output(text, ids, jobs) for (text, ids), jobs in zip(encoded, requests)]
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        speculate: bool = True,
+        on_update: Callable[[Update], None] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several: lists of messages, mappings with ``role`` and ``content``.
+
+        ``chat_template`` (Jinja) replaces the model's, ``chat_template_kwargs`` are its variables. To let the model go
+        on with a message of its own, give that last, with ``continue_final_message=True`` and
+        ``add_generation_prompt=False``. The rest is as in ``generate``. Raises RequestError for a model without a
+        template and for messages that it refuses.
+        """
+        prompts: list[Prompt] = []
+        for conversation in conversations(messages):
+            text = render_chat(
+                self.tokenizer,
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            ids = self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, speculate=speculate, on_update=on_update, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, of transformers' kind."""
+        return self.tokenizer
 
     def close(self) -> None:
         """Let drafters write down what they have learnt (``adapt``); generation may go on afterwards."""

@@ -18,6 +18,7 @@ from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError
 from forerun.core.tiles import ENOUGH
 from forerun.models.base import Model
+from forerun.models.fetch import SOURCES, fetched
 from forerun.models.hf import NAME, HFModel
 from forerun.models.native import NativeModel, applies
 from forerun.models.quantize import UNQUANTIZED
@@ -34,11 +35,13 @@ PATHS = ("auto", "native", "hf")
 
 
 def resolve(path_or_id: str | Path) -> Path:
-    """The checkpoint's folder: a local one, a bundled one (``forerun:target``), or a hub download (config,
-    tokenizer and safetensors only). Raises ModelError."""
+    """The checkpoint's folder: a local one, a bundled one (``forerun:target``), a fetched one (``smollm2``; a folder of
+    that name is ``./smollm2``), or a hub download (config, tokenizer and safetensors only). Raises ModelError."""
     text = str(path_or_id)
     if text.startswith(BUNDLED):
         return pretrained.path(text.removeprefix(BUNDLED))
+    if text in SOURCES:
+        return fetched(text)
     folder = Path(text).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

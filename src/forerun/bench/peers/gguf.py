@@ -11,26 +11,17 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from forerun.core.errors import ConfigError
+from forerun.models.gguf_names import ENDS, LAYER
 
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+NAMES = {ours: theirs for theirs, ours in LAYER.items()}
+STEMS = {ours: theirs for theirs, ours in ENDS.items()}
 
 
 def gguf_name(name: str) -> str:
     """GGUF's name of a Llama weight. Raises ConfigError for any other weight."""
     stem, _, kind = name.rpartition(".")
-    if stem in ENDS:
-        return f"{ENDS[stem]}.{kind}"
+    if stem in STEMS:
+        return f"{STEMS[stem]}.{kind}"
     parts = stem.split(".", 3)
     if kind != "weight" or len(parts) != 4 or parts[:2] != ["model", "layers"] or parts[3] not in NAMES:
         raise ConfigError(f"weight {name!r} has no place in llama.cpp's Llama")
@@ -58,10 +49,8 @@ def weights(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def write_gguf(folder: Path, path: Path, dtype: torch.dtype) -> Path:
     """Convert a Llama checkpoint without rope scaling; matrices in ``dtype``, norms in float32. Raises ConfigError."""
-    try:
-        import gguf
-    except ModuleNotFoundError:
-        raise ConfigError("the llama-cpp peer needs gguf: pip install 'forerun[bench]'") from None
+    import gguf  # every command imports this module; gguf takes its time
+
     config = AutoConfig.from_pretrained(folder)
     rope = config.rope_parameters
     if config.model_type != "llama" or rope.get("rope_type", "default") != "default":

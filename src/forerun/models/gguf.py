@@ -1,0 +1,188 @@
+"""GGUF files: metadata and tensors. Every size that a file states is checked before anything is read by it."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from forerun.core.errors import ModelError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32
+"""Bytes, where ``general.alignment`` does not say."""
+LONGEST_KEY = 65535
+DIMENSIONS = 4
+SHORTEST_KEY, SHORTEST_TENSOR = 13, 32
+"""Bytes of a key with an empty name and a value of one byte, and of a description of a tensor with one dimension."""
+
+_SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_STRING, _ARRAY = 8, 9
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where a tensor lies and what it is. ``shape`` is in torch's order: rows first."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    start: int
+    """Byte of the file."""
+    size: int
+    """Bytes."""
+
+
+class GGUFFile:
+    """An open GGUF file: ``metadata`` by key, ``tensors`` by name. Raises ModelError for a file that is none, is
+    truncated or states sizes that cannot be. The file stays mapped until the last view of it is gone."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            reason = error.strerror if isinstance(error, OSError) else "it is empty"
+            raise ModelError(f"{self.path} cannot be read: {reason}") from error
+        self._place = 0
+        self.metadata: Mapping[str, Any]
+        self.tensors: Mapping[str, GGUFTensor]
+        self.metadata, self.tensors = self._header()
+
+    def packed(self, name: str) -> np.ndarray:
+        """A tensor's bytes as they lie in the file: uint8, read-only, not copied. Raises ModelError."""
+        tensor = self._tensor(name)
+        return np.frombuffer(self._bytes, np.uint8, tensor.size, tensor.start)
+
+    def values(self, name: str) -> torch.Tensor:
+        """A tensor's values, exact, float32. Raises ModelError for a kind that cannot be dequantized."""
+        tensor = self._tensor(name)
+        block, size = GGML_QUANT_SIZES[tensor.kind]
+        rows = self.packed(name).reshape(-1, tensor.shape[-1] // block * size)
+        try:
+            found = dequantize(rows, tensor.kind)
+        except NotImplementedError as error:
+            raise self._broken(f"{name} is of kind {tensor.kind.name}, which cannot be dequantized") from error
+        return torch.from_numpy(np.array(found, dtype=np.float32)).reshape(tensor.shape)
+
+    def _tensor(self, name: str) -> GGUFTensor:
+        if name not in self.tensors:
+            raise self._broken(f"it has no tensor {name}")
+        return self.tensors[name]
+
+    def _broken(self, reason: str) -> ModelError:
+        return ModelError(f"{self.path} is not a GGUF file that can be used: {reason}")
+
+    def _header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        if self._take(4) != MAGIC:
+            raise self._broken("it does not begin with GGUF")
+        version = self._u32()
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            known = "it is big-endian" if swapped in VERSIONS else f"its version is {version}, not 2 or 3"
+            raise self._broken(known)
+        tensor_count, key_count = self._u64(), self._u64()
+        self._need(key_count * SHORTEST_KEY + tensor_count * SHORTEST_TENSOR, "its list of keys and tensors")
+        metadata: dict[str, Any] = {}
+        for _ in range(key_count):
+            key = self._text("a key", LONGEST_KEY)
+            if key in metadata:
+                raise self._broken(f"{key} is there twice")
+            metadata[key] = self._value(key, self._u32())
+        tensors = [self._described() for _ in range(tensor_count)]
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._broken(f"general.alignment is {alignment!r}, not a power of two")
+        first = -(-self._place // alignment) * alignment
+        placed: dict[str, GGUFTensor] = {}
+        for name, shape, kind, offset in tensors:
+            if name in placed:
+                raise self._broken(f"tensor {name} is there twice")
+            placed[name] = self._checked(name, shape, kind, offset, first, alignment)
+        return metadata, placed
+
+    def _checked(
+        self, name: str, shape: tuple[int, ...], kind: int, offset: int, first: int, alignment: int
+    ) -> GGUFTensor:
+        try:
+            known = GGMLQuantizationType(kind)
+        except ValueError as error:
+            raise self._broken(f"{name} is of unknown kind {kind}") from error
+        block, size = GGML_QUANT_SIZES[known]
+        if shape[-1] % block:
+            raise self._broken(f"rows of {name} have {shape[-1]} values, not a multiple of {known.name}'s {block}")
+        length = math.prod(shape) // block * size
+        start = first + offset
+        if offset % alignment:
+            raise self._broken(f"{name} begins at {offset}, not at a multiple of {alignment}")
+        if start + length > len(self._bytes):
+            raise self._broken(
+                f"it is truncated or damaged: {name} ends at byte {start + length} of {len(self._bytes)}"
+            )
+        return GGUFTensor(name, shape, known, start, length)
+
+    def _described(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text("a tensor's name", LONGEST_KEY)
+        dimensions = self._u32()
+        if not 1 <= dimensions <= DIMENSIONS:
+            raise self._broken(f"{name} has {dimensions} dimensions")
+        shape = tuple(reversed([self._u64() for _ in range(dimensions)]))
+        if 0 in shape:
+            raise self._broken(f"{name} has shape {list(shape)}")
+        return name, shape, self._u32(), self._u64()
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text(key)
+        if kind in _SCALARS:
+            return self._scalars(key, kind, 1)[0]
+        if kind != _ARRAY:
+            raise self._broken(f"{key} is of unknown type {kind}")
+        element, count = self._u32(), self._u64()
+        if element in _SCALARS:
+            return self._scalars(key, element, count)
+        if element != _STRING:
+            raise self._broken(f"{key} is an array of type {element}, which is not supported")
+        self._need(count * _U64.size, key)
+        return [self._text(key) for _ in range(count)]
+
+    def _scalars(self, key: str, kind: int, count: int) -> list[Any]:
+        dtype = np.dtype(_SCALARS[kind])
+        return np.frombuffer(self._take(count * dtype.itemsize, key), dtype).tolist()
+
+    def _text(self, what: str, longest: int | None = None) -> str:
+        length = self._u64()
+        if longest is not None and length > longest:
+            raise self._broken(f"it is truncated or damaged: {what} of {length} bytes")
+        try:
+            return self._take(length, what).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self._broken(f"{what} is not UTF-8 text") from error
+
+    def _u32(self) -> int:
+        return _U32.unpack(self._take(_U32.size))[0]
+
+    def _u64(self) -> int:
+        return _U64.unpack(self._take(_U64.size))[0]
+
+    def _need(self, count: int, what: str) -> None:
+        if count > len(self._bytes) - self._place:
+            raise self._broken(f"it is truncated or damaged: {what} ends beyond its {len(self._bytes)} bytes")
+
+    def _take(self, count: int, what: str = "its header") -> bytes:
+        self._need(count, what)
+        found = self._bytes[self._place : self._place + count]
+        self._place += count
+        return found

@@ -1,0 +1,180 @@
+"""Tokenizers that GGUF files describe: byte-level BPE, with the pre-tokenizer that ``tokenizer.ggml.pre`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from forerun.core.errors import ModelError
+
+CONTROL, USER_DEFINED = 3, 4
+"""Kinds in ``tokenizer.ggml.token_type`` that are matched in the text before it is split."""
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_LLAMA3 = _WORDS + r"\p{N}{1,3}" + _MARKS
+_QWEN2 = _WORDS + r"\p{N}" + _MARKS
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CAPITALISED, _CAPITALS = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{few}{_LOWER}{many}" for few, many in ("*+", "+*"))
+_SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+_GPT4O = f"{_CAPITALISED}{_ENDINGS}?|{_CAPITALS}{_ENDINGS}?|" + r"\p{N}{1,3}" + _SLASHED
+_TEKKEN = f"{_CAPITALISED}|{_CAPITALS}|" + r"\p{N}" + _SLASHED
+_THREE_DIGITS = r"[0-9][0-9][0-9]"
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_MARKS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
+_DEEPSEEK_LETTERS = (
+    "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377 37b-37d 37f 386 388-38a 38c "
+    "38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba 1cbd-1cbf 1d00-1d2b "
+    "1d6b-1d77 1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 "
+    "1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc 1fd0-1fd3 1fd6-1fdb 1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 "
+    "2115 2119-211d 2124 2126 2128 212a-212d 212f-2134 2139 213c-213f 2145-2149 214e 2183 2184 2c00-2c7b "
+    "2c7e-2ce4 2ceb-2cee 2cf2 2cf3 a640-a66d a680-a69b a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 "
+    "fb13-fb17 ff21-ff3a ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df "
+    "1e900-1e943"
+)
+"""Code points in hexadecimal."""
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How a text is cut before BPE: by each pattern in turn, what matches and what lies between kept as pieces."""
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    """A piece that is in the vocabulary is one token, whatever the merges say."""
+    begins: bool = False
+    """Texts begin with the BOS token unless the file says otherwise."""
+    composed: bool = False
+    """Texts are brought to Unicode's form NFC first."""
+
+
+def _ranges(hexadecimal: str) -> str:
+    """Ranges of code points as a pattern's."""
+    return "".join("-".join(chr(int(end, 16)) for end in ends.split("-")) for ends in hexadecimal.split())
+
+
+def _named() -> dict[str, PreTokenizer]:
+    llama3 = PreTokenizer((_LLAMA3,), whole_words=True, begins=True)
+    return {
+        **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer((_GPT2,))),
+        **dict.fromkeys(("mpt", "olmo"), PreTokenizer((_GPT2,), composed=True)),
+        **dict.fromkeys(("smollm", "starcoder", "refact"), PreTokenizer((r"\p{N}", _GPT2))),
+        "command-r": PreTokenizer((r"\p{N}", _GPT2), composed=True),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), llama3),
+        "qwen2": PreTokenizer((_QWEN2,), composed=True),
+        "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
+        **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),
+        "tekken": PreTokenizer((_TEKKEN,), whole_words=True, begins=True),
+        "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
+        "deepseek-llm": PreTokenizer(
+            (r"[\r\n]", rf"\s?[{_ranges(_DEEPSEEK_LETTERS)}]+", rf"\s?[{_DEEPSEEK_MARKS}]+", r"\s+$", _CJK, r"\p{N}+")
+        ),
+        "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
+        "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS)),
+    }
+
+
+PRE_TOKENIZERS = _named()
+
+
+def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokenizerFast:
+    """The tokenizer that a GGUF file's metadata describes, chat template included.
+
+    Raises ModelError, in which ``where`` names the file, for another algorithm than byte-level BPE, for a
+    pre-tokenizer that is not known, and for lists that contradict each other.
+    """
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind != "gpt2":
+        raise ModelError(
+            f"{where} has a tokenizer of kind {kind!r}; only byte-level BPE ('gpt2') is read from GGUF files"
+        )
+    if pre not in PRE_TOKENIZERS:
+        raise ModelError(
+            f"{where} names no pre-tokenizer that is known (tokenizer.ggml.pre is {pre!r}); "
+            f"there are: {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    rules = PRE_TOKENIZERS[pre]
+    tokens = _texts(metadata, "tokens", where)
+    ids = {name: _id(metadata, name, len(tokens), where) for name in ("bos", "eos", "unknown", "padding")}
+    begins = metadata.get("tokenizer.ggml.add_bos_token", rules.begins)
+    ends = metadata.get("tokenizer.ggml.add_eos_token", False)
+    tokenizer = _bpe(metadata, rules, tokens, where)
+    edges = {edge: ids[edge] for edge, wanted in (("bos", begins), ("eos", ends)) if wanted}
+    for edge, place in edges.items():
+        if place is None:
+            raise ModelError(f"{where} asks for {edge.upper()} in every text, but does not say which token that is")
+    tokenizer.post_processor = _edges(
+        {edge: (tokens[place], place) for edge, place in edges.items() if place is not None}
+    )
+    special = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    named = {special[name]: tokens[place] for name, place in ids.items() if place is not None}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
+    fast.chat_template = _template(metadata, where)
+    return fast
+
+
+def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], where: str) -> Tokenizer:
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        raise ModelError(f"{where} has the same token twice in tokenizer.ggml.tokens")
+    kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise ModelError(f"{where} has {len(tokens)} tokens, but not as many entries in tokenizer.ggml.token_type")
+    merges = []
+    for merge in _texts(metadata, "merges", where):
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= vocabulary.keys():
+            raise ModelError(f"{where} merges {merge!r}, which is not in its vocabulary")
+        merges.append((left, right))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rules.whole_words))
+    if rules.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, kind in zip(tokens, kinds)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
+    return tokenizer
+
+
+def _edges(tokens: Mapping[str, tuple[str, int]]) -> Any:
+    """What puts BOS before a text and EOS behind it, as far as they are wanted."""
+    if not tokens:
+        return processors.ByteLevel(trim_offsets=False)
+    single = [tokens[name][0] for name in ("bos",) if name in tokens] + ["$A"]
+    single += [tokens[name][0] for name in ("eos",) if name in tokens]
+    return processors.TemplateProcessing(single=single, special_tokens=sorted(set(tokens.values())))
+
+
+def _texts(metadata: Mapping[str, Any], name: str, where: str) -> list[str]:
+    found = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(found, list) or not found or not isinstance(found[0], str):
+        raise ModelError(f"{where} has no list of texts in tokenizer.ggml.{name}")
+    return found
+
+
+def _id(metadata: Mapping[str, Any], name: str, count: int, where: str) -> int | None:
+    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if found is not None and (not isinstance(found, int) or not 0 <= found < count):
+        raise ModelError(f"{where} has {found!r} as tokenizer.ggml.{name}_token_id; there are {count} tokens")
+    return found
+
+
+def _template(metadata: Mapping[str, Any], where: str) -> str | None:
+    found = metadata.get("tokenizer.chat_template")
+    if found is not None and not isinstance(found, str):
+        raise ModelError(f"{where} has a tokenizer.chat_template that is no text")
+    return found

@@ -1,0 +1,66 @@
+"""What these tests need lies in Forerun's cache folder. Where it does not, they do not exist, and the end of the run
+says so and what would bring it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import vocabularies
+
+from forerun import LLM
+from forerun.core.errors import ModelError
+from forerun.models.fetch import fetched
+from forerun.models.gguf import GGUFFile
+
+_untested = pytest.StashKey[dict[str, int]]()
+
+
+def _absent(fixture: str) -> str | None:
+    """Why what a fixture needs is not here; None where it is."""
+    if fixture == "vocabulary" and not vocabularies.folder().is_dir():
+        return "llama.cpp's vocabularies are not on this machine yet: run `python tests/real/vocabularies.py` once"
+    if fixture == "smollm2":
+        try:
+            fetched("smollm2")
+        except ModelError as error:
+            return str(error)
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here, untested = [], config.stash.setdefault(_untested, {})
+    left_out = []
+    for item in items:
+        reason = next(filter(None, map(_absent, getattr(item, "fixturenames", ()))), None)
+        if reason is None:
+            here.append(item)
+        else:
+            left_out.append(item)
+            untested[reason] = untested.get(reason, 0) + 1
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = here
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason, count in sorted(terminalreporter.config.stash.get(_untested, {}).items()):
+        terminalreporter.write_line(f"NOT TESTED ({count} tests): {reason}", red=True, bold=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The real model's checkpoint."""
+    return fetched("smollm2")
+
+
+@pytest.fixture(scope="session")
+def assistant(smollm2: Path) -> LLM:
+    """The real model as users get it, drafting from the text."""
+    return LLM("smollm2", speculative_config={"method": "ngram", "num_speculative_tokens": 4}, max_model_len=512)
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Callable[[str], GGUFFile]:
+    """llama.cpp's vocabularies, by name."""
+    return lambda name: GGUFFile(vocabularies.folder() / f"ggml-vocab-{name}.gguf")

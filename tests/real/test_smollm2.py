@@ -1,0 +1,85 @@
+"""SmolLM2-135M-Instruct as ``forerun fetch smollm2`` brings it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from forerun import LLM, SamplingParams
+from forerun.cli.main import run
+from forerun.models.tokenizer import load_tokenizer
+
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+CAPITAL = [{"role": "user", "content": "What is the capital of Japan?"}]
+LIST = [{"role": "user", "content": "Count from one to ten, twice."}]
+TEXTS = [
+    "", " ", "\n\n\t ", "Hello, World!", "it's 2024, 1234567 times", "résumé e\u0301", "нещо на Български", "កាន់តែពិសេស",
+    "🚀 (normal) 😶‍🌫️ (joined)", "def f(x):\n    return x ** 2\n",
+    "<|im_start|>user\nhi<|im_end|>\n", "\u00a0\u2003x", "\r\n\r\n",
+]  # fmt: skip
+
+
+def test_every_text_comes_back_from_its_tokens(smollm2):
+    tokenizer = load_tokenizer("smollm2")
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer) == 49152
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def test_digits_stand_alone_and_control_tokens_are_one(smollm2):
+    """As the model was trained: a year is four tokens, and a turn's end is the token that ends texts."""
+    tokenizer = load_tokenizer("smollm2")
+    assert tokenizer.tokenize("In 2024, x") == ["In", "Ġ", "2", "0", "2", "4", ",", "Ġx"]
+    assert tokenizer.encode("<|im_start|>") == [1]
+    assert tokenizer.encode("hi<|im_end|>")[-1] == 2
+    assert tokenizer.decode([2], skip_special_tokens=True) == ""
+
+
+def test_the_template_writes_the_conversation(smollm2):
+    text = load_tokenizer("smollm2").apply_chat_template(CAPITAL, tokenize=False, add_generation_prompt=True)
+    question = f"<|im_start|>user\n{CAPITAL[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"<|im_start|>system\n{SYSTEM}<|im_end|>\n{question}"
+
+
+def test_it_knows_the_capital_of_japan_and_stops(assistant):
+    """Nearest rival of any token: a logit less by 1, so that no way of rounding changes the answer."""
+    answer = assistant.chat(CAPITAL, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+    assert answer.text == "The capital of Japan is Tokyo."
+    assert answer.finish_reason == "stop"
+    assert assistant.model.info.eos_ids == {2}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_same_seed_gives_the_same_tokens_with_and_without_drafts(assistant, temperature):
+    params = SamplingParams(temperature=temperature, seed=7, max_tokens=32)
+    drafted = assistant.chat([CAPITAL, LIST], params)
+    plain = assistant.chat([CAPITAL, LIST], params, speculate=False)
+    assert [out.outputs[0].token_ids for out in drafted] == [out.outputs[0].token_ids for out in plain]
+    assert sum(out.metrics.num_draft_tokens for out in drafted) > 0
+    assert sum(out.metrics.num_draft_tokens for out in plain) == 0
+
+
+def test_log_probabilities_are_transformers_own(smollm2):
+    ids = load_tokenizer("smollm2").apply_chat_template(CAPITAL, add_generation_prompt=True, return_dict=False)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    del model
+    llm = LLM("smollm2", dtype="float32", max_model_len=256)
+    assert llm.model.info.path.startswith("native")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
+    answer = llm.generate({"prompt_token_ids": ids}, params)[0]
+    assert answer.outputs[0].token_ids == [wanted[-1].argmax().item()]
+    found = [entry.logprob for entry in (answer.prompt_logprobs or []) if entry is not None]
+    truth = wanted[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    assert torch.tensor(found) == pytest.approx(truth, abs=2e-3)
+
+
+def test_the_command_line_knows_it_by_name(smollm2, capsys):
+    options = ["--model", "smollm2", "--max-tokens", "2", "--max-model-len", "64", "--json"]
+    assert run(["generate", "The capital of France is", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == " Paris."

@@ -1,0 +1,61 @@
+"""llama.cpp's vocabularies with texts and the token ids that their models' own tokenizers give, out of the source
+package of llama-cpp-python (MIT). Run as a script, this downloads them once into Forerun's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path, PurePosixPath
+
+from forerun import kernels
+
+PACKAGE = "llama-cpp-python==0.3.36"
+SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+NAMES = (
+    "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gpt-2",
+    "llama-bpe", "mpt", "qwen2", "refact", "starcoder",
+)  # fmt: skip
+SUFFIXES = (".gguf", ".gguf.inp", ".gguf.out")
+SEPARATOR = "\n__ggml_vocab_test__\n"
+
+
+def folder() -> Path:
+    return kernels.folder() / "tests" / PACKAGE
+
+
+def texts(name: str) -> list[tuple[str, list[int]]]:
+    """Texts and their token ids."""
+    given = (folder() / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode().split(SEPARATOR)
+    wanted = (folder() / f"ggml-vocab-{name}.gguf.out").read_text(encoding="utf-8").split("\n")
+    return [(text, [int(token) for token in line.split()]) for text, line in zip(given[:-1], wanted)]
+
+
+def download() -> None:
+    if folder().is_dir():
+        return
+    folder().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder().parent) as work:
+        # pip asks the package's build system for its metadata; nothing is compiled.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=llama-cpp-python"]
+        subprocess.run([*command, "--dest", work, PACKAGE], check=True)
+        archive = next(Path(work).glob("*.tar.gz"))
+        found = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if found != SHA256:
+            raise SystemExit(f"{archive.name} has SHA-256 {found}, not {SHA256}")
+        wanted = {f"ggml-vocab-{name}{suffix}" for name in NAMES for suffix in SUFFIXES}
+        made = Path(work) / "made"
+        made.mkdir()
+        with tarfile.open(archive) as file:
+            for member in file:
+                name = PurePosixPath(member.name).name
+                content = file.extractfile(member) if name in wanted else None
+                if content is not None:
+                    (made / name).write_bytes(content.read())
+        made.rename(folder())
+
+
+if __name__ == "__main__":
+    download()

@@ -1,0 +1,134 @@
+"""GGUF files as the gguf package writes and reads them, and files that lie."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kinds
+
+from forerun.core.errors import ModelError
+from forerun.models.gguf import GGUFFile
+from gguf_files import add, finish, write_model
+
+QUANTIZED = [Kinds.F32, Kinds.F16, Kinds.BF16, Kinds.Q4_0, Kinds.Q4_1, Kinds.Q8_0]
+
+
+def write_small(path: Path, kinds: list[Kinds] = [Kinds.Q8_0, Kinds.F32]) -> Path:  # noqa: B006 - not changed
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in {"a.text": "grüße", "a.list": ["x", "", "yz"], "a.ids": [1, -2, 3], "a.flag": True}.items():
+        add(writer, key, value)
+    values = np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32)
+    for kind in kinds:
+        writer.add_tensor(kind.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    return finish(writer, path)
+
+
+def test_metadata_and_tensors_are_those_of_the_gguf_package(tmp_path):
+    path = write_small(tmp_path / "a.gguf", QUANTIZED)
+    theirs, ours = gguf.GGUFReader(path), GGUFFile(path)
+    keys = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
+    assert dict(ours.metadata) == keys
+    assert list(ours.tensors) == [kind.name for kind in QUANTIZED]
+    for tensor in theirs.tensors:
+        values = ours.values(tensor.name)
+        assert values.dtype == torch.float32
+        assert values.shape == (2, 64)
+        assert np.array_equal(values.numpy(), gguf.quants.dequantize(tensor.data, tensor.tensor_type)), tensor.name
+        assert ours.packed(tensor.name).tobytes() == tensor.data.tobytes()
+
+
+def test_a_file_that_ends_early_is_refused_wherever_it_ends(tmp_path):
+    whole = write_small(tmp_path / "a.gguf").read_bytes()
+    path = tmp_path / "short.gguf"
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match=r"is empty|does not begin with GGUF|truncated or damaged") as caught:
+            GGUFFile(path)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_no_damaged_byte_makes_anything_but_an_error_or_other_values(tmp_path):
+    whole = write_small(tmp_path / "a.gguf").read_bytes()
+    path = tmp_path / "damaged.gguf"
+    outcomes = set()
+    for place in range(len(whole)):
+        for value in (0x00, 0x7F, 0xFF):
+            path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+            try:
+                file = GGUFFile(path)
+                for name, tensor in file.tensors.items():
+                    assert tensor.start + tensor.size <= len(whole)
+                    assert file.values(name).shape == tensor.shape
+                outcomes.add("read")
+            except ModelError:
+                outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
+@pytest.mark.parametrize("place", [8, 16], ids=["tensors", "keys"])
+def test_counts_that_lie_cost_nothing(tmp_path, place):
+    whole = bytearray(write_small(tmp_path / "a.gguf").read_bytes())
+    whole[place : place + 8] = struct.pack("<Q", 2**62)
+    (tmp_path / "a.gguf").write_bytes(whole)
+    with pytest.raises(ModelError, match="list of keys and tensors ends beyond"):
+        GGUFFile(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(("kind", "element"), [(8, None), (9, 8), (9, 4), (9, 12)])
+def test_lengths_that_lie_are_found_before_anything_is_read(tmp_path, kind, element):
+    length = struct.pack("<I", element) if element is not None else b""
+    key = struct.pack("<Q", 1) + b"k" + struct.pack("<I", kind) + length + struct.pack("<Q", 2**61)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + bytes(64))
+    with pytest.raises(ModelError, match="k ends beyond its"):
+        GGUFFile(tmp_path / "a.gguf")
+
+
+def described(shape: tuple[int, ...], kind: int = 0, offset: int = 0, names: tuple[str, ...] = ("t",)) -> bytes:
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(names), 0)]
+    for name in names:
+        parts += [struct.pack("<Q", len(name)), name.encode(), struct.pack("<I", len(shape))]
+        parts += [struct.pack(f"<{len(shape)}Q", *shape), struct.pack("<IQ", kind, offset)]
+    return b"".join(parts) + bytes(4096)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"GGML" + bytes(60), "does not begin with GGUF"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "its version is 1, not 2 or 3"),
+        (described((2**40, 2**40)), "truncated or damaged: t ends at byte"),
+        (described((8,), offset=2**50), "truncated or damaged: t ends at byte"),
+        (described((8,), offset=8), "not at a multiple of 32"),
+        (described((8,), kind=99), "unknown kind 99"),
+        (described((48,), kind=8), "48 values, not a multiple of Q8_0's 32"),
+        (described((1,) * 5), "5 dimensions"),
+        (described((0, 8)), "shape"),
+        (described((8,), names=("t", "t")), "tensor t is there twice"),
+    ],
+)
+def test_what_cannot_be_is_named(tmp_path, content, message):
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        GGUFFile(tmp_path / "a.gguf")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_is_there_twice_and_a_kind_without_values(tmp_path):
+    key = struct.pack("<Q", 1) + b"k" + struct.pack("<II", 4, 7)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + key + key)
+    with pytest.raises(ModelError, match="k is there twice"):
+        GGUFFile(tmp_path / "a.gguf")
+    (tmp_path / "a.gguf").write_bytes(described((8,), kind=Kinds.I32))
+    with pytest.raises(ModelError, match="kind I32, which cannot be dequantized"):
+        GGUFFile(tmp_path / "a.gguf").values("t")
+    with pytest.raises(ModelError, match="no tensor other"):
+        GGUFFile(write_model(tmp_path / "b.gguf")).values("other")
+    with pytest.raises(ModelError, match="No such file"):
+        GGUFFile(tmp_path / "nowhere.gguf")

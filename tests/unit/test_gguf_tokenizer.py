@@ -1,0 +1,132 @@
+"""Tokenizers out of GGUF metadata. ``tests/real`` compares whole vocabularies."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from forerun.core.errors import ModelError
+from forerun.models.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer
+from gguf_files import TEMPLATE, TOKENS, VOCABULARY
+
+
+def tokenizer(**changes):
+    changed = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    return make_tokenizer(VOCABULARY | changed, "a.gguf")
+
+
+def pieces(pre: str, text: str) -> list[str]:
+    """How a text is cut before BPE; a piece's bytes are written as letters, spaces as Ġ."""
+    cut = tokenizer(pre=pre).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return [piece for piece, _ in cut]
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_text():
+    made = tokenizer()
+    ids = made.encode("<|start|>the 12<tool> the<|end|>")
+    assert made.convert_ids_to_tokens(ids) == ["<|start|>", "the", "Ġ", "1", "2", "<tool>", "Ġthe", "<|end|>"]
+    assert made.decode(ids) == "<|start|>the 12<tool> the<|end|>"
+    assert made.decode(ids, skip_special_tokens=True) == "the 12<tool> the"
+    assert (made.bos_token, made.eos_token, made.chat_template) == ("<|start|>", "<|end|>", TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("pre", "changes", "wanted"),
+    [
+        ("smollm", {}, []),
+        ("smollm", {"add_bos_token": True}, [1]),
+        ("smollm", {"add_bos_token": True, "add_eos_token": True}, [1, 0]),
+        ("llama-bpe", {}, [1]),
+        ("llama-bpe", {"add_bos_token": False}, []),
+    ],
+)
+def test_texts_begin_and_end_as_the_file_says(pre, changes, wanted):
+    made = tokenizer(pre=pre, **changes)
+    the = TOKENS.index("the")
+    assert made.encode("the") == [*wanted[:1], the, *wanted[1:]]
+    assert made.encode("the", add_special_tokens=False) == [the]
+
+
+def test_whole_words_come_before_merges():
+    tokens = [*TOKENS, "cat"]
+    kinds = [*VOCABULARY["tokenizer.ggml.token_type"], 1]
+    assert tokenizer(pre="llama-bpe", tokens=tokens, token_type=kinds).tokenize("cat") == ["cat"]
+    assert tokenizer(pre="gpt-2", tokens=tokens, token_type=kinds).tokenize("cat") == ["c", "a", "t"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "wanted"),
+    [
+        ("gpt-2", "it's 1234 HelloWorld!?\n\nx", ["it", "'s", "Ġ1234", "ĠHelloWorld", "!?", "Ċ", "Ċ", "x"]),
+        ("smollm", "it's 1234 HelloWorld!?", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĠHelloWorld", "!?"]),
+        ("llama-bpe", "IT'S 12345 don't\n\nx", ["IT", "'S", "Ġ", "123", "45", "Ġdon", "'t", "ĊĊ", "x"]),
+        ("qwen2", "IT'S 123 a.b", ["IT", "'S", "Ġ", "1", "2", "3", "Ġa", ".b"]),
+        ("gpt-4o", "HelloWorld'S 1234 ABCdef", ["Hello", "World'S", "Ġ", "123", "4", "ĠABCdef"]),
+        ("tekken", "HelloWorld's 12 a/\n", ["Hello", "World", "'s", "Ġ", "1", "2", "Ġa", "/Ċ"]),
+        ("falcon", "a`b 1234", ["a", "`", "b", "Ġ", "123", "4"]),
+        ("default", "a`b$ 1234", ["a", "`", "b", "$", "Ġ", "123", "4"]),
+        ("deepseek-llm", "ab 12\nc", ["ab", "Ġ", "12", "Ċ", "c"]),
+        ("deepseek-coder", "ab 12\nc", ["ab", "Ġ", "1", "2", "Ċ", "c"]),
+    ],
+)
+def test_texts_are_cut_by_the_named_rules(pre, text, wanted):
+    assert pieces(pre, text) == wanted
+
+
+def test_smollm_cuts_as_its_own_tokenizer_file_does():
+    """Which lists transformers' Digits, each alone, and ByteLevel with GPT-2's pattern."""
+    theirs = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    ours = tokenizer().backend_tokenizer.pre_tokenizer
+    draw = random.Random(0)
+    letters = [*map(chr, range(1, 0x3000)), *"  \n\t 0123456789'stre" * 400]
+    for _ in range(2000):
+        text = "".join(draw.choices(letters, k=draw.randrange(12)))
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
+
+
+def test_texts_are_composed_where_the_model_does_so():
+    assert PRE_TOKENIZERS["qwen2"].composed
+    composed, left = tokenizer(pre="qwen2"), tokenizer(pre="smollm")
+    assert composed.backend_tokenizer.normalizer.normalize_str("e\u0301") == "\u00e9"
+    assert left.backend_tokenizer.normalizer is None
+
+
+@pytest.mark.parametrize("pre", ["a-new-one", None])
+def test_an_unknown_pre_tokenizer_is_an_error_that_lists_the_known(pre):
+    with pytest.raises(ModelError) as caught:
+        tokenizer(pre=pre)
+    message = str(caught.value)
+    assert f"a.gguf names no pre-tokenizer that is known (tokenizer.ggml.pre is {pre!r})" in message
+    assert all(name in message for name in PRE_TOKENIZERS)
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "llama"}, "a tokenizer of kind 'llama'; only byte-level BPE"),
+        ({"tokens": None}, "no list of texts in tokenizer.ggml.tokens"),
+        ({"tokens": [*TOKENS[:-1], "a"]}, "the same token twice"),
+        ({"token_type": [1, 1]}, "not as many entries in tokenizer.ggml.token_type"),
+        ({"merges": ["t zz"]}, "merges 't zz', which is not in its vocabulary"),
+        ({"merges": []}, "no list of texts in tokenizer.ggml.merges"),
+        ({"eos_token_id": 999}, "999 as tokenizer.ggml.eos_token_id"),
+        ({"add_bos_token": True, "bos_token_id": None}, "does not say which token that is"),
+    ],
+)
+def test_contradictions_are_named(changes, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        tokenizer(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_known_name_makes_a_tokenizer():
+    for pre in PRE_TOKENIZERS:
+        made = tokenizer(pre=pre)
+        text = "the year 1234, isn't it?\n  the end.".lower()
+        ids = made.encode(text, add_special_tokens=False)
+        assert made.decode(ids) == text, pre
