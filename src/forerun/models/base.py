@@ -42,8 +42,8 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The row counts, ascending, of calls whose results agree to the last bit at so many ``threads``: of the layers, and
-    of the output layer."""
+    """The row counts, ascending, of calls whose results agree to the last bit at so many ``threads``: of the layers,
+    and of the output layer."""
 
     rows: tuple[int, ...]
     logits: tuple[int, ...]

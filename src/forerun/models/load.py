@@ -212,8 +212,8 @@ def load_model(
     model = build(wanted)
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
         warnings.warn(
-            f"invariant mode is off: in {model.info.architecture} ({model.info.path}) at most {model.tiles.together} rows "
-            "keep their bits side by side, so that drafts could not pay; invariant=True runs it so",
+            f"invariant mode is off: in {model.info.architecture} ({model.info.path}) at most {model.tiles.together} "
+            "rows keep their bits side by side, so that drafts could not pay; invariant=True runs it so",
             RuntimeWarning,
             stacklevel=2,
         )
