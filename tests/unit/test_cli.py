@@ -208,7 +208,7 @@ REFUSED = {
 def test_a_page_that_cannot_be_written_is_refused_before_the_model_runs(
     forerun, pair, tmp_path, place, why, monkeypatch
 ):
-    monkeypatch.setattr("forerun.cli.generate.LLM", None)
+    monkeypatch.setattr("forerun.engine.llm.LLM", None)
     code, out, err = forerun("generate", PROMPT, *pair, "--trace-html", str(tmp_path / place))
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"error: cannot write {tmp_path}.*: .*{why}.*\n", err)

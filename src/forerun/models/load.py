@@ -19,8 +19,8 @@ from forerun.core.errors import ConfigError, ModelError
 from forerun.models.base import Model
 from forerun.models.hf import NAME, HFModel
 from forerun.models.invariance import self_test
+from forerun.models.kinds import UNQUANTIZED
 from forerun.models.native import NativeModel, applies
-from forerun.models.quantize import UNQUANTIZED
 
 DTYPES = {
     "float32": torch.float32,

@@ -5,7 +5,6 @@ because that is what it will draft for (DistillSpec, arXiv 2310.08461). With ``a
 earlier drafts miss.
 """
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,30 +17,12 @@ from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.boost import coverage, mean_over, missed
 from forerun.train.checkpoint import round_weights, save_model
-from forerun.train.config import Shape
+from forerun.train.config import DistillConfig
+from forerun.train.files import describe
 from forerun.train.losses import LOSSES, overlap
 from forerun.train.material import gather, load_target
-from forerun.train.on_policy import OnPolicyConfig
 from forerun.train.rollout import continue_prompts
 from forerun.train.target import forward, held_out_losses
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillConfig(OnPolicyConfig):
-    """What `forerun train draft_model` is told; `held_out` counts where the target's record names no files."""
-
-    loss: str = "lk"  # kl, lk or tv_ce
-    shape: Shape = field(default_factory=lambda: Shape(128, 2, 2, 1, 384, 2048))
-    tokens: int = 2_400_000
-    matrix_lr: float = 0.01
-    lr: float = 4e-3
-    after: tuple[Path, ...] = ()  # folder of a draft that this one complements, learning where it misses (repeatable)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "after", tuple(Path(folder) for folder in self.after))
-        if self.loss not in LOSSES:
-            raise ConfigError(f"loss must be one of {', '.join(sorted(LOSSES))}, not {self.loss!r}")
 
 
 def train_draft_model(config: DistillConfig) -> Path:
@@ -69,7 +50,7 @@ def train_draft_model(config: DistillConfig) -> Path:
     round_weights(draft)
     record = {
         "kind": "draft_model",
-        "corpus": corpora.describe(config.corpus),
+        "corpus": describe(config.corpus),
         "seed": config.seed,
         "tokens": state.tokens,
         "steps": state.steps,

@@ -5,14 +5,11 @@ The loss belongs to the head; lessons.py gives it the target's hidden states and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forerun.core.errors import ConfigError
 from forerun.speculate.draft.heads.blockwise import BlockwiseHead
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Head, Sizes
@@ -22,9 +19,9 @@ from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.speculate.draft.layerskip import ExitHead
 from forerun.train import corpus as corpora
 from forerun.train import loop
+from forerun.train.config import HeadTrainConfig
 from forerun.train.lessons import lesson
 from forerun.train.material import gather
-from forerun.train.on_policy import OnPolicyConfig
 
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,
@@ -34,43 +31,6 @@ HEADS: dict[str, type[Head]] = {
     "lookahead": LookaheadHead,
     "layerskip": ExitHead,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadTrainConfig(OnPolicyConfig):
-    """What `forerun train METHOD` is told."""
-
-    method: str = "medusa"  # which head
-    depth: int | None = None  # tokens ahead that the head learns to guess; none means 5, and 1 for layerskip
-    exit_layer: int | None = None  # layerskip: after how many layers the target leaves; none means half
-    options: dict[str, Any] = field(default_factory=dict)  # the head's own sizes
-    tokens: int = 300_000
-    length: int = 256
-    long_share: float = 0.0
-    lr: float = 1e-3
-    matrix_lr: float = 5e-3
-    generated_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.method not in HEADS:
-            raise ConfigError(f"no head is called {self.method!r}: choose one of {', '.join(sorted(HEADS))}")
-        early = self.method == "layerskip"
-        if self.depth is None:
-            object.__setattr__(self, "depth", 1 if early else 5)
-        elif self.depth < 1:
-            raise ConfigError(f"depth must be at least 1, not {self.depth}")
-        elif early and self.depth > 1:
-            raise ConfigError(f"layerskip's head guesses one token at a time: remove depth ({self.depth})")
-        if self.exit_layer is not None and not early:
-            raise ConfigError(
-                f"only layerskip leaves the target early: remove exit_layer, or train that, not {self.method}"
-            )
-        known = HEADS[self.method].options_known
-        for key in self.options:
-            if key not in known:
-                has = f"it has {', '.join(sorted(known))}" if known else "it has none"
-                raise ConfigError(f"{self.method} has no option {key!r}; {has}")
 
 
 def train_head(config: HeadTrainConfig) -> Path:

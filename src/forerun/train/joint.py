@@ -9,7 +9,7 @@ token's cross entropy. Speculation is lossless with respect to the copy, not to 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,45 +25,14 @@ from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.checkpoint import round_weights, save_model
+from forerun.train.config import JointConfig
+from forerun.train.files import describe
 from forerun.train.lessons import lesson, view
 from forerun.train.losses import kl
 from forerun.train.material import gather
-from forerun.train.on_policy import OnPolicyConfig
 from forerun.train.target import held_out_losses
 
 Figures = dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class JointConfig(OnPolicyConfig):
-    """What `forerun train medusa2` is told; ``out`` gets the folders ``target`` and ``head``."""
-
-    depth: int = 5  # tokens ahead that the heads learn to guess
-    head: Path | None = None  # folder of a medusa head of the target that has learnt alone already: no warm-up
-    warmup_tokens: int | None = None  # tokens that the heads alone learn from first; none means 300,000, or 0 with head
-    tokens: int = 600_000
-    head_weight: float = 0.2  # lambda_0: weight of the heads' loss beside the copy's own
-    backbone_rate: float = 0.25  # the copy's learning rates, as a share of the heads'
-    self_distillation: bool = False  # keep the copy close to the original instead of to the text
-    generated_tokens: int = 0
-    length: int = 256
-    long_share: float = 0.0
-    lr: float = 1e-3
-    matrix_lr: float = 5e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.depth < 1:
-            raise ConfigError(f"depth must be at least 1, not {self.depth}")
-        if self.warmup_tokens is None:
-            object.__setattr__(self, "warmup_tokens", 0 if self.head else 300_000)
-        elif self.head:
-            raise ConfigError(f"the head in {self.head} has learnt alone already: remove warmup_tokens, or head")
-        elif self.warmup_tokens < 1:
-            raise ConfigError(f"warmup_tokens must be at least 1, not {self.warmup_tokens}")
-        for name in ("head_weight", "backbone_rate"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
 
 
 class Joint(nn.Module):
@@ -126,7 +95,7 @@ def train_joint(config: JointConfig) -> Path:
         **trained,
         "kind": "medusa2",
         "original": str(config.target or "forerun:target"),
-        "corpus": corpora.describe(config.corpus),
+        "corpus": describe(config.corpus),
         "seed": config.seed,
         "steps": warmed.steps + state.steps,
         "seconds": round(warmed.seconds + state.seconds),

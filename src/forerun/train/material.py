@@ -16,8 +16,9 @@ from forerun.models.load import resolve
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.checkpoint import RECORD
-from forerun.train.config import RunConfig
-from forerun.train.on_policy import OnPolicyConfig, mixed_batches
+from forerun.train.config import OnPolicyConfig, RunConfig
+from forerun.train.files import list_files, split_files
+from forerun.train.on_policy import mixed_batches
 
 UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
@@ -69,10 +70,10 @@ def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 def record_of(config: RunConfig, folder: Path) -> tuple[list[Path], list[Path]]:
     """The files that the target was trained on and those that it was not, as its record says."""
-    files = corpora.list_files(config.corpus)
+    files = list_files(config.corpus)
     record = json.loads((folder / RECORD).read_text(encoding="utf-8")) if (folder / RECORD).exists() else {}
     names = {config.corpus / name for name in record.get("held_out_files", ())}
     held_out = [path for path in files if path in names]
     if not held_out:
-        return corpora.split_files(files, config.held_out, config.seed)
+        return split_files(files, config.held_out, config.seed)
     return [path for path in files if path not in names], held_out

@@ -12,26 +12,8 @@ from transformers import PreTrainedModel
 from forerun.core.errors import ConfigError
 from forerun.train import corpus as corpora
 from forerun.train import loop
-from forerun.train.config import RunConfig
+from forerun.train.config import OnPolicyConfig
 from forerun.train.rollout import rollout_stream
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnPolicyConfig(RunConfig):
-    """Options of trainings that learn from a target's own text too."""
-
-    target: Path | None = None  # folder of the target; none means the bundled one
-    generated_tokens: int = 400_000  # text that the target writes before training; 0 for none
-    generated_share: float = 0.5  # share of the training sequences that come from it
-    greedy_share: float = 0.3  # share of it written at temperature 0, the rest at 1
-    generated: Path | None = None  # text of an earlier run (its run/generated.pt) instead of new text
-
-    def __post_init__(self) -> None:
-        if self.generated_tokens < 0:
-            raise ConfigError(f"generated_tokens must not be negative, not {self.generated_tokens}")
-        for name in ("generated_share", "greedy_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
