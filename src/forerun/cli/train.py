@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from importlib import import_module
@@ -30,9 +31,24 @@ def start(context: typer.Context) -> None:
         print(context.get_help())
 
 
+def until_stopped(train: Callable[[], None], config: RunConfig) -> int:
+    """Exit status 0 for a training that ends, 130 for one that Ctrl-C stops: what it has done is kept, and said."""
+    from forerun.train.interrupt import Stopped
+
+    try:
+        train()
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"stopped: what is in {config.out / 'run'} is kept, the same command goes on from there", file=sys.stderr)
+    else:
+        return 0
+    return 130
+
+
 def command(
     kind: type[RunConfig], place: str, help_text: str, *, sized: bool = True, **fixed: Any
-) -> Callable[..., None]:
+) -> Callable[..., int]:
     """A command that fills ``kind`` from flags and runs the function at ``place``, ``module:name`` of
     ``forerun.train``; ``fixed`` are fields it decides itself.
 
@@ -44,7 +60,7 @@ def command(
     run = Flags("run", flags_of(kind, "Run", skip=("shape", *fixed)))
 
     @takes(run, sizes)
-    def start(*, run: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    def start(*, run: Mapping[str, Any], sizes: Mapping[str, Any]) -> int:
         if "out" not in run:
             raise ConfigError("--out is missing: name the folder for the finished model")
         given = {**run, **fixed}
@@ -52,7 +68,8 @@ def command(
             given["shape"] = Shape(**{**vars(default_shape), **sizes})
         config = kind(**given)
         module, name = place.split(":")
-        print(getattr(import_module(f"forerun.train.{module}"), name)(config))
+        train = getattr(import_module(f"forerun.train.{module}"), name)
+        return until_stopped(lambda: print(train(config)), config)
 
     start.__doc__ = help_text
     return start

@@ -65,7 +65,7 @@ class RunConfig:
 
     out: Path  # folder of the finished model; its `run` folder holds what a run needs to go on
     corpus: Path = field(default_factory=standard_library)  # folder of text files, or one file
-    held_out: int = 25  # files that are not trained on
+    held_out: int | None = None  # files that are not trained on; none means 25, or a tenth of fewer than 250
     shape: Shape = field(default_factory=Shape)
     tokens: int = 9_000_000  # length of the run; on resume a smaller number starts the decay earlier
     batch_tokens: int = 4096  # tokens of one optimizer step

@@ -3,17 +3,16 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
-from forerun.train.files import read_text
+from forerun.train.files import Document, read_text
 
 
-def encode_files(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seed: int) -> Tensor:
+def encode_files(files: Sequence[Document], tokenizer: PreTrainedTokenizerBase, seed: int) -> Tensor:
     """One stream of token ids, int32 [tokens]: the files in shuffled order, each followed by the EOS token."""
     order = random.Random(seed).sample(range(len(files)), len(files))
     stream: list[int] = []
@@ -44,7 +43,10 @@ class TokenStream:
         """Token ids, int64 [rows, length + 1]: inputs and, one to the right, their labels."""
         windows = (len(self.tokens) - length - 1) // length
         if windows < 1:
-            raise ConfigError(f"the corpus has {len(self.tokens)} tokens, too few for sequences of {length}")
+            raise ConfigError(
+                f"the corpus has {len(self.tokens)} tokens, too few for sequences of {length}: give more text, or ask "
+                "for shorter ones"
+            )
         first = consumed // length
         return torch.stack([self._window(number, windows, length) for number in range(first, first + rows)])
 

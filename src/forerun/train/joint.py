@@ -20,19 +20,19 @@ from transformers import PreTrainedModel
 from forerun.core.errors import ConfigError
 from forerun.models.fingerprint import fingerprint
 from forerun.models.load import resolve
-from forerun.speculate.draft.heads.head import Sizes
+from forerun.speculate.draft.heads.head import Sizes, weights
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.checkpoint import round_weights, save_model
 from forerun.train.config import JointConfig
-from forerun.train.files import describe
+from forerun.train.files import describe, names
+from forerun.train.heads import meaning
 from forerun.train.lessons import lesson, view
 from forerun.train.losses import kl
 from forerun.train.material import gather
+from forerun.train.positions import Figures, of_head, show
 from forerun.train.target import held_out_losses
-
-Figures = dict[str, float]
 
 
 class Joint(nn.Module):
@@ -62,7 +62,7 @@ def joint_losses(model: Joint, batch: Tensor, original: PreTrainedModel | None) 
 
 def train_joint(config: JointConfig) -> Path:
     """Trains heads and copy; gives ``out``. ``out/target`` is a checkpoint like any other, ``out/head`` its head."""
-    material = gather(config)
+    material = gather(config, "medusa2")
     original, batches, test = material.target, material.batches, material.test
     model = _copy_with_heads(original, config)
     settings = config.settings()
@@ -79,18 +79,23 @@ def train_joint(config: JointConfig) -> Path:
         own, heads = joint_losses(model, batch, original if config.self_distillation else None)
         return own + config.head_weight * heads
 
+    def look(model: nn.Module) -> Figures:
+        return _look(model, original, rows) | accepted(model, rows)
+
     warmed = loop.State()
     if config.warmup_tokens:
         figures["untrained"] = _look(model, original, rows)
         warm = replace(settings, out=config.out / "run" / "heads", tokens=config.warmup_tokens)
-        warmed = loop.run(model, batches, head_loss, warm, lambda model: _look(model, original, rows))
+        warmed = loop.run(model, batches, head_loss, warm, look, meaning(model.head))
     figures["after_warmup"] = _look(model, original, rows)
     model.requires_grad_(True)
     plan = replace(settings, out=config.out / "run" / "joint", rates={"target.": config.backbone_rate})
-    state = loop.run(model, batches, loss, plan, lambda model: _look(model, original, rows))
+    state = loop.run(model, batches, loss, plan, look, _meaning(config))
     round_weights(model)
+    found = accepted(model, corpora.whole_rows(test, settings.length + 1)[:32])
+    show(found, config.progress)
     figures["trained"] = _look(model, original, rows)
-    trained = {"tokens": warmed.tokens + state.tokens, "figures": figures}
+    trained = {"tokens": warmed.tokens + state.tokens, "figures": figures, **found}
     record = {
         **trained,
         "kind": "medusa2",
@@ -102,7 +107,7 @@ def train_joint(config: JointConfig) -> Path:
         "plans": state.plans,
         "parameters": sum(parameter.numel() for parameter in model.target.parameters()),
         "corpus_tokens": material.corpus_tokens,
-        "held_out_files": [path.relative_to(config.corpus).as_posix() for path in material.held_out],
+        "held_out_files": names(material.held_out, config.corpus),
         "held_out_tokens": len(test),
         "held_out_loss": held_out_losses(model.target, test, settings),
         "recipe": config.recipe(),
@@ -126,6 +131,23 @@ def _copy_with_heads(original: PreTrainedModel, config: JointConfig) -> Joint:
     copy = deepcopy(original)
     nn.Module.to(copy, torch.float32)
     return Joint(copy.requires_grad_(False), head)
+
+
+def accepted(model: nn.Module, rows: Tensor) -> Figures:
+    """What of the heads' drafts the copy keeps, by position."""
+    assert isinstance(model, Joint)
+    with torch.autocast(rows.device.type, torch.bfloat16):
+        found = of_head(lambda row: model.head.guesses(lesson(model.target, row)), rows)
+    return {name: found[name] for name in ("loss_by_position", "accepted_at_0", "accepted_at_1")}
+
+
+def _meaning(config: JointConfig) -> loop.Meaning:
+    own = "KL(original || copy)" if config.self_distillation else "cross entropy of the copy's next token"
+    parts = ", ".join(f"{share:.2g}" for share in weights(config.depth))
+    return loop.Meaning(
+        f"nats per token: {own}, and {config.head_weight:g} of the sum of the heads' cross entropies under the copy's "
+        f"distribution, the tokens ahead weighted {parts}"
+    )
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ was stopped goes on from its checkpoint as if it had not been.
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +15,11 @@ from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from forerun.core.errors import ConfigError, ForerunError
+from forerun.train.interrupt import Interrupt, Stopped
+from forerun.train.progress import progress
 from forerun.train.settings import LoopSettings
 
 CHECKPOINT = "checkpoint.pt"
@@ -37,8 +39,17 @@ class Batches(Protocol):
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
 """(model, token ids [rows, length + 1]) -> mean loss of these rows, a scalar with a gradient."""
 
-Evaluation = Callable[[nn.Module], Mapping[str, float]]
-"""Figures of a model for the log, such as its held-out loss."""
+Evaluation = Callable[[nn.Module], Mapping[str, Any]]
+"""Figures of a model for the log, such as its held-out loss: numbers, or lists of them by position."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a loss says. It is shown and logged divided by ``weight``, the sum of its parts' weights, so that it is a
+    mean per token."""
+
+    text: str = "nats per token"
+    weight: float = 1.0
 
 
 @dataclass
@@ -57,8 +68,12 @@ def run(
     loss_function: LossFunction,
     settings: LoopSettings,
     evaluate: Evaluation | None = None,
+    meaning: Meaning = Meaning(),
 ) -> State:
-    """Trains the parameters of `model` that require gradients until `settings.tokens` tokens are consumed."""
+    """Trains the parameters of `model` that require gradients until `settings.tokens` tokens are consumed.
+
+    Ctrl-C ends it after the step that runs; raises Stopped once that is saved.
+    """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -68,24 +83,55 @@ def run(
         state = load_checkpoint(settings.out / CHECKPOINT, model, optimizers)
     if not state.plans or state.plans[-1][1] != settings.tokens:
         state.plans.append([state.tokens, settings.tokens])
+    _try_batches(batches, settings, state)
     log = _Log(settings.out / LOG, fresh=state.steps == 0)
     saved, evaluated = time.monotonic(), state.tokens
-    with _progress(settings) as bar:
-        task = bar.add_task("training", total=settings.tokens, completed=state.tokens, note="")
-        while state.tokens < settings.tokens:
-            wait_while_paused(settings.pause_file)
+    with Interrupt() as interrupt, progress("training, tokens", settings.tokens, settings.progress) as bar:
+        bar.say(f"loss: {meaning.text}")
+        while state.tokens < settings.tokens and not interrupt.asked:
+            wait_while_paused(settings.pause_file, interrupt)
             loss, norm = _step(model, batches, loss_function, optimizers, settings, state)
+            loss /= meaning.weight
             log.write(step=state.steps, tokens=state.tokens, loss=loss, norm=norm, seconds=state.seconds)
-            note = f"loss {loss:.3f}  {state.tokens / state.seconds:.0f} tokens/s"
-            bar.update(task, completed=min(state.tokens, settings.tokens), note=note)
+            bar.update(state.tokens, f"loss {loss:.3f}, {state.tokens / state.seconds:.0f} tokens/s")
             if evaluate and (state.tokens - evaluated >= settings.eval_tokens or state.tokens >= settings.tokens):
                 evaluated = state.tokens
-                log.write(step=state.steps, tokens=state.tokens, seconds=state.seconds, **evaluate(model))
+                figures = looked_at(evaluate, model)
+                log.write(step=state.steps, tokens=state.tokens, seconds=state.seconds, **figures)
+                bar.say(f"held-out text after {state.tokens:,} tokens: {told(figures)}")
             if time.monotonic() - saved > settings.checkpoint_seconds:
                 save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
                 saved = time.monotonic()
-    save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
+        save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
+    if state.tokens < settings.tokens:
+        raise Stopped(
+            f"stopped after {state.tokens:,} of {settings.tokens:,} tokens, all of them saved in {settings.out}: the "
+            "same command goes on from there"
+        )
     return state
+
+
+def _try_batches(batches: Batches, settings: LoopSettings, state: State) -> None:
+    """Raise ConfigError now, and not when the run gets there, where the texts are too short for its sequences."""
+    for share, length in ((1 - settings.long_share, settings.length), (settings.long_share, settings.long_length)):
+        if share > 0 and state.tokens < settings.tokens:
+            batches.batch(state.tokens, max(1, settings.batch_tokens // length), length)
+
+
+def looked_at(evaluate: Evaluation, model: nn.Module) -> Mapping[str, Any]:
+    """Figures of a model, the same whenever they are taken; what is drawn while they are is not missed by the run."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return evaluate(model)
+
+
+def told(figures: Mapping[str, Any]) -> str:
+    """One line of them."""
+    parts = []
+    for name, value in figures.items():
+        values = value if isinstance(value, list) else [value]
+        parts.append(f"{name.replace('_', ' ')} {' '.join(f'{item:.3f}' for item in values)}")
+    return ", ".join(parts)
 
 
 def _step(
@@ -102,6 +148,7 @@ def _step(
     rows = max(1, settings.batch_tokens // length)
     portion = max(1, settings.micro_tokens // length)
     model.train()
+    torch.manual_seed(zlib.crc32(f"{settings.seed} {state.tokens}".encode()))  # a loss may draw, after a pause too
     total = 0.0
     for part in batches.batch(state.tokens, rows, length).split(portion):
         loss = loss_function(model, part) * (len(part) / rows)
@@ -187,9 +234,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
         raise ConfigError(f"{path} does not fit this run ({reason}); use another out folder or resume=False") from error
 
 
-def wait_while_paused(pause_file: Path | None) -> None:
-    """Sleeps as long as the file exists."""
-    while pause_file is not None and pause_file.exists():
+def wait_while_paused(pause_file: Path | None, interrupt: Interrupt | None = None) -> None:
+    """Sleeps as long as the file exists and nobody asks for an end."""
+    while pause_file is not None and pause_file.exists() and not (interrupt is not None and interrupt.asked):
         time.sleep(1.0)
 
 
@@ -201,12 +248,7 @@ class _Log:
         if fresh:
             path.write_text("", encoding="utf-8")
 
-    def write(self, **figures: float) -> None:
+    def write(self, **figures: Any) -> None:
         rounded = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(rounded) + "\n")
-
-
-def _progress(settings: LoopSettings) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
-    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), disable=not settings.progress)

@@ -11,8 +11,11 @@ from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.checkpoint import round_weights, save_model
 from forerun.train.config import TargetConfig
-from forerun.train.files import describe, list_files, read_text, split_files
+from forerun.train.files import Document, describe, list_files, names, read_text, split_files
+from forerun.train.identity import claim
 from forerun.train.tokenizer import train_tokenizer
+
+MEANING = loop.Meaning("cross entropy of the next token, nats per token")
 
 
 def train_target(config: TargetConfig) -> Path:
@@ -20,6 +23,7 @@ def train_target(config: TargetConfig) -> Path:
     settings = config.settings()
     files = list_files(config.corpus)
     train_files, held_out = split_files(files, config.held_out, config.seed)
+    claim(config, "target", map(read_text, (*train_files, *held_out)))
     tokenizer = _tokenizer(config, train_files)
     train = corpora.TokenStream(corpora.encode_files(train_files, tokenizer, config.seed), config.seed)
     test = corpora.encode_files(held_out, tokenizer, config.seed)
@@ -28,7 +32,7 @@ def train_target(config: TargetConfig) -> Path:
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"held_out_loss": held_out_loss(model, test[:16_385], settings.length)}
 
-    state = loop.run(model, train, next_token_loss, settings, evaluate)
+    state = loop.run(model, train, next_token_loss, settings, evaluate, MEANING)
     round_weights(model)
     record = {
         "kind": "target",
@@ -41,7 +45,7 @@ def train_target(config: TargetConfig) -> Path:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "corpus_tokens": len(train.tokens),
         "held_out_tokens": len(test),
-        "held_out_files": [path.relative_to(config.corpus).as_posix() for path in held_out],
+        "held_out_files": names(held_out, config.corpus),
         "held_out_loss": held_out_losses(model, test, settings),
         "recipe": config.recipe(),
     }
@@ -77,7 +81,7 @@ def held_out_losses(model: nn.Module, stream: Tensor, settings: loop.LoopSetting
     return {str(length): held_out_loss(model, stream, length) for length in (settings.length, settings.long_length)}
 
 
-def _tokenizer(config: TargetConfig, files: list[Path]) -> PreTrainedTokenizerBase:
+def _tokenizer(config: TargetConfig, files: list[Document]) -> PreTrainedTokenizerBase:
     """The tokenizer of a run that goes on, or a new one."""
     folder = config.out / "run" / "tokenizer"
     if config.resume and folder.exists():
