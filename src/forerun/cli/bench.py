@@ -68,7 +68,7 @@ MoreOptions = Annotated[
     typer.Option(metavar="JSON", help="more options, for the methods that know them; {METHOD: {...}}: for that one"),
 ]
 Plots = Annotated[
-    Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun[bench]")
+    Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun[plots]")
 ]
 
 

@@ -61,7 +61,7 @@ def write_gguf(folder: Path, path: Path, dtype: torch.dtype) -> Path:
     try:
         import gguf
     except ModuleNotFoundError:
-        raise ConfigError("the llama-cpp peer needs gguf: pip install 'forerun[bench]'") from None
+        raise ConfigError("the llama-cpp peer needs gguf: pip install 'forerun[llama-cpp]'") from None
     config = AutoConfig.from_pretrained(folder)
     rope = config.rope_parameters
     if config.model_type != "llama" or rope.get("rope_type", "default") != "default":
