@@ -14,6 +14,7 @@ from forerun.models.invariance import self_test
 from forerun.models.linear import can_pack
 from forerun.models.native import NativeModel
 from forerun.models.streamed import can_stream
+from here import NO_PACKING, where
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -118,7 +119,7 @@ def test_a_context_shorter_than_the_probe():
     assert self_test(NativeModel(LlamaForCausalLM(config), name="t", eos_ids=frozenset(), invariant=True)) == []
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)])
+@pytest.mark.parametrize("dtype", where(can_pack, (torch.float32, torch.bfloat16), NO_PACKING))
 def test_padding_to_more_rows_than_needed_changes_no_bit(monkeypatch, dtype):
     fewest = build("llama", dtype, weights="packed")
     monkeypatch.setattr(native, "quickest_rows", lambda layers, fewest: 4)
