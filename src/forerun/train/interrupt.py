@@ -20,7 +20,7 @@ class Stopped(ForerunError):
 class Interrupt:
     """Inside the block, the first Ctrl-C (or SIGTERM) is noted in ``asked``; a second one ends everything at once.
 
-    Signals reach the main thread only; in another one nothing changes.
+    Signals reach the main thread only; in another one nothing changes. What is ignored already stays so.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,8 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:
