@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN = .venv/bin/python -m
 
-.PHONY: setup check test bench
+.PHONY: setup check quick test bench
 
 setup:  ## virtual environment with everything that development needs
 	$(PYTHON) -m venv .venv
@@ -13,7 +13,10 @@ check:  ## style, types, import contract
 	$(RUN) mypy
 	.venv/bin/lint-imports --no-cache
 
-test:
+quick:  ## the parts one by one and the rules by enumeration: a minute
+	$(RUN) pytest tests/unit tests/exact
+
+test:  ## the whole suite
 	$(RUN) pytest
 
 bench:  ## both drafters of the bundled pair against plain decoding and transformers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +29,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--conformance-table", metavar="FILE", help="write what tests/conformance found as markdown")
 
 
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``full`` exist only with ``--full``."""
-    if config.getoption("--full"):
-        return
-    extra = [item for item in items if item.get_closest_marker("full")]
+    """Tests marked ``full`` exist only with ``--full``, those marked ``elsewhere`` on other machines, which is said."""
+    found = config.stash[LEFT_OUT] = Counter()
+    kept, extra = [], []
+    for item in items:
+        elsewhere = item.get_closest_marker("elsewhere")
+        if elsewhere is not None:
+            found[elsewhere.args[0]] += 1
+        rare = item.get_closest_marker("full") is not None and not config.getoption("--full")
+        (extra if rare or elsewhere is not None else kept).append(item)
     config.hook.pytest_deselected(items=extra)
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for reason, count in config.stash.get(LEFT_OUT, Counter()).items():
+        terminalreporter.write_line(f"{count} tests left out on this machine: {reason}")
 
 
 @pytest.fixture(params=["kernel", "torch"])

@@ -1,15 +1,47 @@
-"""Forerun: lossless speculative decoding. The same tokens, sooner."""
+"""Forerun: lossless speculative decoding. The same tokens, sooner.
 
-from forerun.core.errors import ConfigError, ForerunError, ModelError, NumericsError, RequestError
-from forerun.core.sequence import Sequence
-from forerun.core.tree import Draft, Verdict
-from forerun.engine.config import EngineConfig, SpeculativeConfig
-from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
-from forerun.engine.metrics import RequestMetrics
-from forerun.sampling.params import SamplingParams, StructuredOutputsParams
-from forerun.speculate.draft import DraftContext, Drafter, DrafterConfig, Needs, drafters
+A name is imported when it is first used: importing the package costs nothing.
+"""
+
+import importlib.util
+import typing
+
+if typing.TYPE_CHECKING:
+    from forerun.core.errors import ConfigError, ForerunError, ModelError, NumericsError, RequestError
+    from forerun.core.sequence import Sequence
+    from forerun.core.tree import Draft, Verdict
+    from forerun.engine.config import EngineConfig, SpeculativeConfig
+    from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
+    from forerun.engine.metrics import RequestMetrics
+    from forerun.sampling.params import SamplingParams, StructuredOutputsParams
+    from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
+    from forerun.speculate.names import drafters
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "engine.llm",
+    "CompletionOutput": "engine.llm",
+    "ConfigError": "core.errors",
+    "Draft": "core.tree",
+    "DraftContext": "speculate.draft.base",
+    "Drafter": "speculate.draft.base",
+    "DrafterConfig": "speculate.draft.base",
+    "EngineConfig": "engine.config",
+    "ForerunError": "core.errors",
+    "ModelError": "core.errors",
+    "Needs": "speculate.draft.base",
+    "NumericsError": "core.errors",
+    "RequestError": "core.errors",
+    "RequestMetrics": "engine.metrics",
+    "RequestOutput": "engine.llm",
+    "SamplingParams": "sampling.params",
+    "Sequence": "core.sequence",
+    "SpeculativeConfig": "engine.config",
+    "StructuredOutputsParams": "sampling.params",
+    "Verdict": "core.tree",
+    "drafters": "speculate.names",
+}
 
 __all__ = [
     "LLM",
@@ -35,3 +67,19 @@ __all__ = [
     "__version__",
     "drafters",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """A public name, or a module of the package such as ``forerun.pretrained``."""
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

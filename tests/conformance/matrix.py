@@ -103,8 +103,9 @@ def marked(everything: list[Any], chosen: Callable[[list[Any]], list[Any]] = pai
 with additions():
     CASES = [Case(method, shape) for method in drafters for shape in SHAPES if takes(method, shape)]
     RULES = list(rules)
+    LOSSLESS = [name for name in rules if rules[name].lossless]
     POLICIES = [name for name in policies if name != Off.name]
-    _EVERY = product(drafters, SHAPES, RULES, PAGE_SIZES, PATHS, POLICIES)
+    _EVERY = product(drafters, SHAPES, LOSSLESS, PAGE_SIZES, PATHS, POLICIES)
     COMBINATIONS = [combination for combination in map(Combination._make, _EVERY) if fits(combination)]
 
 CHAINS = [case for case in CASES if case.shape == "chain"]

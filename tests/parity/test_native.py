@@ -15,6 +15,7 @@ from forerun.core.errors import ModelError
 from forerun.models.base import Model, new_cache
 from forerun.models.hf import HFModel
 from forerun.models.native import NativeModel, applies
+from here import where
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -213,7 +214,7 @@ def test_a_forward_without_logits(checkpoints):
     assert run(model, cache, [Span(0, 0, ids(5))]).logits.shape == (0, 101)
 
 
-ONE_CALL = [dtype for dtype in (torch.float32, torch.bfloat16) if kernels.has(f"decode_{kernels.dtype_name(dtype)}")]
+ONE_CALL = where(lambda d: kernels.has(f"decode_{kernels.dtype_name(d)}"), (torch.float32, torch.bfloat16))
 
 
 @pytest.mark.parametrize("quantization", [None, "int8_rows"])

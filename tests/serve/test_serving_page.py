@@ -9,11 +9,10 @@ from typing import Any
 
 import openai
 import pytest
-import typer
 from prometheus_client.parser import text_string_to_metric_families
 from running import Running
 
-from forerun.cli.main import app as cli
+from forerun.cli.main import load
 from forerun.engine.scheduler import LONGEST_WAIT, PATIENCE
 from forerun.serve.app import create_app
 from forerun.serve.errors import TYPES
@@ -39,9 +38,8 @@ def blocks(language: str) -> list[str]:
 
 def serve_options() -> dict[str, set[str]]:
     """Flags of ``forerun serve``, by the panel of its help."""
-    command: Any = typer.main.get_command(cli)
     panels: dict[str, set[str]] = {}
-    for option in command.commands["serve"].params:
+    for option in load("serve").params:
         panels.setdefault(getattr(option, "rich_help_panel", None) or "", set()).update(
             [*option.opts, *option.secondary_opts]
         )

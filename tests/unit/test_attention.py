@@ -12,9 +12,10 @@ from forerun.attention.base import Query
 from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
+from here import where
 
 CPU = torch.device("cpu")
-DTYPES = [d for d in (torch.float32, torch.bfloat16) if can_attend(d, CPU, (KVShape(1, 64, 64),))]
+DTYPES = where(lambda d: can_attend(d, CPU, (KVShape(1, 64, 64),)), (torch.float32, torch.bfloat16))
 """What this processor runs."""
 
 

@@ -11,12 +11,13 @@ from time import perf_counter
 import pytest
 
 from forerun import SamplingParams
+from forerun.bench.config import BenchConfig
 from forerun.bench.contenders import EngineContender
 from forerun.bench.methods import method_configs, runnable, shape, with_trees
 from forerun.bench.peers import peer_contenders
 from forerun.bench.prompts import make_prompts, repetition_rate
 from forerun.bench.rows import acceptance_by_position
-from forerun.bench.run import TURN, BenchConfig, side_by_side, take_turns
+from forerun.bench.run import TURN, side_by_side, take_turns
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.models.tokenizer import load_tokenizer

@@ -1,4 +1,5 @@
-"""What the bench extra brings: pictures, and the same weights for llama.cpp. Without it, an error that says so."""
+"""What the extras plots and llama-cpp bring: pictures, and the same weights for llama.cpp. Without them, errors that
+say so."""
 
 from __future__ import annotations
 
@@ -47,10 +48,10 @@ def test_gguf_refuses_what_llama_does_not_have():
 
 def test_missing_extras_are_named(monkeypatch, llm, tmp_path):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(ConfigError, match=r"llama-cpp-python: pip install 'forerun\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"llama-cpp-python: pip install 'forerun\[llama-cpp\]'"):
         peer_contenders(["llama-cpp"], llm(), None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"matplotlib: pip install 'forerun\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"matplotlib: pip install 'forerun\[plots\]'"):
         check_folder(tmp_path / "plots")
 
 

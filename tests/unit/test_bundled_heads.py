@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from forerun import pretrained
-from forerun.bench.prompts import HELD_OUT, make_prompts
+from forerun.bench.config import HELD_OUT
+from forerun.bench.prompts import make_prompts
 from forerun.engine.llm import LLM
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import drafters

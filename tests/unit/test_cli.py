@@ -208,7 +208,7 @@ REFUSED = {
 def test_a_page_that_cannot_be_written_is_refused_before_the_model_runs(
     forerun, pair, tmp_path, place, why, monkeypatch
 ):
-    monkeypatch.setattr("forerun.cli.generate.LLM", None)
+    monkeypatch.setattr("forerun.engine.llm.LLM", None)
     code, out, err = forerun("generate", PROMPT, *pair, "--trace-html", str(tmp_path / place))
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"error: cannot write {tmp_path}.*: .*{why}.*\n", err)
@@ -225,11 +225,13 @@ def test_errors_are_one_line_and_exit_code_2(forerun, case, tiny_target):
     assert re.fullmatch(r"error: \S.*\n", err), err
 
 
-def test_a_process_fails_without_a_traceback():
-    command = [sys.executable, "-m", "forerun", "generate", "x", "--model", "/no/such/folder"]
+def test_a_process_fails_without_a_traceback(forerun):
+    command = [sys.executable, "-m", "forerun", "generate", "x", "--top-p", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: no checkpoint folder at /no/such/folder\n"
+    assert re.fullmatch(r"error: top_p must be .*\n", done.stderr)
+    missing = forerun("generate", "x", "--model", "/no/such/folder")
+    assert missing == (2, "", "error: no checkpoint folder at /no/such/folder\n")
 
 
 def test_a_failing_drafter_is_one_warning_and_the_text_stays(forerun, pair):
@@ -326,7 +328,7 @@ def test_the_bundled_pair_speculates_by_default_and_other_models_when_asked():
 
 def test_help_texts_come_from_the_fields_comments():
     comments = field_comments(RunConfig)
-    assert comments["held_out"] == "files that are not trained on"
+    assert comments["held_out"].startswith("files that are not trained on; ")
     assert field_comments(drafters["ngram"].config_class)["max_order"].startswith("Longest n-gram")
 
 

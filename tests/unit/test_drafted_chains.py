@@ -11,6 +11,7 @@ import torch
 from forerun import LLM, SamplingParams, kernels
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import Chains
+from here import where
 
 PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
 OPTIONS = [
@@ -65,7 +66,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return flat(one) == flat(other)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "token"] if kernels.has("draft_bfloat16") else [])
+@pytest.mark.parametrize("rule", where(kernels.has("draft_bfloat16"), ["coupled", "token"]))
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_one_call_drafts_what_single_steps_draft(tiny_target, options, rule, page_size):
     options = {**options, "accept": rule}

@@ -19,6 +19,7 @@ from forerun.models.linear import can_pack
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
 from forerun.models.streamed import can_stream
+from here import NO_PACKING, where
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -48,20 +49,19 @@ def build(kind: str = "llama", dtype: torch.dtype = torch.float32, invariant: bo
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = [(kind, dtype, how) for kind in ("llama", "hf") for dtype in DTYPES for how in ("plain", "packed", "streamed")]
 CASES += [("qwen3", dtype, "auto") for dtype in DTYPES]
-CASES = [case for case in CASES if case[2] != "packed" or can_pack(case[1])]
-CASES = [case for case in CASES if case[2] != "streamed" or can_stream(case[1])]
-"""What this torch runs on this processor."""
+PACKED, STREAMED = ([case for case in CASES if case[2] == how] for how in ("packed", "streamed"))
+CASES = [case for case in CASES if case[2] in ("plain", "auto")]
+CASES += where(lambda case: can_pack(case[1]), PACKED, NO_PACKING) + where(lambda case: can_stream(case[1]), STREAMED)
 
 
-def name_of(case) -> str:
-    return "-".join(str(part).removeprefix("torch.") for part in case)
+def name_of(value) -> str:
+    return str(value).removeprefix("torch.")
 
 
 @pytest.mark.usefixtures("cpu_attention")
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_every_way_of_feeding_gives_the_bits_of_decoding(case, page_size):
-    kind, dtype, how = case
+@pytest.mark.parametrize(("kind", "dtype", "how"), CASES, ids=name_of)
+def test_every_way_of_feeding_gives_the_bits_of_decoding(kind, dtype, how, page_size):
     assert self_test(build(kind, dtype, weights=how), page_size=page_size, rows=ROWS, chunks=CHUNKS) == []
 
 
@@ -132,15 +132,15 @@ class Depends(linear.Plain):
     where = "nowhere"
 
 
-@pytest.mark.parametrize("where", ["many rows", "the last row"])
+@pytest.mark.parametrize("place", ["many rows", "the last row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, where):
+def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, place):
     """Where sizes from 24 on would change bits, they are found out and left alone, and what is left holds."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     usual = build(dtype=dtype, weights="plain")
     assert usual.tiles.rows[-1] == tiles.SIZES[-1]
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(Depends, "where", where)
+    monkeypatch.setattr(Depends, "where", place)
     monkeypatch.setattr(linear, "Plain", Depends)
     model = build(dtype=dtype, weights="plain")
     assert model.tiles.rows == tuple(size for size in usual.tiles.rows if size < 24)

@@ -15,6 +15,7 @@ from forerun.speculate.accept import rules
 from forerun.speculate.accept.base import Decision, RatioRule, flatten, row_contexts
 from forerun.speculate.accept.left import reduce_rows
 from forerun.speculate.accept.token import Token
+from here import where
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -66,7 +67,7 @@ def draws(size: int, temperatures: list[float], drawn: list[bool], depth: int = 
     return Scores(sequences, drafts, first, torch.tensor(logits, dtype=torch.float32)), numpy.concatenate(laws)
 
 
-@pytest.mark.parametrize("name", ["token", "block", "lenient"] if kernels.has("weigh") else [])
+@pytest.mark.parametrize("name", where(kernels.has("weigh"), ["token", "block", "lenient"]))
 @pytest.mark.parametrize("size", [6, 300, 4097])
 def test_the_kernel_weighs_chains_as_the_definition_does(name: str, size: int) -> None:
     temperatures, drawn = [1.0, 1.0, 0.0, 1.0, 1.0], [True, True, True, False, False]

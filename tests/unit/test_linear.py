@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.models import linear, streamed
+from here import NO_PACKING, where
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-LAYERS = [(d, "plain") for d in DTYPES]
-LAYERS += [(d, "packed") for d in DTYPES if linear.can_pack(d)]
-LAYERS += [(d, "streamed") for d in DTYPES if streamed.can_stream(d)]
+PACKED = where(lambda layer: linear.can_pack(layer[0]), [(d, "packed") for d in DTYPES], NO_PACKING)
+STREAMED = where(lambda layer: streamed.can_stream(layer[0]), [(d, "streamed") for d in DTYPES])
+LAYERS = [*((d, "plain") for d in DTYPES), *PACKED, *STREAMED]
 """What this torch runs on this processor."""
 
 
@@ -43,7 +44,7 @@ def test_same_numbers(dtype, how, bias):
         assert (layer(x, more).float() - wanted - more.float()).abs().max() < (1e-4 if dtype == torch.float32 else 0.4)
 
 
-@pytest.mark.parametrize("dtype", [d for d, how in LAYERS if how == "streamed"])
+@pytest.mark.parametrize("dtype", where(streamed.can_stream, DTYPES))
 @pytest.mark.parametrize("shape", [(640, 384), (384, 1024), (1000, 520), (300, 2048)])
 def test_a_row_has_the_same_bits_beside_any_others(shape, dtype):
     weight, x = cancelling(*shape, dtype)
@@ -56,7 +57,7 @@ def test_a_row_has_the_same_bits_beside_any_others(shape, dtype):
                 assert torch.equal(layer(x[start : start + rows]), whole[start : start + rows])
 
 
-@pytest.mark.parametrize("dtype", [d for d, how in LAYERS if how == "streamed"])
+@pytest.mark.parametrize("dtype", where(streamed.can_stream, DTYPES))
 def test_streamed_weights_lie_side_by_side(dtype, monkeypatch):
     monkeypatch.setattr(streamed, "BLOCK", 1 << 20)
     monkeypatch.setattr(streamed, "shelf", streamed._Shelf())
@@ -77,7 +78,7 @@ def test_streamed_weights_lie_side_by_side(dtype, monkeypatch):
         assert (layer(x) - wanted).norm() < (1e-5 if dtype == torch.float32 else 0.01) * wanted.norm()
 
 
-@pytest.mark.parametrize("dtype", [d for d, how in LAYERS if how == "packed"])
+@pytest.mark.parametrize("dtype", where(linear.can_pack, DTYPES, NO_PACKING))
 def test_packed_layers_meet_few_row_counts(dtype):
     weight, x = cancelling(256, 256, dtype)
     layer = linear.make_linear(weight, None, "packed")
@@ -99,7 +100,8 @@ def test_small_layers_stay_plain():
 
 def test_the_option():
     assert linear.choose(torch.float32, CPU, "plain") == "plain"
-    best = next(how for how in ("streamed", "packed", "plain") if (torch.float32, how) in LAYERS)
+    able = {"streamed": streamed.can_stream, "packed": linear.can_pack, "plain": lambda dtype: True}
+    best = next(how for how, can in able.items() if can(torch.float32))
     assert linear.choose(torch.float32, CPU, "auto") == best
     assert linear.choose(torch.float16, CPU, "auto") == "plain"
     assert linear.choose(torch.bfloat16, torch.device("cuda"), "auto") == "plain"
@@ -144,9 +146,6 @@ def test_without_our_kernels(lacking, monkeypatch, tmp_path, caplog):
         linear.choose(torch.float32, CPU, "streamed")
 
 
-STREAMED = [(d, how) for d, how in LAYERS if how == "streamed"]
-
-
 @pytest.mark.parametrize(("dtype", "how"), STREAMED)
 def test_streamed_layers_refuse_what_the_kernels_would_misread(dtype, how):
     layer = linear.make_linear(torch.randn(64, 64).to(dtype), None, how)
@@ -174,7 +173,7 @@ def test_threads_change_no_bit(dtype, how, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [d for d, _ in STREAMED])
+@pytest.mark.parametrize("dtype", where(streamed.can_stream, DTYPES))
 def test_streamed_norms(dtype):
     weight, x = torch.randn(3, 70), torch.randn(5, 3, 70).to(dtype) * 3
     got = streamed.Norm(weight.to(dtype), 1e-5)(x)
@@ -185,7 +184,7 @@ def test_streamed_norms(dtype):
         assert torch.equal(streamed.Norm(weight[head].to(dtype), 1e-5)(x[:, head]), got[:, head])
 
 
-@pytest.mark.parametrize("dtype", [d for d, _ in STREAMED])
+@pytest.mark.parametrize("dtype", where(streamed.can_stream, DTYPES))
 def test_streamed_silu(dtype):
     gate = torch.cat([torch.linspace(-30, 30, 400), torch.tensor([-200.0, 200.0, 0.0, -100.0])])
     rows = torch.stack([gate, torch.full_like(gate, 1.7)]).to(dtype).view(1, -1)

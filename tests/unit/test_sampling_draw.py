@@ -12,6 +12,7 @@ from forerun.core.sequence import Sequence
 from forerun.sampling.draw import Sampler, best, invert
 from forerun.sampling.noise import target_key
 from forerun.sampling.warp import Row
+from here import where
 
 SIZES = [2, 127, 4096, 8193, 20_000, 128_256]
 
@@ -129,7 +130,7 @@ def test_a_pick_shows_faulty_rows(way: str) -> None:
     assert ids[1] == 0
 
 
-@pytest.mark.parametrize("size", SIZES if Sampler(1).compiled is not None else [])
+@pytest.mark.parametrize("size", where(Sampler(1).compiled is not None, SIZES))
 def test_what_two_laws_share(size: int) -> None:
     compiled, generator = Sampler(size).compiled, torch.Generator().manual_seed(size)
     scores, q = (torch.randn(4, size, generator=generator) * 3 for _ in range(2))

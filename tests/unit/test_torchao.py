@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from forerun.core.errors import ConfigError
 from forerun.models import quantize
+from here import where
 
-KINDS = quantize.GPU_KINDS if find_spec("torchao") is not None else ()
+KINDS = where(find_spec("torchao") is not None, quantize.GPU_KINDS, "torchao is not installed")
 LIMIT = {"int8": 0.02, "fp8": 0.05}
 
 

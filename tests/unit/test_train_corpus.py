@@ -5,9 +5,8 @@ import torch
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError
-from forerun.train.corpus import (
-    TokenStream,
-    encode_files,
+from forerun.train.corpus import TokenStream, encode_files
+from forerun.train.files import (
     held_out_files,
     list_files,
     read_text,

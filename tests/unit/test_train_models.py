@@ -218,4 +218,4 @@ def test_a_mistake_of_ours_is_not_taken_for_a_bad_target(target, monkeypatch):
 def test_a_bundled_target_goes_by_its_name(tmp_path):
     config = DistillConfig(out=tmp_path / "out", target=Path("forerun:target"), corpus=tmp_path / "nowhere", threads=0)
     with pytest.raises(ConfigError, match="nowhere"):
-        gather(config)
+        gather(config, "draft_model")

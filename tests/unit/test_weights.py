@@ -16,8 +16,9 @@ from forerun.cli.main import run
 from forerun.models.load import load_model
 from forerun.models.quantize import size
 from forerun.models.tokenizer import load_tokenizer
+from here import where
 
-IN_ROWS = ["int8_rows"] if kernels.has("linear_int8_float32") else []
+IN_ROWS = where(kernels.has("linear_int8_float32"), ["int8_rows"])
 """Without kernels of ours so small layers stay as they are."""
 SMALL = "--prompts 2 --prompt-tokens 12 --max-tokens 12 --prompt-set random --repeats 1 --temperature 0"
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from forerun.bench.prompts import HELD_OUT, make_prompts
+from forerun.bench.config import HELD_OUT
+from forerun.bench.prompts import make_prompts
 from forerun.engine.engine import Engine, Job
 from forerun.engine.llm import LLM
 from forerun.sampling.params import SamplingParams

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
+from forerun.bench.config import ALL
 from forerun.core.errors import ConfigError, ForerunError
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -16,7 +17,6 @@ from forerun.speculate.accept import rules
 from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
 from forerun.speculate.draft import drafters
 
-ALL = "all"
 NEEDS_GRAMMAR = "drafts only for requests with structured output, and there is none here"
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from forerun.bench.prompts import HELD_OUT, SETS, make_prompts
+from forerun.bench.config import HELD_OUT, SETS
+from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ForerunError
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from forerun.bench.prompts import HELD_OUT, make_prompts
+from forerun.bench.config import HELD_OUT
+from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ForerunError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.engine import Engine

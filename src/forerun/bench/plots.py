@@ -30,7 +30,7 @@ def check_folder(folder: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise ConfigError("--plots needs matplotlib: pip install 'forerun[bench]'") from None
+        raise ConfigError("--plots needs matplotlib: pip install 'forerun[plots]'") from None
 
 
 def label(row: Row) -> str:

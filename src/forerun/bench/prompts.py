@@ -16,11 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.config import RANDOM, REPETITIVE, SETS
 from forerun.core.errors import ConfigError
-from forerun.train.corpus import held_out_files, list_files, read_text, standard_library
+from forerun.train.files import held_out_files, list_files, read_text, standard_library
 
-HELD_OUT, REPETITIVE, RANDOM, FILE = "held_out", "repetitive", "random", "file"
-SETS = (HELD_OUT, REPETITIVE, RANDOM)
 REPETITION_ORDER = 4
 
 

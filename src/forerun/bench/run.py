@@ -6,20 +6,21 @@ import gc
 import tempfile
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from forerun.bench.config import ALL, HELD_OUT, RANDOM, BenchConfig
 from forerun.bench.contenders import FASTEST, Contender, EngineContender
 from forerun.bench.environment import environment, read_bandwidth
-from forerun.bench.methods import ALL, method_configs, runnable, with_trees
+from forerun.bench.methods import method_configs, runnable, with_trees
 from forerun.bench.peers import peer_contenders
-from forerun.bench.prompts import HELD_OUT, RANDOM, SETS, make_prompts, repetition_rate
+from forerun.bench.prompts import make_prompts, repetition_rate
 from forerun.bench.rows import table
-from forerun.bench.shapes import SIZES, random_checkpoint
+from forerun.bench.shapes import random_checkpoint
 from forerun.bench.weights import weights
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
@@ -31,78 +32,6 @@ WARM_UP_TOKENS = 8
 TURN = 32
 """Rounds of a turn: long enough for warm caches, shorter than a neighbour's moods."""
 OUT_OF_CACHE = 256 << 20
-TREE_NODES = 8
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """What is measured. Lists are combined with each other."""
-
-    engine: dict[str, Any] = field(default_factory=dict)
-    speculative: dict[str, Any] = field(default_factory=dict)
-    methods: Seq[str] = (NONE, "draft_model", "ngram")
-    accepts: Seq[str] = ("coupled",)
-    lengths: Seq[str] = ("fixed",)
-    counts: Seq[int] = ()
-    concurrency: Seq[int] = (1,)
-    temperatures: Seq[float] = (0.0, 1.0)
-    peers: Seq[str] = ()
-    sampling: dict[str, Any] = field(default_factory=dict)
-    """``SamplingParams`` of every request beside its temperature, length and seed."""
-    prompts: int = 8
-    """how many prompts"""
-    prompt_tokens: int = 64
-    """tokens of a prompt"""
-    max_tokens: int = 64
-    """tokens of an answer"""
-    repeats: int = 3
-    """runs of everything; medians are reported"""
-    prompt_set: str = field(default=HELD_OUT, metadata={"help": f"prompts: {', '.join(SETS)}"})
-    prompts_file: Path | None = None
-    """take prompts from this file, one per line"""
-    seed: int = 0
-    """of prompts and sampling"""
-    random_shape: str | None = field(
-        default=None, metadata={"help": f"measure random weights of this shape instead of a model: {', '.join(SIZES)}"}
-    )
-    random_draft_shape: str | None = None
-    """and a draft model of this shape"""
-    whole: bool = False
-    """count the rounds that read prompts, too: the speed of requests that come and go"""
-    fresh: bool = False
-    """forget after every repeat what the length policy has measured"""
-    fastest: bool = True
-    """measure plain decoding without bit-equal logits too"""
-    trees: int | None = None
-    """measure each method's trees of about so many nodes beside its chains; 0: none; by default with all methods"""
-
-    def __post_init__(self) -> None:
-        if self.trees is None:
-            object.__setattr__(self, "trees", TREE_NODES if ALL in self.methods else 0)
-        elif self.trees < 0:
-            raise ConfigError(f"trees must not be negative, not {self.trees}")
-        for name in ("methods", "accepts", "lengths"):
-            if not getattr(self, name):
-                raise ConfigError(f"{name} must name at least one")
-        for name in ("prompts", "prompt_tokens", "max_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        own = {"temperature", "max_tokens", "seed", "n"} & set(self.sampling)
-        if own:
-            raise ConfigError(f"sampling must not set {', '.join(sorted(own))}")
-        unknown = set(self.sampling) - set(SamplingParams.names())
-        if unknown:
-            raise ConfigError(f"sampling has unknown options {', '.join(sorted(unknown))}")
-        if self.fresh and set(self.lengths) <= {"fixed"}:
-            raise ConfigError("fresh forgets what a length policy has measured, and fixed measures nothing")
-        if self.sampling and self.peers:
-            raise ConfigError("sampling options are not passed on to peers: leave one of the two out")
-        if self.whole and self.peers:
-            raise ConfigError("only decoding is timed where peers take part: leave whole or peers out")
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise ConfigError(f"concurrency must be at least 1, not {list(self.concurrency)}")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ConfigError(f"temperatures must be at least 0, not {list(self.temperatures)}")
 
 
 Progress = Callable[[str], None]

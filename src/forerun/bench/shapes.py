@@ -13,14 +13,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from forerun.bench.config import SIZES
 from forerun.core.errors import ConfigError
 
-SIZES = {
-    "llama-3.2-1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "head": 64, "tied": True},
-    "llama-3.2-3b": {"hidden": 3072, "intermediate": 8192, "layers": 28, "heads": 24, "head": 128, "tied": True},
-    "llama-3.1-8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "head": 128, "tied": False},
-    "tiny": {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 16, "head": 8, "tied": True},
-}
 KV_HEADS = 8
 VOCABULARY = 128_256
 CONTEXT = 2048

@@ -9,18 +9,13 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from forerun.bench.methods import ALL
-from forerun.bench.peers import PEERS
+from forerun.bench.config import ALL, PEERS, BenchConfig
 from forerun.bench.plots import check_folder, plots
-from forerun.bench.run import BenchConfig, run_bench
-from forerun.bench.weights import TARGET, line
 from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads, warn
 from forerun.cli.options import ENGINE, SPECULATIVE, Flags, flags_of, parse_json, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
-from forerun.speculate.accept import rules
-from forerun.speculate.draft import drafters
-from forerun.speculate.length import policies
+from forerun.speculate.names import drafters, policies, rules
 
 T = TypeVar("T")
 MODEL_ONLY = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name == "spec_model"])
@@ -73,7 +68,7 @@ MoreOptions = Annotated[
     typer.Option(metavar="JSON", help="more options, for the methods that know them; {METHOD: {...}}: for that one"),
 ]
 Plots = Annotated[
-    Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun[bench]")
+    Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun[plots]")
 ]
 
 
@@ -118,6 +113,8 @@ def bench(
     )
     if plot_folder is not None:
         check_folder(plot_folder)
+    from forerun.bench.run import run_bench
+
     set_threads(threads)
     with progress("loading", len(config.concurrency) * len(config.temperatures)) as step:
         result = run_bench(config, step)
@@ -143,6 +140,8 @@ def more_options(speculative_config: str | None, speculative: Mapping[str, Any])
 
 
 def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], None] = print_table) -> None:
+    from forerun.bench.weights import TARGET, line
+
     about, rows = result["environment"], result["rows"]
     shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
     lines = []

@@ -8,18 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.lossless.law import SAMPLES
-from forerun.bench.lossless.run import CheckConfig, run_checks, steps
-from forerun.bench.prompts import HELD_OUT, SETS
+from forerun.bench.config import HELD_OUT, SAMPLES, SETS
 from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
 from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads
 from forerun.cli.options import ENGINE, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
-from forerun.speculate.accept import rules
-from forerun.speculate.draft import drafters
+from forerun.speculate.names import drafters, rules
 
-LOSSLESS = [name for name in rules if rules[name].lossless]
 LAYOUTS = {"slotted": None, "paged": 16}
 
 
@@ -35,7 +31,7 @@ def check(
     max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 24,
     temperature: Annotated[str, typer.Option(help="temperatures")] = "0,0.8",
     layout: Annotated[str, typer.Option(help="cache layouts")] = ",".join(LAYOUTS),
-    accept: Annotated[str, typer.Option(help=f"rules whose law is tested: {', '.join(LOSSLESS)}")] = "coupled,token",
+    accept: Annotated[str, typer.Option(help="lossless rules whose law is tested, or all")] = "coupled,token",
     samples: Annotated[int, typer.Option(help="answers per test of the output's law; 0: no such test")] = SAMPLES,
     concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 16,
     prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
@@ -55,6 +51,8 @@ def check(
     """
     if "max_num_seqs" in engine or "page_size" in engine:
         raise ConfigError("check chooses batches and layouts itself: use --concurrency and --layout")
+    from forerun.bench.lossless.run import CheckConfig, run_checks, steps
+
     layouts = split("layout", layout, str)
     for name in layouts:
         if name not in LAYOUTS:
@@ -63,7 +61,7 @@ def check(
         engine=dict(engine),
         speculative=more_options(speculative_config, speculative),
         methods=[method for method in split("methods", methods, str) if method != NONE],
-        accepts=LOSSLESS if accept == "all" else split("accept", accept, str),
+        accepts=[name for name in rules if rules[name].lossless] if accept == "all" else split("accept", accept, str),
         trees=trees,
         prompts=prompts,
         prompt_tokens=prompt_tokens,

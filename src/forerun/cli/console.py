@@ -15,10 +15,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers.utils import logging as transformers_logging
 
 from forerun.core.errors import ConfigError
 
@@ -41,13 +39,23 @@ def quiet() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     logging.getLogger("forerun").addHandler(logging.NullHandler())
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=RuntimeWarning, module=r"forerun\b")
     warnings.showwarning = lambda message, *rest, **named: warn(message)
+
+
+def quiet_transformers() -> None:
+    """Errors only and no progress bars, whether it has been imported yet or not."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
 
 
 def print_json(value: Any) -> None:
@@ -96,7 +104,16 @@ def set_threads(count: int | None) -> None:
         return
     if count < 1:
         raise ConfigError(f"--threads must be at least 1, not {count}")
+    import torch
+
     torch.set_num_threads(count)
+
+
+def all_but_one() -> int:
+    """CPU threads that leave a core to whatever else the process does."""
+    import torch
+
+    return max(1, torch.get_num_threads() - 1)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,10 +17,12 @@ from forerun.cli import trace as tracing
 from forerun.cli.console import check_file, out, print_json, set_threads, warn, write_file
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
-from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
-from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.memory import megabytes
 from forerun.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
+    from forerun.engine.logprobs import TokenLogprobs
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 128, "seed": 0}
 METRICS = (
@@ -61,6 +63,8 @@ def generate(
     if trace_html is not None:
         check_file(trace_html)
     text = read_prompt(prompt)
+    from forerun.engine.llm import LLM
+
     set_threads(threads)
     llm = LLM(**{**engine, "speculative_config": speculative_config(speculative, engine), "trace": True})
     answer = llm.generate([text], params, use_tqdm=False)[0]

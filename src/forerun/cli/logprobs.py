@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forerun.engine.logprobs import TokenLogprobs, finite
+if TYPE_CHECKING:
+    from forerun.engine.logprobs import TokenLogprobs
 
 
 def as_objects(found: Seq[TokenLogprobs | None], tokenizer: Any) -> list[dict[str, Any] | None]:
     """What ``--json`` prints of them; null for the prompt's first token, which nothing comes before. A token that
     cannot come has ``LOWEST``, as over HTTP."""
+
+    from forerun.engine.logprobs import finite
 
     def one(item: TokenLogprobs) -> dict[str, Any]:
         top = [{"token": t, "text": tokenizer.decode([t]), "logprob": finite(value)} for t, value in item.top.items()]

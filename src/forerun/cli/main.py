@@ -1,35 +1,84 @@
-"""The command line. Every error is one line on stderr and exit code 2."""
+"""The command line. Every error is one line on stderr and exit code 2.
+
+A command's module is imported when the command is called, and torch when it runs: help and mistakes answer at once.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence as Seq
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import forerun
-from forerun.cli import bench, check, fetch, generate, plan, serve, train
 from forerun.cli.console import one_line, quiet
-from forerun.cli.options import method_options
 from forerun.core.errors import ForerunError
+
+
+class Command(NamedTuple):
+    """Where a command is, ``module:name``, and what ``forerun --help`` says of it: its first sentence."""
+
+    place: str
+    summary: str
+
+
+COMMANDS = {
+    "generate": Command("generate:generate", "Continue a text."),
+    "fetch": Command("fetch:fetch_command", 'Bring a model to this machine, for --model NAME and LLM("NAME").'),
+    "bench": Command("bench:bench", "Measure methods against plain decoding, predicted beside measured."),
+    "plan": Command(
+        "plan:plan",
+        "Measure acceptance and costs on your models and prompts, predict every method, recommend one.",
+    ),
+    "check": Command("check:check", "Prove, on this machine and model, that speculation changes nothing."),
+    "serve": Command("serve:serve", "Answer OpenAI's API over HTTP; the playground is at /."),
+    "train": Command("train:app", "Train a target, or what speculates for it."),
+}
+WITH_KEYS = ("generate", "bench", "serve")
+"""Commands that take ``--speculative-config``."""
+
+
+def load(name: str) -> Any:
+    """The command itself."""
+    module, attribute = COMMANDS[name].place.split(":")
+    found = getattr(import_module(f"forerun.cli.{module}"), attribute)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    alone.command(name, epilog=keys() if name in WITH_KEYS else None)(found)
+    return typer.main.get_command(alone)
+
+
+def keys() -> str:
+    from forerun.cli.options import method_options
+
+    return f"Keys of --speculative-config:\n\n{method_options()}"
+
+
+class Commands(TyperGroup):
+    """Knows the commands' names and summaries; imports the one that is called."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = {name: TyperCommand(name, help=item.summary) for name, item in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load(name), rest
+
 
 app = typer.Typer(
     name="forerun",
+    cls=Commands,
     help="Lossless speculative decoding: the same tokens, sooner.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-OPTIONS = f"Keys of --speculative-config:\n\n{method_options()}"
-app.command("generate", epilog=OPTIONS)(generate.generate)
-app.command("fetch")(fetch.fetch_command)
-app.command("bench", epilog=OPTIONS)(bench.bench)
-app.command("plan")(plan.plan)
-app.command("check")(check.check)
-app.add_typer(train.app, name="train")
-app.command("serve", epilog=OPTIONS)(serve.serve)
 
 
 @app.callback(invoke_without_command=True)

@@ -18,9 +18,7 @@ import typer
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, EngineConfig
 from forerun.sampling.params import SamplingParams
-from forerun.speculate.accept import rules
-from forerun.speculate.draft import DrafterConfig, drafters
-from forerun.speculate.length import policies
+from forerun.speculate.names import KEYS, SHARED_KEYS, drafters, policies, rules
 
 SAMPLING_HELP = {
     "n": "so many answers, each from a seed of its own",
@@ -179,13 +177,10 @@ def field_comments(kind: type) -> dict[str, str]:
 
 
 def method_options() -> str:
-    """Every method's own keys of ``speculative_config``, one line each; made from the registry."""
-    shared = {item.name for item in fields(DrafterConfig)}
-    lines = []
-    for name in drafters:
-        own = [item.name for item in fields(drafters[name].config_class) if item.name not in shared]
-        lines.append(f"{name}: {', '.join(own) or 'nothing of its own'}")
-    return "\n\n".join([f"every method: {', '.join(sorted(shared))}", *lines])
+    """Every method's own keys of ``speculative_config``, one line each."""
+    own = {name: ", ".join(keys.split()) or "nothing of its own" for name, keys in KEYS.items()}
+    lines = [f"{name}: {own.get(name, 'as the package that brings it says')}" for name in drafters]
+    return "\n\n".join([f"every method: {', '.join(SHARED_KEYS.split())}", *lines])
 
 
 ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace")))

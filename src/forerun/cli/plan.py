@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.bench.contenders import EngineContender
-from forerun.bench.environment import environment
-from forerun.bench.methods import method_configs
-from forerun.bench.prompts import HELD_OUT, SETS, make_prompts
-from forerun.bench.weights import line, weights
+from forerun.bench.config import HELD_OUT, SETS
 from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
 from forerun.cli.console import print_json, print_table, progress, set_threads
 from forerun.cli.options import ENGINE, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
-from forerun.engine.llm import LLM
-from forerun.plan.run import LENGTHS, check_options, run_plan
-from forerun.speculate.accept import rules
-from forerun.speculate.draft import drafters
+from forerun.speculate.names import drafters, rules
+
+if TYPE_CHECKING:
+    from forerun.engine.llm import LLM
 
 
 @takes(ENGINE, MODEL_ONLY)
@@ -53,6 +49,10 @@ def plan(
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
     if min(longest, concurrency, max_tokens, prompts, prompt_tokens) < 1:
         raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
+    from forerun.bench.prompts import make_prompts
+    from forerun.engine.llm import LLM
+    from forerun.plan.run import LENGTHS, run_plan
+
     options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
     with progress("loading", len(LENGTHS) * (1 + len(options)) + layer_trials) as step:
@@ -78,13 +78,27 @@ def plan(
             accept=accept,
             step=step,
         )
-    engines = [llm.engine, *(EngineContender(item["method"], llm, item, concurrency).engine for item in options)]
-    found["environment"] = environment(llm, engine) | {"weights": weights(engines, texts)}
+    found["environment"] = _about(llm, engine, options, texts, concurrency)
     (print_json if as_json else show)(found)
+
+
+def _about(
+    llm: LLM, engine: Mapping[str, Any], options: list[dict[str, Any]], prompts: list[list[int]], concurrency: int
+) -> dict[str, Any]:
+    """What was measured on: machine, model and the weights of everything that runs."""
+    from forerun.bench.contenders import EngineContender
+    from forerun.bench.environment import environment
+    from forerun.bench.weights import weights
+
+    engines = [llm.engine, *(EngineContender(item["method"], llm, item, concurrency).engine for item in options)]
+    return environment(llm, engine) | {"weights": weights(engines, prompts)}
 
 
 def _candidates(methods: str, accept: str, shared: dict[str, Any]) -> list[dict[str, Any]]:
     """``speculative_config`` of each method that drafts; all of them have the ``shared`` options that they know."""
+    from forerun.bench.methods import method_configs
+    from forerun.plan.run import check_options
+
     chosen = split("methods", methods, str)
     if not chosen:
         raise ConfigError(f"--methods must name at least one of {', '.join(drafters)}")
@@ -94,6 +108,8 @@ def _candidates(methods: str, accept: str, shared: dict[str, Any]) -> list[dict[
 
 
 def show(found: Mapping[str, Any]) -> None:
+    from forerun.bench.weights import line
+
     lengths = sorted({p["k"] for p in found["predictions"]})
     rows = []
     for item in found["estimates"]:

@@ -7,17 +7,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from forerun.cli.console import out, set_threads, warn
+from forerun.cli.console import all_but_one, out, set_threads, warn
 from forerun.cli.options import SERVED, SPECULATIVE, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
-from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes
-from forerun.speculate.accept import rules
+from forerun.speculate.names import rules
+
+if TYPE_CHECKING:
+    from forerun.engine.llm import LLM
 
 AllowedHosts = Annotated[
     list[str] | None,
@@ -68,13 +69,14 @@ def serve(
     """
     try:
         from forerun.engine.async_engine import AsyncEngine
+        from forerun.engine.llm import LLM
         from forerun.serve.app import ServerOptions, create_app
         from forerun.serve.guard import is_loopback
         from forerun.serve.run import address_of, open_socket, run
     except ModuleNotFoundError as error:
         raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
     logging.getLogger("forerun").addHandler(logging.StreamHandler())
-    set_threads(max(1, torch.get_num_threads() - 1) if threads is None else threads)
+    set_threads(all_but_one() if threads is None else threads)
     listener = open_socket(host, port)
     local = is_loopback(listener.getsockname()[0])
     options = ServerOptions(

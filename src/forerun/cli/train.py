@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import typer
 
 from forerun.cli.options import Flags, flags_of, takes
 from forerun.core.errors import ConfigError
-from forerun.train.config import RunConfig, Shape
-from forerun.train.distill import DistillConfig, train_draft_model
-from forerun.train.heads import HEADS, HeadTrainConfig, train_head
-from forerun.train.joint import JointConfig, train_joint
-from forerun.train.target import TargetConfig, train_target
+from forerun.train.config import (
+    HEAD_NAMES,
+    DistillConfig,
+    HeadTrainConfig,
+    JointConfig,
+    RunConfig,
+    Shape,
+    TargetConfig,
+)
 
 app = typer.Typer(help="Train a target, or what speculates for it.", rich_markup_mode="rich")
 
@@ -26,10 +31,26 @@ def start(context: typer.Context) -> None:
         print(context.get_help())
 
 
+def until_stopped(train: Callable[[], None], config: RunConfig) -> int:
+    """Exit status 0 for a training that ends, 130 for one that Ctrl-C stops: what it has done is kept, and said."""
+    from forerun.train.interrupt import Stopped
+
+    try:
+        train()
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"stopped: what is in {config.out / 'run'} is kept, the same command goes on from there", file=sys.stderr)
+    else:
+        return 0
+    return 130
+
+
 def command(
-    kind: type[RunConfig], train: Callable[[Any], Path], help_text: str, *, sized: bool = True, **fixed: Any
-) -> Callable[..., None]:
-    """A command that fills ``kind`` from flags and runs ``train``; ``fixed`` are fields it decides itself.
+    kind: type[RunConfig], place: str, help_text: str, *, sized: bool = True, **fixed: Any
+) -> Callable[..., int]:
+    """A command that fills ``kind`` from flags and runs the function at ``place``, ``module:name`` of
+    ``forerun.train``; ``fixed`` are fields it decides itself.
 
     ``sized``: the model's shape can be chosen."""
     shape = next(item.default_factory for item in fields(kind) if item.name == "shape")
@@ -39,29 +60,38 @@ def command(
     run = Flags("run", flags_of(kind, "Run", skip=("shape", *fixed)))
 
     @takes(run, sizes)
-    def start(*, run: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    def start(*, run: Mapping[str, Any], sizes: Mapping[str, Any]) -> int:
         if "out" not in run:
             raise ConfigError("--out is missing: name the folder for the finished model")
         given = {**run, **fixed}
         if sizes:
             given["shape"] = Shape(**{**vars(default_shape), **sizes})
-        print(train(kind(**given)))
+        config = kind(**given)
+        module, name = place.split(":")
+        train = getattr(import_module(f"forerun.train.{module}"), name)
+        return until_stopped(lambda: print(train(config)), config)
 
     start.__doc__ = help_text
     return start
 
 
 app.command("target")(
-    command(TargetConfig, train_target, "Train a small language model and its tokenizer from a folder of text files.")
+    command(
+        TargetConfig,
+        "target:train_target",
+        "Train a small language model and its tokenizer from a folder of text files.",
+    )
 )
 app.command("draft_model")(
-    command(DistillConfig, train_draft_model, "Distil a draft model from a target, the bundled one by default.")
+    command(
+        DistillConfig, "distill:train_draft_model", "Distil a draft model from a target, the bundled one by default."
+    )
 )
-for head in HEADS:
+for head in HEAD_NAMES:
     app.command(head)(
         command(
             HeadTrainConfig,
-            train_head,
+            "heads:train_head",
             f"Train {head} on a frozen target, the bundled one by default.",
             sized=False,
             method=head,
@@ -70,7 +100,7 @@ for head in HEADS:
 app.command("medusa2")(
     command(
         JointConfig,
-        train_joint,
+        "joint:train_joint",
         "Train medusa heads together with a copy of their target; OUT/target is then the model, OUT/head its head.",
         sized=False,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Callable, Collection, Iterator
+from functools import cached_property
+from importlib import import_module, metadata
 from typing import Generic, TypeVar
 
 from forerun.core.errors import ConfigError
@@ -12,18 +13,28 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A name -> class table for one kind of part, filled by a decorator and by the entry-point group ``group``."""
+    """A name -> class table for one kind of part, filled by a decorator and by the entry-point group ``group``.
 
-    def __init__(self, kind: str, group: str) -> None:
+    ``names`` are those that importing the package ``home`` registers. Names are known without an import: a class is
+    imported when it is asked for.
+    """
+
+    def __init__(self, kind: str, group: str, home: str = "", names: Collection[str] = ()) -> None:
         self.kind = kind
         self.group = group
+        self._home = home
+        self._names = frozenset(names)
         self._items: dict[str, type[T]] = {}
-        self._searched = False
+
+    @cached_property
+    def _points(self) -> dict[str, metadata.EntryPoint]:
+        return {point.name: point for point in metadata.entry_points(group=self.group)}
 
     def register(self, *names: str) -> Callable[[type[T]], type[T]]:
         def add(item: type[T]) -> type[T]:
             for name in names:
-                if name in self._items and self._items[name] is not item:
+                taken = name in self._names and not item.__module__.startswith(self._home)
+                if taken or self._items.get(name, item) is not item:
                     raise ConfigError(f"two {self.kind}s are called {name!r}")
                 self._items[name] = item
             return item
@@ -33,32 +44,28 @@ class Registry(Generic[T]):
     def remove(self, name: str) -> None:
         self._items.pop(name, None)
 
-    def _search(self) -> None:
-        if self._searched:
-            return
-        self._searched = True
-        for point in metadata.entry_points(group=self.group):
-            if point.name not in self._items:
-                try:
-                    self._items[point.name] = point.load()
-                except (ImportError, AttributeError) as error:
-                    package = point.dist.name if point.dist is not None else point.value
-                    raise ConfigError(
-                        f"{self.kind} {point.name!r} of the installed package {package} cannot be loaded: {error}"
-                    ) from error
-
     def __getitem__(self, name: str) -> type[T]:
-        self._search()
-        try:
-            return self._items[name]
-        except (KeyError, TypeError):
+        if name not in self:
             known = ", ".join(self)
-            raise ConfigError(f"unknown {self.kind} {name!r}: choose one of {known}") from None
+            raise ConfigError(f"unknown {self.kind} {name!r}: choose one of {known}")
+        if name not in self._items:
+            if name in self._names:
+                import_module(self._home)
+            else:
+                self._items[name] = self._load(self._points[name])
+        return self._items[name]
+
+    def _load(self, point: metadata.EntryPoint) -> type[T]:
+        try:
+            return point.load()
+        except (ImportError, AttributeError) as error:
+            package = point.dist.name if point.dist is not None else point.value
+            raise ConfigError(
+                f"{self.kind} {point.name!r} of the installed package {package} cannot be loaded: {error}"
+            ) from error
 
     def __contains__(self, name: object) -> bool:
-        self._search()
-        return name in self._items
+        return isinstance(name, str) and (name in self._items or name in self._names or name in self._points)
 
     def __iter__(self) -> Iterator[str]:
-        self._search()
-        return iter(sorted(self._items))
+        return iter(sorted({*self._items, *self._names, *self._points}))

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.core.config import check_seed, check_types
 from forerun.core.errors import ConfigError
 from forerun.engine.memory import parse_bytes
-from forerun.models.quantize import CPU_KINDS, GPU_KINDS, UNQUANTIZED
-from forerun.speculate.accept import Rule, RuleConfig, rules
-from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC_KEYS
-from forerun.speculate.accept.synthetic import Synthetic, take_rates
-from forerun.speculate.draft import DrafterConfig, drafters
-from forerun.speculate.length import policies
+from forerun.models.kinds import CPU_KINDS, GPU_KINDS, UNQUANTIZED
+from forerun.speculate.names import drafters, policies, rules
+
+if TYPE_CHECKING:
+    from forerun.speculate.accept.base import Rule, RuleConfig
+    from forerun.speculate.draft.base import DrafterConfig
 
 NONE = "none"
 QUANTIZATION_HELP = (
@@ -41,6 +41,8 @@ class SpeculativeConfig:
     """Chance that each position of a draft is accepted, in place of the rule's decision; None: the rule decides."""
 
     def make_rule(self) -> Rule:
+        from forerun.speculate.accept.synthetic import Synthetic
+
         made = rules[self.accept](self.rule)
         return made if self.synthetic is None else Synthetic(made, self.synthetic)
 
@@ -52,6 +54,8 @@ class SpeculativeConfig:
             return options
         if not isinstance(options, Mapping):
             raise ConfigError(f"speculative_config must be a mapping, not {type(options).__name__}")
+        from forerun.speculate.accept.synthetic import KEYS, take_rates
+
         rest = dict(options)
         method = rest.pop("method", None)
         if method is None:
@@ -60,7 +64,7 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config needs a 'method'")
         accept, length = rest.pop("accept", "coupled"), rest.pop("length", "fixed")
         rule, _ = rules[accept], policies[length]
-        synthetic = {key: rest.pop(key) for key in SYNTHETIC_KEYS if key in rest}
+        synthetic = {key: rest.pop(key) for key in KEYS if key in rest}
         rule_config = rule.config_class(**{key: rest.pop(key) for key in rule.options() if key in rest})
         for key in rest:
             owners = [name for name in rules if key in rules[name].options()]

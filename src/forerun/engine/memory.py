@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from forerun.cache.pool import Pool
 from forerun.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from forerun.cache.pool import Pool
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -32,6 +35,8 @@ def spare_bytes(device: torch.device) -> int | None:
     """What the KV caches may take where nobody has said: most of the GPU memory that is free, half of the main memory
     that is available. None: not known."""
     if device.type == "cuda":
+        import torch
+
         return int(0.8 * torch.cuda.mem_get_info(device)[0])
     try:
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))

@@ -20,8 +20,8 @@ from forerun.core.tiles import ENOUGH
 from forerun.models.base import Model
 from forerun.models.fetch import SOURCES, fetched
 from forerun.models.hf import NAME, HFModel
+from forerun.models.kinds import UNQUANTIZED
 from forerun.models.native import NativeModel, applies
-from forerun.models.quantize import UNQUANTIZED
 
 DTYPES = {
     "float32": torch.float32,

@@ -21,13 +21,10 @@ from collections.abc import Iterable
 import torch
 
 from forerun.core.errors import ConfigError
+from forerun.models.kinds import CPU_KINDS, GPU_KINDS, KINDS, UNQUANTIZED
 from forerun.models.linear import Linear, Plain
 from forerun.models.streamed import DTYPES, StreamedInt8, can_stream
 
-UNQUANTIZED = "none"
-KINDS = {"int8": "int8", "int8_rows": "int8 by rows"}
-CPU_KINDS = tuple(KINDS)
-GPU_KINDS = ("int8", "fp8")
 LEAST_SIDE, LEAST_WEIGHTS = 256, 1 << 18
 """Without kernels of ours a layer is worth 8 bits if both its sides, or else its weights, are at least so many: an int8
 call has some 10 us of fixed cost."""

@@ -5,7 +5,6 @@ because that is what it will draft for (DistillSpec, arXiv 2310.08461). With ``a
 earlier drafts miss.
 """
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,35 +17,28 @@ from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.boost import coverage, mean_over, missed
 from forerun.train.checkpoint import round_weights, save_model
-from forerun.train.config import Shape
+from forerun.train.config import DistillConfig
+from forerun.train.files import describe
 from forerun.train.losses import LOSSES, overlap
 from forerun.train.material import gather, load_target
-from forerun.train.on_policy import OnPolicyConfig
+from forerun.train.positions import Figures, of_chains, show
 from forerun.train.rollout import continue_prompts
 from forerun.train.target import forward, held_out_losses
 
-
-@dataclass(frozen=True, kw_only=True)
-class DistillConfig(OnPolicyConfig):
-    """What `forerun train draft_model` is told; `held_out` counts where the target's record names no files."""
-
-    loss: str = "lk"  # kl, lk or tv_ce
-    shape: Shape = field(default_factory=lambda: Shape(128, 2, 2, 1, 384, 2048))
-    tokens: int = 2_400_000
-    matrix_lr: float = 0.01
-    lr: float = 4e-3
-    after: tuple[Path, ...] = ()  # folder of a draft that this one complements, learning where it misses (repeatable)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "after", tuple(Path(folder) for folder in self.after))
-        if self.loss not in LOSSES:
-            raise ConfigError(f"loss must be one of {', '.join(sorted(LOSSES))}, not {self.loss!r}")
+MEANINGS = {
+    "kl": loop.Meaning("KL(target || draft), nats per token"),
+    "lk": loop.Meaning(
+        "per token, in nats: KL(target || draft) and -log of the acceptance alpha, which takes over as alpha grows"
+    ),
+    "tv_ce": loop.Meaning(
+        "per token: 0.9 of |target - draft|, from 0 to 2, and 0.1 of the cross entropy under the target, in nats"
+    ),
+}
 
 
 def train_draft_model(config: DistillConfig) -> Path:
     """Distils a draft; gives its folder, which transformers can load."""
-    settings, material = config.settings(), gather(config)
+    settings, material = config.settings(), gather(config, "draft_model")
     target, tokenizer, test = material.target, material.tokenizer, material.test
     draft = config.shape.build(target.config.vocab_size, tokenizer.eos_token_id, config.seed)
     inherit_embeddings(draft, target)
@@ -62,14 +54,17 @@ def train_draft_model(config: DistillConfig) -> Path:
             return distance(p_logits, q_logits).mean()
         return mean_over(distance, p_logits, q_logits, missed(p_logits, theirs))
 
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        return acceptance(target, model, corpora.whole_rows(test[:16_385], settings.length))
+    def evaluate(model: nn.Module) -> Figures:
+        hits, overlaps = agreement(target, model, corpora.whole_rows(test[:16_385], settings.length))
+        return _alpha(hits, overlaps) | of_chains(hits, overlaps)
 
-    state = loop.run(draft, material.batches, loss, settings, evaluate)
+    state = loop.run(draft, material.batches, loss, settings, evaluate, MEANINGS[config.loss])
     round_weights(draft)
+    figures = evaluate(draft)
+    show(figures, config.progress)
     record = {
         "kind": "draft_model",
-        "corpus": corpora.describe(config.corpus),
+        "corpus": describe(config.corpus),
         "seed": config.seed,
         "tokens": state.tokens,
         "steps": state.steps,
@@ -80,6 +75,8 @@ def train_draft_model(config: DistillConfig) -> Path:
         "held_out_tokens": len(test),
         "held_out_loss": held_out_losses(draft, test, settings),
         "alpha": measure_alpha(target, draft, test, config.seed),
+        "accepted_at_0": figures["accepted_at_0"],
+        "accepted_at_1": figures["accepted_at_1"],
         "coverage": coverage(target, [*earlier, draft], corpora.whole_rows(test, 512)),
         "recipe": config.recipe(),
     }
@@ -108,20 +105,29 @@ def inherit_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
         ours.copy_(theirs @ directions.T)
 
 
-@torch.no_grad()
 def acceptance(target: nn.Module, draft: nn.Module, tokens: Tensor, skip: int = 0) -> dict[str, float]:
     """alpha of a draft over sequences, int64 [rows, length]: means over the positions from `skip` on.
 
     `t1` is the mean of sum min(p, q) at temperature 1, `t0` the share of positions where both have the same argmax.
     """
+    hits, overlaps = agreement(target, draft, tokens)
+    return _alpha(hits[:, skip:], overlaps[:, skip:])
+
+
+def _alpha(hits: Tensor, overlaps: Tensor) -> dict[str, float]:
+    return {"t1": float(overlaps.double().mean()), "t0": float(hits.double().mean())}
+
+
+@torch.no_grad()
+def agreement(target: nn.Module, draft: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Over sequences, int64 [rows, length]: where both have the same likeliest token, bool, and sum min(p, q)."""
     draft.eval()
-    overlaps, matches, count = 0.0, 0.0, 0
+    hits, overlaps = [], []
     for part in tokens.split(8):
-        p_logits, q_logits = forward(target, part)[:, skip:], forward(draft, part)[:, skip:]
-        overlaps += float(overlap(p_logits, q_logits).sum())
-        matches += float((p_logits.argmax(-1) == q_logits.argmax(-1)).sum())
-        count += p_logits.shape[0] * p_logits.shape[1]
-    return {"t1": overlaps / count, "t0": matches / count}
+        p_logits, q_logits = forward(target, part), forward(draft, part)
+        overlaps.append(overlap(p_logits, q_logits))
+        hits.append(p_logits.argmax(-1) == q_logits.argmax(-1))
+    return torch.cat(hits), torch.cat(overlaps)
 
 
 def measure_alpha(target: PreTrainedModel, draft: nn.Module, test: Tensor, seed: int) -> dict[str, dict[str, float]]:

@@ -5,26 +5,25 @@ The loss belongs to the head; lessons.py gives it the target's hidden states and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forerun.core.errors import ConfigError
 from forerun.speculate.draft.heads.blockwise import BlockwiseHead
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Head, Sizes
+from forerun.speculate.draft.heads.head import Head, Sizes, weights
 from forerun.speculate.draft.heads.lookahead import LookaheadHead
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.speculate.draft.layerskip import ExitHead
 from forerun.train import corpus as corpora
 from forerun.train import loop
+from forerun.train.config import HeadTrainConfig
 from forerun.train.lessons import lesson
 from forerun.train.material import gather
-from forerun.train.on_policy import OnPolicyConfig
+from forerun.train.positions import Figures, of_head, show
 
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,
@@ -36,46 +35,26 @@ HEADS: dict[str, type[Head]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadTrainConfig(OnPolicyConfig):
-    """What `forerun train METHOD` is told."""
+def meaning(head: Head) -> loop.Meaning:
+    """What the loss of a head says."""
+    first, last = head.first, head.sizes.depth
+    shares = weights(last - first + 1)
+    if len(shares) == 1:
+        return loop.Meaning("cross entropy of the guess under the target's distribution, nats per token")
+    return loop.Meaning(
+        f"cross entropy of the guesses for tokens {first} to {last} ahead under the target's distribution, nats per "
+        f"token, a mean with weights {', '.join(f'{share:.2g}' for share in shares)}",
+        sum(shares),
+    )
 
-    method: str = "medusa"  # which head
-    depth: int | None = None  # tokens ahead that the head learns to guess; none means 5, and 1 for layerskip
-    exit_layer: int | None = None  # layerskip: after how many layers the target leaves; none means half
-    options: dict[str, Any] = field(default_factory=dict)  # the head's own sizes
-    tokens: int = 300_000
-    length: int = 256
-    long_share: float = 0.0
-    lr: float = 1e-3
-    matrix_lr: float = 5e-3
-    generated_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.method not in HEADS:
-            raise ConfigError(f"no head is called {self.method!r}: choose one of {', '.join(sorted(HEADS))}")
-        early = self.method == "layerskip"
-        if self.depth is None:
-            object.__setattr__(self, "depth", 1 if early else 5)
-        elif self.depth < 1:
-            raise ConfigError(f"depth must be at least 1, not {self.depth}")
-        elif early and self.depth > 1:
-            raise ConfigError(f"layerskip's head guesses one token at a time: remove depth ({self.depth})")
-        if self.exit_layer is not None and not early:
-            raise ConfigError(
-                f"only layerskip leaves the target early: remove exit_layer, or train that, not {self.method}"
-            )
-        known = HEADS[self.method].options_known
-        for key in self.options:
-            if key not in known:
-                has = f"it has {', '.join(sorted(known))}" if known else "it has none"
-                raise ConfigError(f"{self.method} has no option {key!r}; {has}")
+def _rounded(value: Any) -> Any:
+    return [round(item, 5) for item in value] if isinstance(value, list) else value
 
 
 def train_head(config: HeadTrainConfig) -> Path:
     """Trains a head; gives its folder, which ``speculative_config`` can name as ``model``."""
-    material = gather(config)
+    material = gather(config, config.method)
     target = material.target
     text = target.config.get_text_config()
     depth, options = config.depth or 1, dict(config.options)
@@ -89,19 +68,22 @@ def train_head(config: HeadTrainConfig) -> Path:
         with torch.autocast(batch.device.type, torch.bfloat16):
             return model.loss(lesson(target, batch, exit_layer))
 
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        rows = corpora.whole_rows(material.test, config.length + 1)[:8]
-        with torch.no_grad():
-            return {"held_out_loss": float(loss(model, rows))}
+    def evaluate(model: nn.Module, count: int = 8) -> Figures:
+        assert isinstance(model, Head)
+        rows = corpora.whole_rows(material.test, config.length + 1)[:count]
+        with torch.autocast(rows.device.type, torch.bfloat16):
+            return of_head(lambda row: model.guesses(lesson(target, row, exit_layer)), rows)
 
-    untrained = evaluate(head)["held_out_loss"]
-    state = loop.run(head, material.batches, loss, config.settings(), evaluate)
+    untrained = loop.looked_at(evaluate, head)["held_out_loss"]
+    state = loop.run(head, material.batches, loss, config.settings(), evaluate, meaning(head))
+    figures = loop.looked_at(lambda model: evaluate(model, 32), head)
+    show(figures, config.progress, head.first)
     record = {
         "target": str(config.target or "forerun:target"),
         "tokens": state.tokens,
         "seconds": round(state.seconds),
         "seed": config.seed,
-        "held_out_loss": evaluate(head)["held_out_loss"],
+        **{name: _rounded(value) for name, value in figures.items()},
         "untrained_loss": untrained,
         "exit_layer": exit_layer,
     }

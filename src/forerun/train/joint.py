@@ -9,7 +9,7 @@ token's cross entropy. Speculation is lossless with respect to the copy, not to 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,50 +20,19 @@ from transformers import PreTrainedModel
 from forerun.core.errors import ConfigError
 from forerun.models.fingerprint import fingerprint
 from forerun.models.load import resolve
-from forerun.speculate.draft.heads.head import Sizes
+from forerun.speculate.draft.heads.head import Sizes, weights
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.checkpoint import round_weights, save_model
+from forerun.train.config import JointConfig
+from forerun.train.files import describe, names
+from forerun.train.heads import meaning
 from forerun.train.lessons import lesson, view
 from forerun.train.losses import kl
 from forerun.train.material import gather
-from forerun.train.on_policy import OnPolicyConfig
+from forerun.train.positions import Figures, of_head, show
 from forerun.train.target import held_out_losses
-
-Figures = dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class JointConfig(OnPolicyConfig):
-    """What `forerun train medusa2` is told; ``out`` gets the folders ``target`` and ``head``."""
-
-    depth: int = 5  # tokens ahead that the heads learn to guess
-    head: Path | None = None  # folder of a medusa head of the target that has learnt alone already: no warm-up
-    warmup_tokens: int | None = None  # tokens that the heads alone learn from first; none means 300,000, or 0 with head
-    tokens: int = 600_000
-    head_weight: float = 0.2  # lambda_0: weight of the heads' loss beside the copy's own
-    backbone_rate: float = 0.25  # the copy's learning rates, as a share of the heads'
-    self_distillation: bool = False  # keep the copy close to the original instead of to the text
-    generated_tokens: int = 0
-    length: int = 256
-    long_share: float = 0.0
-    lr: float = 1e-3
-    matrix_lr: float = 5e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.depth < 1:
-            raise ConfigError(f"depth must be at least 1, not {self.depth}")
-        if self.warmup_tokens is None:
-            object.__setattr__(self, "warmup_tokens", 0 if self.head else 300_000)
-        elif self.head:
-            raise ConfigError(f"the head in {self.head} has learnt alone already: remove warmup_tokens, or head")
-        elif self.warmup_tokens < 1:
-            raise ConfigError(f"warmup_tokens must be at least 1, not {self.warmup_tokens}")
-        for name in ("head_weight", "backbone_rate"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
 
 
 class Joint(nn.Module):
@@ -93,7 +62,7 @@ def joint_losses(model: Joint, batch: Tensor, original: PreTrainedModel | None) 
 
 def train_joint(config: JointConfig) -> Path:
     """Trains heads and copy; gives ``out``. ``out/target`` is a checkpoint like any other, ``out/head`` its head."""
-    material = gather(config)
+    material = gather(config, "medusa2")
     original, batches, test = material.target, material.batches, material.test
     model = _copy_with_heads(original, config)
     settings = config.settings()
@@ -110,30 +79,35 @@ def train_joint(config: JointConfig) -> Path:
         own, heads = joint_losses(model, batch, original if config.self_distillation else None)
         return own + config.head_weight * heads
 
+    def look(model: nn.Module) -> Figures:
+        return _look(model, original, rows) | accepted(model, rows)
+
     warmed = loop.State()
     if config.warmup_tokens:
         figures["untrained"] = _look(model, original, rows)
         warm = replace(settings, out=config.out / "run" / "heads", tokens=config.warmup_tokens)
-        warmed = loop.run(model, batches, head_loss, warm, lambda model: _look(model, original, rows))
+        warmed = loop.run(model, batches, head_loss, warm, look, meaning(model.head))
     figures["after_warmup"] = _look(model, original, rows)
     model.requires_grad_(True)
     plan = replace(settings, out=config.out / "run" / "joint", rates={"target.": config.backbone_rate})
-    state = loop.run(model, batches, loss, plan, lambda model: _look(model, original, rows))
+    state = loop.run(model, batches, loss, plan, look, _meaning(config))
     round_weights(model)
+    found = accepted(model, corpora.whole_rows(test, settings.length + 1)[:32])
+    show(found, config.progress)
     figures["trained"] = _look(model, original, rows)
-    trained = {"tokens": warmed.tokens + state.tokens, "figures": figures}
+    trained = {"tokens": warmed.tokens + state.tokens, "figures": figures, **found}
     record = {
         **trained,
         "kind": "medusa2",
         "original": str(config.target or "forerun:target"),
-        "corpus": corpora.describe(config.corpus),
+        "corpus": describe(config.corpus),
         "seed": config.seed,
         "steps": warmed.steps + state.steps,
         "seconds": round(warmed.seconds + state.seconds),
         "plans": state.plans,
         "parameters": sum(parameter.numel() for parameter in model.target.parameters()),
         "corpus_tokens": material.corpus_tokens,
-        "held_out_files": [path.relative_to(config.corpus).as_posix() for path in material.held_out],
+        "held_out_files": names(material.held_out, config.corpus),
         "held_out_tokens": len(test),
         "held_out_loss": held_out_losses(model.target, test, settings),
         "recipe": config.recipe(),
@@ -157,6 +131,23 @@ def _copy_with_heads(original: PreTrainedModel, config: JointConfig) -> Joint:
     copy = deepcopy(original)
     nn.Module.to(copy, torch.float32)
     return Joint(copy.requires_grad_(False), head)
+
+
+def accepted(model: nn.Module, rows: Tensor) -> Figures:
+    """What of the heads' drafts the copy keeps, by position."""
+    assert isinstance(model, Joint)
+    with torch.autocast(rows.device.type, torch.bfloat16):
+        found = of_head(lambda row: model.head.guesses(lesson(model.target, row)), rows)
+    return {name: found[name] for name in ("loss_by_position", "accepted_at_0", "accepted_at_1")}
+
+
+def _meaning(config: JointConfig) -> loop.Meaning:
+    own = "KL(original || copy)" if config.self_distillation else "cross entropy of the copy's next token"
+    parts = ", ".join(f"{share:.2g}" for share in weights(config.depth))
+    return loop.Meaning(
+        f"nats per token: {own}, and {config.head_weight:g} of the sum of the heads' cross entropies under the copy's "
+        f"distribution, the tokens ahead weighted {parts}"
+    )
 
 
 @torch.no_grad()

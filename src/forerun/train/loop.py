@@ -7,6 +7,7 @@ was stopped goes on from its checkpoint as if it had not been.
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +15,12 @@ from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from forerun.core.errors import ConfigError, ForerunError
+from forerun.train.interrupt import Interrupt, Stopped
+from forerun.train.progress import progress
+from forerun.train.settings import LoopSettings
 
 CHECKPOINT = "checkpoint.pt"
 UNFIT = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, UnpicklingError)
@@ -36,62 +39,17 @@ class Batches(Protocol):
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
 """(model, token ids [rows, length + 1]) -> mean loss of these rows, a scalar with a gradient."""
 
-Evaluation = Callable[[nn.Module], Mapping[str, float]]
-"""Figures of a model for the log, such as its held-out loss."""
+Evaluation = Callable[[nn.Module], Mapping[str, Any]]
+"""Figures of a model for the log, such as its held-out loss: numbers, or lists of them by position."""
 
 
 @dataclass(frozen=True)
-class LoopSettings:
-    """How long, how fast and in what portions a model is trained. Everything is counted in tokens."""
+class Meaning:
+    """What a loss says. It is shown and logged divided by ``weight``, the sum of its parts' weights, so that it is a
+    mean per token."""
 
-    out: Path  # folder of the checkpoint and of the log
-    tokens: int  # tokens of the whole run; on resume a smaller number starts the decay earlier
-    batch_tokens: int = 8192  # tokens of one optimizer step
-    micro_tokens: int = 4096  # tokens of one forward and backward pass
-    length: int = 512  # tokens of a training sequence
-    long_length: int = 2048  # tokens of a sequence in the last part of the run
-    long_share: float = 0.1  # share of the run's tokens that comes in long sequences
-    matrix_lr: float = 0.01  # peak learning rate of Muon, for hidden matrices; 0 gives them to AdamW
-    lr: float = 3e-3  # peak learning rate of AdamW, for everything else
-    rates: Mapping[str, float] = field(default_factory=dict)  # factor of both rates, by how a parameter's name begins
-    weight_decay: float = 0.1
-    warmup_share: float = 0.02  # share of the run's tokens over which the learning rate rises
-    decay_share: float = 0.65  # share of the run's tokens over which the learning rate falls to zero
-    clip: float = 1.0  # largest norm of the gradient
-    seed: int = 0
-    threads: int = 2  # CPU threads; 0 leaves torch's choice
-    resume: bool = True  # go on from a checkpoint in `out` if there is one
-    checkpoint_seconds: float = 180.0
-    eval_tokens: int = 500_000  # tokens between two evaluations
-    pause_file: Path | None = None  # while this file exists the loop sleeps
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "batch_tokens", "micro_tokens", "length", "long_length", "eval_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("long_share", "warmup_share", "decay_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-        for name in ("matrix_lr", "lr", "weight_decay", "threads"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
-        if self.clip <= 0:
-            raise ConfigError(f"clip must be positive, not {self.clip}")
-
-    def rate(self, name: str) -> float:
-        """Factor of the learning rates of the parameter ``name``."""
-        return next((factor for start, factor in self.rates.items() if name.startswith(start)), 1.0)
-
-    def scale(self, consumed: int) -> float:
-        """Factor of the learning rates after `consumed` tokens: up, flat, down to zero (a trapezium)."""
-        warmup = (consumed + self.batch_tokens) / max(1.0, self.warmup_share * self.tokens)
-        decay = (self.tokens - consumed) / max(1.0, self.decay_share * self.tokens)
-        return max(0.0, min(warmup, decay, 1.0))
-
-    def length_at(self, consumed: int) -> int:
-        """Tokens of the sequences of the step that starts after `consumed` tokens."""
-        return self.long_length if consumed >= (1 - self.long_share) * self.tokens else self.length
+    text: str = "nats per token"
+    weight: float = 1.0
 
 
 @dataclass
@@ -110,8 +68,12 @@ def run(
     loss_function: LossFunction,
     settings: LoopSettings,
     evaluate: Evaluation | None = None,
+    meaning: Meaning = Meaning(),
 ) -> State:
-    """Trains the parameters of `model` that require gradients until `settings.tokens` tokens are consumed."""
+    """Trains the parameters of `model` that require gradients until `settings.tokens` tokens are consumed.
+
+    Ctrl-C ends it after the step that runs; raises Stopped once that is saved.
+    """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -121,24 +83,55 @@ def run(
         state = load_checkpoint(settings.out / CHECKPOINT, model, optimizers)
     if not state.plans or state.plans[-1][1] != settings.tokens:
         state.plans.append([state.tokens, settings.tokens])
+    _try_batches(batches, settings, state)
     log = _Log(settings.out / LOG, fresh=state.steps == 0)
     saved, evaluated = time.monotonic(), state.tokens
-    with _progress(settings) as bar:
-        task = bar.add_task("training", total=settings.tokens, completed=state.tokens, note="")
-        while state.tokens < settings.tokens:
-            wait_while_paused(settings.pause_file)
+    with Interrupt() as interrupt, progress("training, tokens", settings.tokens, settings.progress) as bar:
+        bar.say(f"loss: {meaning.text}")
+        while state.tokens < settings.tokens and not interrupt.asked:
+            wait_while_paused(settings.pause_file, interrupt)
             loss, norm = _step(model, batches, loss_function, optimizers, settings, state)
+            loss /= meaning.weight
             log.write(step=state.steps, tokens=state.tokens, loss=loss, norm=norm, seconds=state.seconds)
-            note = f"loss {loss:.3f}  {state.tokens / state.seconds:.0f} tokens/s"
-            bar.update(task, completed=min(state.tokens, settings.tokens), note=note)
+            bar.update(state.tokens, f"loss {loss:.3f}, {state.tokens / state.seconds:.0f} tokens/s")
             if evaluate and (state.tokens - evaluated >= settings.eval_tokens or state.tokens >= settings.tokens):
                 evaluated = state.tokens
-                log.write(step=state.steps, tokens=state.tokens, seconds=state.seconds, **evaluate(model))
+                figures = looked_at(evaluate, model)
+                log.write(step=state.steps, tokens=state.tokens, seconds=state.seconds, **figures)
+                bar.say(f"held-out text after {state.tokens:,} tokens: {told(figures)}")
             if time.monotonic() - saved > settings.checkpoint_seconds:
                 save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
                 saved = time.monotonic()
-    save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
+        save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
+    if state.tokens < settings.tokens:
+        raise Stopped(
+            f"stopped after {state.tokens:,} of {settings.tokens:,} tokens, all of them saved in {settings.out}: the "
+            "same command goes on from there"
+        )
     return state
+
+
+def _try_batches(batches: Batches, settings: LoopSettings, state: State) -> None:
+    """Raise ConfigError now, and not when the run gets there, where the texts are too short for its sequences."""
+    for share, length in ((1 - settings.long_share, settings.length), (settings.long_share, settings.long_length)):
+        if share > 0 and state.tokens < settings.tokens:
+            batches.batch(state.tokens, max(1, settings.batch_tokens // length), length)
+
+
+def looked_at(evaluate: Evaluation, model: nn.Module) -> Mapping[str, Any]:
+    """Figures of a model, the same whenever they are taken; what is drawn while they are is not missed by the run."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return evaluate(model)
+
+
+def told(figures: Mapping[str, Any]) -> str:
+    """One line of them."""
+    parts = []
+    for name, value in figures.items():
+        values = value if isinstance(value, list) else [value]
+        parts.append(f"{name.replace('_', ' ')} {' '.join(f'{item:.3f}' for item in values)}")
+    return ", ".join(parts)
 
 
 def _step(
@@ -155,6 +148,7 @@ def _step(
     rows = max(1, settings.batch_tokens // length)
     portion = max(1, settings.micro_tokens // length)
     model.train()
+    torch.manual_seed(zlib.crc32(f"{settings.seed} {state.tokens}".encode()))  # a loss may draw, after a pause too
     total = 0.0
     for part in batches.batch(state.tokens, rows, length).split(portion):
         loss = loss_function(model, part) * (len(part) / rows)
@@ -240,9 +234,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
         raise ConfigError(f"{path} does not fit this run ({reason}); use another out folder or resume=False") from error
 
 
-def wait_while_paused(pause_file: Path | None) -> None:
-    """Sleeps as long as the file exists."""
-    while pause_file is not None and pause_file.exists():
+def wait_while_paused(pause_file: Path | None, interrupt: Interrupt | None = None) -> None:
+    """Sleeps as long as the file exists and nobody asks for an end."""
+    while pause_file is not None and pause_file.exists() and not (interrupt is not None and interrupt.asked):
         time.sleep(1.0)
 
 
@@ -254,12 +248,7 @@ class _Log:
         if fresh:
             path.write_text("", encoding="utf-8")
 
-    def write(self, **figures: float) -> None:
+    def write(self, **figures: Any) -> None:
         rounded = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(rounded) + "\n")
-
-
-def _progress(settings: LoopSettings) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
-    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), disable=not settings.progress)

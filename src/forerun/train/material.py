@@ -10,14 +10,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun import pretrained
 from forerun.core.errors import ModelError
-from forerun.models.load import resolve
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.checkpoint import RECORD
-from forerun.train.config import RunConfig
-from forerun.train.on_policy import OnPolicyConfig, mixed_batches
+from forerun.train.config import OnPolicyConfig, RunConfig
+from forerun.train.files import Document, list_files, split_files
+from forerun.train.identity import claim, target_folder
+from forerun.train.on_policy import mixed_batches
 
 UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
@@ -33,22 +33,24 @@ class Material:
     tokenizer: PreTrainedTokenizerBase
     batches: loop.Batches  # the corpus, and what the target wrote itself
     corpus_tokens: int
-    held_out: list[Path]
+    held_out: list[Document]
     test: Tensor  # the held-out files
 
 
-def gather(config: OnPolicyConfig) -> Material:
+def gather(config: OnPolicyConfig, method: str) -> Material:
     """Loads the target, reads the corpus and, if asked for, lets the target write; sets torch's threads.
 
-    Raises ModelError or ConfigError for a folder without a usable target, ConfigError for a corpus that is not there.
+    Raises ModelError or ConfigError for a folder without a usable target, ConfigError for a corpus that is not there
+    and for a folder that holds another run than this ``method``'s.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    folder = resolve(config.target) if config.target else pretrained.path("target")
+    folder = target_folder(config.target)
     target, tokenizer = load_target(folder)
     train_files, held_out = record_of(config, folder)
     stream = corpora.encode_files(train_files, tokenizer, config.seed)
     test = corpora.encode_files(held_out, tokenizer, config.seed)
+    claim(config, method, (stream, test), folder)
     return Material(target, tokenizer, mixed_batches(config, target, stream), len(stream), held_out, test)
 
 
@@ -67,12 +69,12 @@ def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     return target.eval().requires_grad_(False), tokenizer
 
 
-def record_of(config: RunConfig, folder: Path) -> tuple[list[Path], list[Path]]:
+def record_of(config: RunConfig, folder: Path) -> tuple[list[Document], list[Document]]:
     """The files that the target was trained on and those that it was not, as its record says."""
-    files = corpora.list_files(config.corpus)
+    files = list_files(config.corpus)
     record = json.loads((folder / RECORD).read_text(encoding="utf-8")) if (folder / RECORD).exists() else {}
     names = {config.corpus / name for name in record.get("held_out_files", ())}
-    held_out = [path for path in files if path in names]
+    held_out: list[Document] = [path for path in files if path in names]
     if not held_out:
-        return corpora.split_files(files, config.held_out, config.seed)
+        return split_files(files, config.held_out, config.seed)
     return [path for path in files if path not in names], held_out

@@ -2,36 +2,16 @@
 2310.08461)."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from pickle import UnpicklingError
+from shutil import rmtree
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forerun.core.errors import ConfigError
 from forerun.train import corpus as corpora
 from forerun.train import loop
-from forerun.train.config import RunConfig
-from forerun.train.rollout import rollout_stream
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnPolicyConfig(RunConfig):
-    """Options of trainings that learn from a target's own text too."""
-
-    target: Path | None = None  # folder of the target; none means the bundled one
-    generated_tokens: int = 400_000  # text that the target writes before training; 0 for none
-    generated_share: float = 0.5  # share of the training sequences that come from it
-    greedy_share: float = 0.3  # share of it written at temperature 0, the rest at 1
-    generated: Path | None = None  # text of an earlier run (its run/generated.pt) instead of new text
-
-    def __post_init__(self) -> None:
-        if self.generated_tokens < 0:
-            raise ConfigError(f"generated_tokens must not be negative, not {self.generated_tokens}")
-        for name in ("generated_share", "greedy_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+from forerun.train.config import OnPolicyConfig
+from forerun.train.rollout import read, rollout_stream, save
 
 
 @dataclass(frozen=True)
@@ -69,24 +49,15 @@ def _generated(config: OnPolicyConfig, target: PreTrainedModel, stream: Tensor) 
     path = config.generated or config.out / "run" / "generated.pt"
     if config.generated or (config.resume and path.exists()):
         return read(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    rounds = path.with_suffix("")
+    rounds.mkdir(parents=True, exist_ok=True)
     greedy = int(config.generated_tokens * config.greedy_share)
     parts = [
-        rollout_stream(target, stream, tokens, temperature, config.seed, config.pause_file, config.progress)
+        rollout_stream(target, stream, tokens, temperature, config.seed, rounds, config.pause_file, config.progress)
         for tokens, temperature in ((greedy, 0.0), (config.generated_tokens - greedy, 1.0))
         if tokens
     ]
     generated = torch.cat(parts)
-    torch.save(generated, path)
+    save(generated, path)
+    rmtree(rounds)
     return generated
-
-
-def read(path: Path) -> Tensor:
-    """Token ids of an earlier run, int32 [tokens]."""
-    try:
-        text = torch.load(path, weights_only=True)
-    except (OSError, UnpicklingError, RuntimeError) as error:
-        raise ConfigError(f"{path} is not the generated text of a run: {str(error).splitlines()[0]}") from error
-    if not isinstance(text, Tensor) or text.dtype != torch.int32 or text.ndim != 1:
-        raise ConfigError(f"{path} is not the generated text of a run: it must hold one int32 vector of token ids")
-    return text

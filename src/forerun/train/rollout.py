@@ -1,17 +1,20 @@
 """Text that a target writes, to distil from."""
 
+import os
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
-from rich.progress import track
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from forerun.core.errors import ConfigError
 from forerun.train.loop import wait_while_paused
+from forerun.train.progress import progress
 
 PROMPT = 64  # tokens of the corpus before each continuation
 CONTINUATION = 447  # tokens written after it
-ROWS = 64  # continuations written together
+ROWS = 64  # continuations written together, at most
 
 
 @torch.inference_mode()
@@ -42,18 +45,45 @@ def rollout_stream(
     tokens: int,
     temperature: float,
     seed: int,
+    folder: Path,
     pause_file: Path | None = None,
-    progress: bool = False,
+    shown: bool = False,
 ) -> Tensor:
-    """About `tokens` tokens of continuations of random places of a corpus, int32 [tokens], their prompts included."""
+    """About `tokens` tokens of continuations of random places of a corpus, int32 [tokens], their prompts included.
+
+    Every round of them is kept in `folder`, and not written again there.
+    """
     length = PROMPT + CONTINUATION
     generator = torch.Generator().manual_seed(seed)
-    rounds = max(1, round(tokens / (ROWS * length)))
+    rows = min(ROWS, max(1, round(tokens / length)))
+    rounds = max(1, round(tokens / (rows * length)))
     parts = []
-    title = f"writing text at temperature {temperature:.0f}"
-    for number in track(range(rounds), title, disable=not progress):
-        starts = torch.randint(len(stream) - PROMPT, (ROWS,), generator=generator)
-        prompts = torch.stack([stream[start : start + PROMPT] for start in starts.tolist()]).long()
-        text = continue_prompts(model, prompts, CONTINUATION, temperature, seed + number, pause_file)
-        parts.append(text.flatten())
-    return torch.cat(parts).int()
+    with progress(f"writing text at temperature {temperature:.0f}, tokens", rounds * rows * length, shown) as bar:
+        for number in range(rounds):
+            starts = torch.randint(len(stream) - PROMPT, (rows,), generator=generator)
+            path = folder / f"{temperature:.0f}-{number}.pt"
+            if not path.exists():
+                prompts = torch.stack([stream[start : start + PROMPT] for start in starts.tolist()]).long()
+                text = continue_prompts(model, prompts, CONTINUATION, temperature, seed + number, pause_file)
+                save(text.flatten().int(), path)
+            parts.append(read(path))
+            bar.update((number + 1) * rows * length)
+    return torch.cat(parts)
+
+
+def save(text: Tensor, path: Path) -> None:
+    """Writes token ids, int32 [tokens]; the file is there whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    torch.save(text, temporary)
+    os.replace(temporary, path)
+
+
+def read(path: Path) -> Tensor:
+    """Token ids of an earlier run, int32 [tokens]."""
+    try:
+        text = torch.load(path, weights_only=True)
+    except (OSError, UnpicklingError, RuntimeError) as error:
+        raise ConfigError(f"{path} is not the generated text of a run: {str(error).splitlines()[0]}") from error
+    if not isinstance(text, Tensor) or text.dtype != torch.int32 or text.ndim != 1:
+        raise ConfigError(f"{path} is not the generated text of a run: it must hold one int32 vector of token ids")
+    return text

@@ -1,6 +1,5 @@
 """`forerun train target`: a small language model and its tokenizer, from a folder of text files."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,30 +7,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from forerun.core.errors import ConfigError
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.checkpoint import round_weights, save_model
-from forerun.train.config import RunConfig
+from forerun.train.config import TargetConfig
+from forerun.train.files import Document, describe, list_files, names, read_text, split_files
+from forerun.train.identity import claim
 from forerun.train.tokenizer import train_tokenizer
 
-
-@dataclass(frozen=True, kw_only=True)
-class TargetConfig(RunConfig):
-    """What `forerun train target` is told."""
-
-    vocab_size: int = 4096  # tokens of the tokenizer
-
-    def __post_init__(self) -> None:
-        if self.vocab_size < 257:
-            raise ConfigError(f"vocab_size must be at least 257, all bytes and an end-of-text token: {self.vocab_size}")
+MEANING = loop.Meaning("cross entropy of the next token, nats per token")
 
 
 def train_target(config: TargetConfig) -> Path:
     """Trains tokenizer and model; gives the folder, which transformers can load."""
     settings = config.settings()
-    files = corpora.list_files(config.corpus)
-    train_files, held_out = corpora.split_files(files, config.held_out, config.seed)
+    files = list_files(config.corpus)
+    train_files, held_out = split_files(files, config.held_out, config.seed)
+    claim(config, "target", map(read_text, (*train_files, *held_out)))
     tokenizer = _tokenizer(config, train_files)
     train = corpora.TokenStream(corpora.encode_files(train_files, tokenizer, config.seed), config.seed)
     test = corpora.encode_files(held_out, tokenizer, config.seed)
@@ -40,11 +32,11 @@ def train_target(config: TargetConfig) -> Path:
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"held_out_loss": held_out_loss(model, test[:16_385], settings.length)}
 
-    state = loop.run(model, train, next_token_loss, settings, evaluate)
+    state = loop.run(model, train, next_token_loss, settings, evaluate, MEANING)
     round_weights(model)
     record = {
         "kind": "target",
-        "corpus": corpora.describe(config.corpus),
+        "corpus": describe(config.corpus),
         "seed": config.seed,
         "tokens": state.tokens,
         "steps": state.steps,
@@ -53,7 +45,7 @@ def train_target(config: TargetConfig) -> Path:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "corpus_tokens": len(train.tokens),
         "held_out_tokens": len(test),
-        "held_out_files": [path.relative_to(config.corpus).as_posix() for path in held_out],
+        "held_out_files": names(held_out, config.corpus),
         "held_out_loss": held_out_losses(model, test, settings),
         "recipe": config.recipe(),
     }
@@ -89,12 +81,12 @@ def held_out_losses(model: nn.Module, stream: Tensor, settings: loop.LoopSetting
     return {str(length): held_out_loss(model, stream, length) for length in (settings.length, settings.long_length)}
 
 
-def _tokenizer(config: TargetConfig, files: list[Path]) -> PreTrainedTokenizerBase:
+def _tokenizer(config: TargetConfig, files: list[Document]) -> PreTrainedTokenizerBase:
     """The tokenizer of a run that goes on, or a new one."""
     folder = config.out / "run" / "tokenizer"
     if config.resume and folder.exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
-    texts = (corpora.read_text(path) for path in files)
+    texts = (read_text(path) for path in files)
     tokenizer = train_tokenizer(texts, config.vocab_size, config.shape.positions)
     tokenizer.save_pretrained(folder)
     return tokenizer

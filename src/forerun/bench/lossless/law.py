@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from forerun.bench.config import SAMPLES
 from forerun.bench.lossless.identity import accepted, answers
 from forerun.bench.lossless.result import Result, layout_name
 from forerun.core.batch import Batch, Span
@@ -19,9 +20,6 @@ SUPPORT = 2
 LENGTH = 5
 FEWEST = 5.0
 """Cells expected less often than this are counted together."""
-SAMPLES = 1000
-"""Enough for a rule that draws the token after a rejection from p, not from max(0, p - q): on a weak pair its p-value
-was below 1e-11 in each of four runs, with 200 samples 4e-5 to 1e-2."""
 BATCH = 64
 SMALLEST_P = 1e-4
 """A smaller p-value is a failure: one false alarm in ten thousand checks."""

@@ -7,18 +7,19 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from forerun.bench.config import ALL, HELD_OUT, REPETITIVE, SAMPLES
 from forerun.bench.environment import environment
 from forerun.bench.lossless.bits import check_bits
 from forerun.bench.lossless.identity import answers, check_identity
-from forerun.bench.lossless.law import SAMPLES, check_law
+from forerun.bench.lossless.law import check_law
 from forerun.bench.lossless.result import Result
-from forerun.bench.methods import ALL, method_configs, runnable
-from forerun.bench.prompts import HELD_OUT, REPETITIVE, make_prompts
+from forerun.bench.methods import method_configs, runnable
+from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
+from forerun.models.kinds import UNQUANTIZED
 from forerun.models.load import load_model, read_config, resolve
 from forerun.models.native import applies
-from forerun.models.quantize import UNQUANTIZED
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters

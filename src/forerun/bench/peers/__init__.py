@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from forerun.bench.config import PEERS
 from forerun.bench.contenders import Contender
 from forerun.bench.peers.llama_cpp import llama_cpp_contender
 from forerun.bench.peers.transformers import transformers_contenders
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
-
-PEERS = ("transformers", "llama-cpp")
 
 
 def peer_contenders(names: Seq[str], llm: LLM, draft: str | None) -> list[Contender]:

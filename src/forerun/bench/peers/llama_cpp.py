@@ -67,7 +67,7 @@ def llama_cpp_contender(llm: LLM) -> Contender:
     try:
         import llama_cpp
     except ModuleNotFoundError:
-        raise ConfigError("the llama-cpp peer needs llama-cpp-python: pip install 'forerun[bench]'") from None
+        raise ConfigError("the llama-cpp peer needs llama-cpp-python: pip install 'forerun[llama-cpp]'") from None
     threads = torch.get_num_threads()
     folder = tempfile.TemporaryDirectory(prefix="forerun-gguf-")
     path = write_gguf(resolve(llm.config.model), Path(folder.name) / "model.gguf", llm.model.info.dtype)

@@ -12,18 +12,16 @@ from typing import ClassVar
 import torch
 
 from forerun.core.errors import ConfigError
-from forerun.core.registry import Registry
 from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS, Draft, Verdict
 from forerun.sampling.compiled import Compiled, Weighed
 from forerun.sampling.draw import Sampler, best, probabilities
 from forerun.sampling.noise import ACCEPT, RESIDUAL, fold, uniform
 from forerun.sampling.warp import Row
+from forerun.speculate.names import rules as rules
 
 NAN = "the model returned NaN logits"
 NO_TOKEN = "no token is permitted: the bans and masks of this request leave nothing to sample"
-
-rules: Registry[Rule] = Registry("acceptance rule", "forerun.rules")
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,17 @@ from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.core.config import check_types
 from forerun.core.errors import ConfigError
-from forerun.core.registry import Registry
 from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft, Verdict
 from forerun.models.base import Model
 from forerun.sampling.draw import Sampler, node_key, probabilities
 from forerun.sampling.noise import DRAFT
 from forerun.sampling.warp import Row, warp
+from forerun.speculate.names import drafters
 
 if TYPE_CHECKING:
     from forerun.speculate.accept.base import Rule
     from forerun.speculate.verify.score import Verification
-
-drafters: Registry[Drafter] = Registry("method", "forerun.drafters")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models import quantize
 from forerun.models.base import Model, new_cache
+from forerun.models.kinds import UNQUANTIZED
 from forerun.models.load import load_model, parse_dtype, read_config, resolve
 from forerun.models.streamed import can_stream
 from forerun.models.tokenizer import check_compatible, load_tokenizer
@@ -127,7 +128,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         """On CPU, narrow layers run nearly twice as fast in float32 as in half precision, unless they are streamed."""
         config = read_config(resolve(path))
         dtype = parse_dtype(self.config.dtype or self.context.dtype, config)
-        if self.config.dtype is not None or self.config.quantization not in (None, quantize.UNQUANTIZED):
+        if self.config.dtype is not None or self.config.quantization not in (None, UNQUANTIZED):
             return dtype
         slow = self.context.target.info.device.type == "cpu" and not can_stream(dtype)
         return torch.float32 if slow and config.get_text_config().hidden_size < NARROW else dtype

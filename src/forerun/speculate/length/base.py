@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from forerun.core.registry import Registry
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-
-policies: Registry[LengthPolicy] = Registry("length policy", "forerun.policies")
+from forerun.speculate.names import policies as policies
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ with true features. The vocabulary may be reduced: row i of its output layer the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +39,11 @@ from forerun.speculate.draft.catch_up import CatchUpConfig
 from forerun.speculate.draft.chain import Chains, plain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.eagle_files import is_public, read_public
-from forerun.speculate.draft.heads.head import Head, Lesson, Sizes, soft_cross_entropy
+from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
 from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
 from forerun.speculate.draft.levels import Frontier, grow
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}
-STEP_DECAY = 0.8
 
 
 class EagleHead(Head):
@@ -96,7 +96,7 @@ class EagleHead(Head):
         x = feature + self.o_proj(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def loss(self, lesson: Lesson, steps: int | None = None) -> torch.Tensor:
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
         """Training-time test: ``sizes.depth`` unrolled steps. At step j a position attends to the first step's keys
         up to itself and to its own keys of the steps since (the paper's figure 6)."""
         length = lesson.tokens.shape[1] - self.sizes.depth - 1
@@ -106,17 +106,15 @@ class EagleHead(Head):
         groups = self.heads // self.kv_heads
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
-        total = feature.new_zeros((), dtype=torch.float32)
-        for step in range(steps or self.sizes.depth):
+        ids = self.token_ids() if hasattr(self, "d2t") else None
+        for step in range(self.sizes.depth):
             embedded = lesson.embedding[lesson.tokens[:, step + 1 : step + 1 + length]].to(feature.dtype)
             q, k, v = self.qkv(embedded, feature, torch.arange(length, device=feature.device) + step)
             keys.append(k.repeat_interleave(groups, dim=-2))
             values.append(v.repeat_interleave(groups, dim=-2))
             feature = self.finish(feature, self._unrolled(q, keys, values, causal))
             logits = self._logits(self.norm(feature), lesson.head)
-            wanted = lesson.logits[:, step + 1 : step + 1 + length]
-            total = total + STEP_DECAY**step * soft_cross_entropy(logits, self._reduced(wanted)).mean()
-        return total
+            yield Guess(logits, lesson.logits[:, step + 1 : step + 1 + length], ids)
 
     def _unrolled(
         self, q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], causal: torch.Tensor
@@ -133,10 +131,6 @@ class EagleHead(Head):
 
     def _logits(self, normed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return self.lm_head(normed) if self.lm_head is not None else F.linear(normed, head.to(normed.dtype))
-
-    def _reduced(self, logits: torch.Tensor) -> torch.Tensor:
-        """The target's logits of the tokens in this head's vocabulary."""
-        return logits if not hasattr(self, "d2t") else logits[..., self.token_ids()]
 
     def token_ids(self) -> torch.Tensor:
         d2t = self.d2t

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +19,7 @@ from forerun.models.linear import choose, make_linear
 from forerun.speculate.draft.heads.layers import FeedForward, Norm
 
 FORMAT = "forerun_head"
+DEPTH_DECAY = 0.8
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,27 @@ class Lesson:
     target: nn.Module
 
 
+class Guess(NamedTuple):
+    """What a head says of one token ahead, in many places: its ``logits`` [..., own vocabulary] and the target's own,
+    ``wanted`` [..., vocabulary], there. ``ids``: the tokens of its vocabulary where that is a part of the target's."""
+
+    logits: torch.Tensor
+    wanted: torch.Tensor
+    ids: torch.Tensor | None = None
+
+    def loss(self) -> torch.Tensor:
+        """[...]: cross entropy under the target's distribution over the tokens that the head knows, nats."""
+        return soft_cross_entropy(self.logits, self.wanted if self.ids is None else self.wanted[..., self.ids])
+
+
 class Head(nn.Module, ABC):
     """A trainable head. Saved as ``config.json`` and ``model.safetensors``."""
 
     method: ClassVar[str]
     options_known: ClassVar[frozenset[str]] = frozenset()
     """Keys of ``Sizes.options`` that it reads."""
+    first: ClassVar[int] = 1
+    """Which token of a draft its first guess is."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -70,8 +87,13 @@ class Head(nn.Module, ABC):
         return (self.sizes.num_layers,)
 
     @abstractmethod
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+        """What it says of every token ahead, the nearest first, all in the same places."""
+
     def loss(self, lesson: Lesson) -> torch.Tensor:
-        """Mean training loss of a batch, a scalar."""
+        """Mean training loss of a batch, a scalar: the cross entropies of all tokens ahead, each with its weight."""
+        losses = [guess.loss().mean() for guess in self.guesses(lesson)]
+        return torch.stack([weight * loss for weight, loss in zip(weights(len(losses)), losses, strict=True)]).sum()
 
     def pack(self) -> None:
         """Run linear layers from packed copies of their weights, and norms on kernels, where this machine has a use for
@@ -118,6 +140,11 @@ class Head(nn.Module, ABC):
             raise ModelError(f"{folder}: the weights do not fit their config: {str(error).splitlines()[0]}") from error
         head.record = {name: value for name, value in config.items() if name not in (FORMAT, *vars(head.sizes))}
         return head
+
+
+def weights(depth: int) -> list[float]:
+    """Of the tokens ahead in a head's loss: the n-th counts 0.8^(n - 1) (Medusa's choice)."""
+    return [DEPTH_DECAY**position for position in range(depth)]
 
 
 def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:

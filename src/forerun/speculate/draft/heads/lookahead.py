@@ -6,6 +6,7 @@ target's own distribution of the next token and guesses for the T tokens behind 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import torch
@@ -16,14 +17,14 @@ from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
-from forerun.speculate.draft.heads.head import Head, Lesson, Sizes, soft_cross_entropy
+from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
 
 ANCHORS = 16
-DEPTH_DECAY = 0.8
 
 
 class LookaheadHead(Head):
     method = "lookahead"
+    first = 2  # the target's own distribution is there for the first
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -34,7 +35,7 @@ class LookaheadHead(Head):
     def layers(self) -> tuple[int, ...]:
         return ()
 
-    def loss(self, lesson: Lesson) -> torch.Tensor:
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
         """The look-ahead rows of several anchors ride behind each sequence, each group seeing the text up to its
         anchor and itself; they learn the target's distributions at their positions."""
         batch, length = lesson.tokens.shape
@@ -60,8 +61,8 @@ class LookaheadHead(Head):
             logits_to_keep=torch.arange(length, total),
         ).logits.unflatten(1, (ANCHORS, ahead))
         wanted = lesson.logits[:, anchors[:, None] + 1 + torch.arange(ahead)]
-        losses = soft_cross_entropy(out, wanted).mean(dim=(0, 1))
-        return (losses * DEPTH_DECAY ** torch.arange(ahead)).sum()
+        for position in range(ahead):
+            yield Guess(out[:, :, position], wanted[:, :, position])
 
 
 @drafters.register("lookahead")

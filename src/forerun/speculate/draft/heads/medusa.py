@@ -6,6 +6,7 @@ output layer is the target's own, so a head costs one square matrix.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
@@ -16,9 +17,7 @@ from torch import nn
 from forerun.core.sequence import Sequence
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
-from forerun.speculate.draft.heads.head import Head, Lesson, Sizes, soft_cross_entropy
-
-DEPTH_DECAY = 0.8
+from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
 
 
 class ResidualHead(Head):
@@ -31,17 +30,13 @@ class ResidualHead(Head):
         """[n, hidden size] -> [n, depth, hidden size]."""
         raise TypeError(f"{type(self).__name__} must define transform")
 
-    def loss(self, lesson: Lesson) -> torch.Tensor:
-        """Cross entropy against the target's own distribution at each depth, weighted 0.8^depth (the paper's)."""
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
         hidden = lesson.hidden[self.sizes.num_layers]
         length = hidden.shape[1] - self.sizes.depth - self.ahead + 1
         guessed = self.transform(hidden[:, :length].flatten(0, 1)).unflatten(0, (hidden.shape[0], length))
-        total = hidden.new_zeros((), dtype=torch.float32)
         for depth in range(self.sizes.depth):
             logits = F.linear(guessed[:, :, depth], lesson.head.to(guessed.dtype))
-            wanted = lesson.logits[:, depth + self.ahead : depth + self.ahead + length]
-            total = total + DEPTH_DECAY**depth * soft_cross_entropy(logits, wanted).mean()
-        return total
+            yield Guess(logits, lesson.logits[:, depth + self.ahead : depth + self.ahead + length])
 
 
 class MedusaHead(ResidualHead):

@@ -8,6 +8,7 @@ context. Row i guesses the token i + 1 places behind the last committed one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -19,10 +20,9 @@ from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
-from forerun.speculate.draft.heads.head import Head, Lesson, Sizes, soft_cross_entropy
+from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
 from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
 
-DEPTH_DECAY = 0.8
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "blocks": 1, "window": 256, "theta": 10000.0}
 
 
@@ -86,8 +86,8 @@ class ParallelHead(Head):
         mask = self.mask.weight.to(newest.dtype).expand(embedded.shape[0], -1, -1)
         return torch.cat([self.norm_token(embedded)[:, None], mask], dim=1) + newest[:, None]
 
-    def loss(self, lesson: Lesson) -> torch.Tensor:
-        """Cross entropy against the target's distributions, from anchors spread over the sequence."""
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+        """From anchors spread over the sequence."""
         batch, length = lesson.tokens.shape
         depth = self.sizes.depth
         features = self.context(torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1))
@@ -105,10 +105,9 @@ class ParallelHead(Head):
         for block in self.each_block():
             x = x + self._attend(block, x, features, where, mask)
             x = x + block.mlp(block.norm_mlp(x))
-        logits = F.linear(self.norm(x), lesson.head.to(x.dtype))
-        losses = soft_cross_entropy(logits, lesson.logits[:, where]).mean(dim=(0, 1))
-        weights = DEPTH_DECAY ** torch.arange(depth, device=losses.device)
-        return (losses * weights).sum()
+        logits, wanted = F.linear(self.norm(x), lesson.head.to(x.dtype)), lesson.logits[:, where]
+        for position in range(depth):
+            yield Guess(logits[:, :, position], wanted[:, :, position])
 
     def _attend(
         self, block: _Block, x: torch.Tensor, features: torch.Tensor, where: torch.Tensor, mask: torch.Tensor

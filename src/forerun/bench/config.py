@@ -1,0 +1,98 @@
+"""What the benchmark is told, and the names that its options know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forerun.core.errors import ConfigError
+from forerun.engine.config import NONE
+from forerun.sampling.params import SamplingParams
+
+ALL = "all"
+PEERS = ("transformers", "llama-cpp")
+HELD_OUT, REPETITIVE, RANDOM = "held_out", "repetitive", "random"
+SETS = (HELD_OUT, REPETITIVE, RANDOM)
+SIZES = {
+    "llama-3.2-1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "head": 64, "tied": True},
+    "llama-3.2-3b": {"hidden": 3072, "intermediate": 8192, "layers": 28, "heads": 24, "head": 128, "tied": True},
+    "llama-3.1-8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "head": 128, "tied": False},
+    "tiny": {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 16, "head": 8, "tied": True},
+}
+TREE_NODES = 8
+SAMPLES = 1000
+"""Answers of one test of the law. Enough for a rule that draws the token after a rejection from p, not from
+max(0, p - q): on a weak pair its p-value was below 1e-11 in each of four runs, with 200 samples 4e-5 to 1e-2."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured. Lists are combined with each other."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    speculative: dict[str, Any] = field(default_factory=dict)
+    methods: Seq[str] = (NONE, "draft_model", "ngram")
+    accepts: Seq[str] = ("coupled",)
+    lengths: Seq[str] = ("fixed",)
+    counts: Seq[int] = ()
+    concurrency: Seq[int] = (1,)
+    temperatures: Seq[float] = (0.0, 1.0)
+    peers: Seq[str] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """``SamplingParams`` of every request beside its temperature, length and seed."""
+    prompts: int = 8
+    """how many prompts"""
+    prompt_tokens: int = 64
+    """tokens of a prompt"""
+    max_tokens: int = 64
+    """tokens of an answer"""
+    repeats: int = 3
+    """runs of everything; medians are reported"""
+    prompt_set: str = field(default=HELD_OUT, metadata={"help": f"prompts: {', '.join(SETS)}"})
+    prompts_file: Path | None = None
+    """take prompts from this file, one per line"""
+    seed: int = 0
+    """of prompts and sampling"""
+    random_shape: str | None = field(
+        default=None, metadata={"help": f"measure random weights of this shape instead of a model: {', '.join(SIZES)}"}
+    )
+    random_draft_shape: str | None = None
+    """and a draft model of this shape"""
+    whole: bool = False
+    """count the rounds that read prompts, too: the speed of requests that come and go"""
+    fresh: bool = False
+    """forget after every repeat what the length policy has measured"""
+    fastest: bool = True
+    """measure plain decoding without bit-equal logits too"""
+    trees: int | None = None
+    """measure each method's trees of about so many nodes beside its chains; 0: none; by default with all methods"""
+
+    def __post_init__(self) -> None:
+        if self.trees is None:
+            object.__setattr__(self, "trees", TREE_NODES if ALL in self.methods else 0)
+        elif self.trees < 0:
+            raise ConfigError(f"trees must not be negative, not {self.trees}")
+        for name in ("methods", "accepts", "lengths"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} must name at least one")
+        for name in ("prompts", "prompt_tokens", "max_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        own = {"temperature", "max_tokens", "seed", "n"} & set(self.sampling)
+        if own:
+            raise ConfigError(f"sampling must not set {', '.join(sorted(own))}")
+        unknown = set(self.sampling) - set(SamplingParams.names())
+        if unknown:
+            raise ConfigError(f"sampling has unknown options {', '.join(sorted(unknown))}")
+        if self.fresh and set(self.lengths) <= {"fixed"}:
+            raise ConfigError("fresh forgets what a length policy has measured, and fixed measures nothing")
+        if self.sampling and self.peers:
+            raise ConfigError("sampling options are not passed on to peers: leave one of the two out")
+        if self.whole and self.peers:
+            raise ConfigError("only decoding is timed where peers take part: leave whole or peers out")
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise ConfigError(f"concurrency must be at least 1, not {list(self.concurrency)}")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ConfigError(f"temperatures must be at least 0, not {list(self.temperatures)}")

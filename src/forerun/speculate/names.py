@@ -1,0 +1,55 @@
+"""The registries of drafters, acceptance rules and length policies: every name that there is, and nothing imported yet.
+
+A class is imported when its name is looked up, so that ``--help`` and a wrong option answer at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forerun.core.registry import Registry
+
+if TYPE_CHECKING:
+    from forerun.speculate.accept.base import Rule
+    from forerun.speculate.draft.base import Drafter
+    from forerun.speculate.length.base import LengthPolicy
+
+DRAFT_MODEL = (
+    "prefill_chunk tree_nodes model dtype quantization max_model_len use_heterogeneous_vocab heterogeneous_vocab_method"
+)
+SHARED_KEYS = "num_speculative_tokens tree draft_temperature"
+"""The keys of ``speculative_config`` that every drafter has."""
+KEYS = {
+    "blockwise": "model adapt tree_nodes",
+    "cascade": "drafters min_confidence",
+    "draft_model": DRAFT_MODEL,
+    "eagle": "prefill_chunk model adapt tree_nodes",
+    "layerskip": "tree_nodes exit_layer layers exit_head",
+    "lookahead": "model adapt tree_nodes",
+    "medusa": "model adapt tree_nodes",
+    "merged": "drafters",
+    "ngram": "max_order max_history counts_as_q",
+    "parallel": "model adapt tree_nodes",
+    "pattern": "",
+    "prompt_lookup": "prompt_lookup_max prompt_lookup_min",
+    "random": "",
+    "staged": f"{DRAFT_MODEL} drafter",
+    "suffix": (
+        "tree_nodes suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
+        "suffix_decoding_max_cached_tokens suffix_decoding_max_spec_factor suffix_decoding_min_token_prob"
+    ),
+    "table": "table_file table_order adapt adapt_weight adapt_save",
+    "token_recycling": "tree_nodes recycled_candidates",
+}
+"""Our own drafters and the fields of their config classes beside the shared ones, as ``--help`` lists them."""
+
+drafters: Registry[Drafter] = Registry("method", "forerun.drafters", "forerun.speculate.draft", KEYS)
+rules: Registry[Rule] = Registry(
+    "acceptance rule",
+    "forerun.rules",
+    "forerun.speculate.accept",
+    ("block", "coupled", "lenient", "recursive", "token", "traversal"),
+)
+policies: Registry[LengthPolicy] = Registry(
+    "length policy", "forerun.policies", "forerun.speculate.length", ("adaptive", "fixed", "planned")
+)

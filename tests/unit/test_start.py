@@ -1,0 +1,131 @@
+"""What is imported when: help and mistakes load neither torch nor transformers, a name of the package loads itself."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from inspect import getdoc
+from pathlib import Path
+
+import pytest
+
+import forerun
+from forerun import ConfigError, DrafterConfig, drafters
+from forerun.cli.main import COMMANDS, load, run
+from forerun.core.registry import Registry
+from forerun.speculate.names import KEYS, SHARED_KEYS, policies, rules
+from forerun.train.config import HEAD_NAMES, LOSS_NAMES
+from forerun.train.heads import HEADS
+from forerun.train.losses import LOSSES
+
+HEAVY = ("torch", "transformers", "numpy", "tokenizers", "huggingface_hub")
+CHILD = """
+import json, sys
+{}
+print(json.dumps([name for name in {} if name in sys.modules]))
+"""
+CALLS = {
+    "version": ["--version"],
+    "help": ["--help"],
+    "nothing": [],
+    "unknown option": ["--bogus"],
+    "unknown command": ["generat"],
+    **{f"{name} --help": [name, "--help"] for name in COMMANDS},
+    **{f"{name} --bogus": [name, "--bogus"] for name in COMMANDS},
+    "train medusa --help": ["train", "medusa", "--help"],
+    "an option's value": ["generate", "x", "--top-p", "3"],
+    "no prompt": ["generate"],
+    "no folder": ["train", "medusa"],
+}
+
+
+def loaded(code: str) -> tuple[list[str], str]:
+    """Which heavy packages a child process has imported after ``code``, and what it printed before."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD.format(code, HEAVY)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *printed, last = done.stdout.splitlines()
+    return json.loads(last), "\n".join(printed) + done.stderr
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_help_and_mistakes_import_nothing_heavy(case):
+    found, printed = loaded(f"from forerun.cli.main import run; run({CALLS[case]!r})")
+    assert found == []
+    assert "error: " in printed or "forerun" in printed
+
+
+def test_the_package_imports_a_name_when_it_is_used():
+    assert loaded("import forerun")[0] == []
+    assert loaded("from forerun import SamplingParams, Draft, EngineConfig; SamplingParams(), Draft()")[0] == []
+    assert loaded("import forerun; forerun.pretrained.path('target')")[0] == []
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = forerun.nothing
+    assert set(dir(forerun)) >= set(forerun.__all__)
+
+
+def test_types_see_what_the_package_imports_later():
+    tree = ast.parse(Path(forerun.__file__).read_text(encoding="utf-8"))
+    typed = {
+        alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert typed == {name: f"forerun.{place}" for name, place in forerun._HOMES.items()}
+    assert set(typed) == set(forerun.__all__) - {"__version__"}
+
+
+def test_the_summaries_are_the_commands_own_first_sentences():
+    for name, command in COMMANDS.items():
+        found = load(name)
+        assert (getdoc(found.callback) if name != "train" else found.help).startswith(command.summary), name
+
+
+def test_names_and_keys_that_help_shows_are_those_of_the_classes():
+    shared = {item.name for item in fields(DrafterConfig)}
+    assert set(SHARED_KEYS.split()) == shared
+    for name, keys in KEYS.items():
+        assert drafters[name].name == name
+        assert set(keys.split()) == {item.name for item in fields(drafters[name].config_class)} - shared, name
+    for registry in (drafters, rules, policies):
+        classes = {name: registry[name] for name in registry}
+        ours = {name for name, kind in classes.items() if kind.__module__.startswith("forerun.")}
+        assert ours == registry._names == {name for name in registry._items if name in ours}
+    assert tuple(HEADS) == HEAD_NAMES
+    assert set(LOSS_NAMES) == set(LOSSES)
+
+
+def test_a_builtin_name_is_taken_before_its_class_is_imported():
+    registry: Registry = Registry("method", "forerun.nothing", "forerun.speculate.draft", ["ngram"])
+    assert "ngram" in registry
+    assert list(registry) == ["ngram"]
+
+    class Other:
+        pass
+
+    with pytest.raises(ConfigError, match="two methods are called 'ngram'"):
+        registry.register("ngram")(Other)
+    with pytest.raises(ConfigError, match="unknown method 'other': choose one of ngram"):
+        registry["other"]
+
+
+def test_a_plugin_that_cannot_be_imported_is_an_error_of_whoever_asks_for_it(tmp_path, monkeypatch, capsys):
+    record = tmp_path / "broken_plugin-1.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1\n", encoding="utf-8")
+    (record / "entry_points.txt").write_text("[forerun.broken]\nbad = no_such_module:Bad\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry: Registry = Registry("method", "forerun.broken")
+    assert list(registry) == ["bad"]
+    with pytest.raises(ConfigError, match="'bad' of the installed package broken-plugin cannot be loaded: No module"):
+        registry["bad"]
+
+
+def test_a_key_of_another_rule_is_still_named(capsys):
+    assert run(["generate", "x", "--speculative-config", '{"method": "ngram", "lenience": 0.5}']) == 2
+    assert "it belongs to lenient" in capsys.readouterr().err
