@@ -49,7 +49,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
         raise LocalEntryNotFoundError("the network is down\nand so on")
 
     monkeypatch.setattr(load, "snapshot_download", unreachable)
-    refuse("somebody/some-model", "no folder 'somebody/some-model' here, and the hub .* the network is down$")
+    refuse("somebody/some-model", "no folder 'somebody/some-model' here, and the hub .* the network is down and so on$")
 
 
 def test_a_bundled_model_of_another_name():
@@ -73,7 +73,7 @@ def test_code_in_a_checkpoint_never_runs(folder):
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text("raise SystemExit('the code has run')")
-    refuse(folder, "config.json cannot be used")
+    refuse(folder, r"a model of type 'evil' that runs code of its own \(auto_map in config.json\)")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, 20_000])
@@ -113,7 +113,7 @@ def test_a_missing_shard(tmp_path):
     save_tokenizer(tmp_path)
     load_model(tmp_path)
     sorted(tmp_path.glob("model-*.safetensors"))[1].unlink()
-    refuse(tmp_path, "cannot be loaded: No such file or directory: .*model-00002-of")
+    refuse(tmp_path, "lacks model-00002-of-00008.safetensors, which its model.safetensors.index.json names")
 
 
 def test_the_lean_path_on_another_family(tiny_target, folder):

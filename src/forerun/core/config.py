@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, shown
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
@@ -20,7 +20,7 @@ def check_seed(seed: Any) -> None:
     if seed is None:
         return
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(1 << 63) <= seed < 1 << 64:
-        raise ConfigError(f"seed must be an integer from -2^63 to 2^64 - 1, not {seed!r}")
+        raise ConfigError(f"seed must be an integer from -2^63 to 2^64 - 1, not {shown(seed)}")
 
 
 def check_types(kind: type, options: Mapping[str, Any]) -> None:
@@ -35,4 +35,4 @@ def check_types(kind: type, options: Mapping[str, Any]) -> None:
             continue
         types, wanted = _KINDS[names[0]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise ConfigError(f"{field.name} must be {wanted}, not {value!r}")
+            raise ConfigError(f"{field.name} must be {wanted}, not {shown(value)}")

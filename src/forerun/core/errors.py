@@ -1,4 +1,11 @@
-"""Exceptions: each says what is wrong and what to change."""
+"""Exceptions: each says what is wrong and what to change, in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LONGEST_REASON = 240
+LONGEST_VALUE = 80
 
 
 class ForerunError(ValueError):
@@ -27,3 +34,34 @@ class ContextLengthError(RequestError):
 
 class NumericsError(ForerunError):
     """Logits with NaN, or a row without a single permitted token."""
+
+
+def one_line(error: BaseException) -> str:
+    """What a library's exception says, shortened to one line; its kind where that alone tells what is meant."""
+    text = " ".join(str(error).split())
+    if not text or isinstance(error, (LookupError, AttributeError)):
+        text = f"{type(error).__name__}: {text}".rstrip(": ")
+    return _short(text, LONGEST_REASON)
+
+
+def shown(value: Any) -> str:
+    """A rejected value as a message shows it: shortened, in one line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python does not write integers of thousands of digits
+        text = f"a very large {type(value).__name__}"
+    return _short(" ".join(text.split()), LONGEST_VALUE)
+
+
+def check_text(text: str, what: str = "the text", param: str = "prompt") -> None:
+    """Raise RequestError, about ``param``, for half a surrogate pair, which a string can hold and no text does."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            message = f"{what} has half a surrogate pair (character {error.start}), which is no text"
+            raise RequestError(message, param=param) from None
+
+
+def _short(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."

@@ -6,12 +6,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
-from forerun.core.errors import RequestError
+from forerun.core.errors import RequestError, shown
+from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 
 
 def admit(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingParams:
-    """Raises RequestError for an id that the model lacks, and for text where there is no tokenizer."""
+    """Raises RequestError for an id that the model lacks, and for text where there is no tokenizer or that is none."""
     banned = params.bad_words_ids
     if params.bad_words:
         banned = tuple(sorted({*banned, *_bad_words(params.bad_words, tokenizer)}))
@@ -23,10 +24,13 @@ def admit(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingPa
     for name, tokens in named.items():
         for token in tokens:
             if token >= vocab_size:
-                raise RequestError(f"token id {token} is outside the vocabulary of {vocab_size}", param=name)
+                raise RequestError(f"token id {shown(token)} is outside the vocabulary of {vocab_size}", param=name)
     if params.stop and tokenizer is None:
         raise RequestError("stop strings need a tokenizer")
-    return replace(params, bad_words_ids=banned) if banned != params.bad_words_ids else params
+    top_k = min(params.top_k, vocab_size)
+    if (banned, top_k) == (params.bad_words_ids, params.top_k):
+        return params
+    return replace(params, bad_words_ids=banned, top_k=top_k)
 
 
 def _bad_words(words: Seq[str], tokenizer: Any) -> set[tuple[int, ...]]:
@@ -34,5 +38,5 @@ def _bad_words(words: Seq[str], tokenizer: Any) -> set[tuple[int, ...]]:
     if tokenizer is None:
         raise RequestError("bad_words need a tokenizer")
     texts = {text for word in words for text in (word, word.lstrip(" "), " " + word.lstrip(" "))}
-    found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    found = (tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts)
     return {ids for ids in found if ids}

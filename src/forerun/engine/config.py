@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.config import check_seed, check_types
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, shown
 from forerun.engine.memory import parse_bytes
 from forerun.models.kinds import CPU_KINDS, GPU_KINDS, UNQUANTIZED
 from forerun.speculate.names import drafters, policies, rules
@@ -156,7 +156,7 @@ class EngineConfig:
             optional = name in optionals
             if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
                 continue
-            raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
+            raise ConfigError(f"{name} must be an integer of at least 1, not {shown(value)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
-from forerun.core.errors import ConfigError, ContextLengthError, RequestError
+from forerun.core.errors import ConfigError, ContextLengthError, RequestError, shown
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
@@ -227,7 +227,7 @@ class Engine:
         size = self.model.info.vocab_size
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
-                raise RequestError(f"token id {token!r} is outside the vocabulary of {size}", param="prompt")
+                raise RequestError(f"token id {shown(token)} is outside the vocabulary of {size}", param="prompt")
         if len(prompt) >= self.max_model_len:
             room = f"max_model_len {self.max_model_len} leaves no room"
             raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {room}", param="prompt")

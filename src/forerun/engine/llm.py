@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from forerun.core.errors import ConfigError, RequestError
+from forerun.core.errors import ConfigError, RequestError, shown
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine, Job, Update
+from forerun.engine.interrupts import Interrupts
 from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.progress import ProgressBar
 from forerun.engine.trace import TraceRound
 from forerun.models.chat import Message, conversations, render_chat
 from forerun.models.load import load_model
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.tokenizer import encode, load_tokenizer
 from forerun.sampling.params import SamplingParams
 
 Prompt = str | Mapping[str, Any] | Seq[int]
@@ -56,6 +59,10 @@ class LLM:
     ``model`` is a folder, a hub id or a fetched model's name (default: the bundled target). ``speculative_config`` has
     vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None decodes plainly. Other
     keywords are the fields of ``EngineConfig``. Raises ForerunError subclasses for what cannot be loaded or honoured.
+
+    Threads may share one: their calls wait for each other, and each has the engine to itself while it runs. Prompts
+    that are to be decoded together belong in one call; requests that come and go belong to ``AsyncEngine``, which an
+    LLM's engine must not serve at the same time.
     """
 
     def __init__(
@@ -81,25 +88,31 @@ class LLM:
         )
         self.tokenizer = load_tokenizer(config.tokenizer or config.model)
         self.engine = Engine(loaded, self.tokenizer, config, speculative)
+        self._turn = threading.Lock()
+        self._owner: int | None = None
+        """The thread whose turn it is."""
 
     @property
     def model(self) -> Any:
         return self.engine.model
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it has one, and its token ids."""
+        """A prompt's text, if it has one, and its token ids. Raises RequestError for what is no prompt."""
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            return prompt, encode(self.tokenizer, prompt)
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt_token_ids", "prompt"}
-            if unknown or not prompt:
-                raise RequestError(f"a prompt mapping has 'prompt_token_ids' or 'prompt', not {sorted(prompt)}")
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), self.encode(prompt["prompt_token_ids"])[1]
-            return self.encode(prompt["prompt"])
-        if isinstance(prompt, Seq) and not isinstance(prompt, (bytes, bytearray)):
-            return None, list(cast(Seq[int], prompt))
-        raise RequestError(f"a prompt is a string, a list of token ids or a mapping, not {type(prompt).__name__}")
+            if not prompt or set(prompt) - {"prompt_token_ids", "prompt"}:
+                names = shown(list(prompt))
+                raise RequestError(f"a prompt mapping has 'prompt_token_ids' or 'prompt', not {names}", param="prompt")
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if ids is None:
+                return self.encode(text) if isinstance(text, str) else (None, _ids(text))
+            if text is not None and not isinstance(text, str):
+                raise RequestError(
+                    f"beside 'prompt_token_ids', 'prompt' is a string, not {shown(text)}", param="prompt"
+                )
+            return text, _ids(ids)
+        return None, _ids(prompt)
 
     def generate(
         self,
@@ -115,28 +128,31 @@ class LLM:
         ``sampling_params`` is one for all prompts or a list of one each. ``speculate=False`` decodes these prompts
         plainly, for comparison. ``on_update`` sees every round's new tokens. ``use_tqdm`` shows a bar of the answers on
         standard error; None shows it where that is a terminal. Nothing is started unless every
-        prompt is valid.
+        prompt is valid. Whatever ends it early, an interrupt included, leaves the engine empty; interrupts wait for
+        the end of a round.
         """
         batch = _batch(prompts)
         params = self._params(sampling_params, len(batch))
         if sys.stderr.isatty() if use_tqdm is None else use_tqdm:
             with ProgressBar(sum(item.n for item in params), on_update) as bar:
                 return self.generate(batch, params, speculate=speculate, on_update=bar, use_tqdm=False)
-        encoded = [self.encode(prompt) for prompt in batch]
         requests: list[list[Job]] = []
-        try:
-            for (_, ids), options in zip(encoded, params):
-                requests.append(self.engine.add(ids, options, speculate=speculate))
-            with torch.inference_mode():  # entered once, not in every step
-                while self.engine.busy:
-                    updates = self.engine.step()
-                    if on_update is not None:
-                        _tell(on_update, updates)
-        except BaseException:
-            for job in [job for jobs in requests for job in jobs]:
-                self.engine.abort(job)
-            raise
-        return [self._output(text, ids, jobs) for (text, ids), jobs in zip(encoded, requests)]
+        with self._alone(), Interrupts() as interrupts:
+            encoded = [self.encode(prompt) for prompt in batch]
+            try:
+                for (_, ids), options in zip(encoded, params):
+                    requests.append(self.engine.add(ids, options, speculate=speculate))
+                with torch.inference_mode():  # entered once, not in every step
+                    while self.engine.busy:
+                        updates = self.engine.step()
+                        interrupts.deliver()
+                        if on_update is not None:
+                            _tell(on_update, updates, interrupts)
+            except BaseException:
+                for job in [job for jobs in requests for job in jobs]:
+                    self.engine.abort(job)
+                raise
+            return [self._output(text, ids, jobs) for (text, ids), jobs in zip(encoded, requests)]
 
     def chat(
         self,
@@ -168,7 +184,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            ids = self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+            ids = encode(self.tokenizer, text, add_special_tokens=False)  # the template has written them
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, speculate=speculate, on_update=on_update, use_tqdm=use_tqdm)
 
@@ -178,7 +194,20 @@ class LLM:
 
     def close(self) -> None:
         """Let drafters write down what they have learnt (``adapt``); generation may go on afterwards."""
-        self.engine.close()
+        with self._alone():
+            self.engine.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait for this thread's turn with the engine."""
+        if self._owner == threading.get_ident():
+            raise ConfigError("on_update cannot use the LLM whose generate calls it: wait until that has returned")
+        with self._turn:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
 
     @staticmethod
     def _params(given: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -223,7 +252,15 @@ def _batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return [cast(Seq[int], batch)] if single else cast(list[Prompt], batch)
 
 
+def _ids(prompt: Any) -> list[int]:
+    if isinstance(prompt, Seq) and not isinstance(prompt, (str, bytes, bytearray, memoryview)):
+        return list(prompt)
+    kind = type(prompt).__name__
+    raise RequestError(f"a prompt is a string, a list of token ids or a mapping, not {kind}", param="prompt")
+
+
 @torch.inference_mode(False)
-def _tell(on_update: Callable[[Update], None], updates: Seq[Update]) -> None:
+def _tell(on_update: Callable[[Update], None], updates: Seq[Update], interrupts: Interrupts) -> None:
     for update in updates:
-        on_update(update)
+        with interrupts.allowed():
+            on_update(update)

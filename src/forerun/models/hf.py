@@ -24,6 +24,7 @@ from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.models import activations, tiling
 from forerun.models.base import ModelInfo, Tiles, new_cache, pad_rows
+from forerun.models.checkpoint import library
 from forerun.models.linear import Linear, choose, describe, replace_linears
 
 NAME = "forerun"
@@ -212,13 +213,14 @@ class HFModel:
         called: dict[torch.nn.Linear, None] = {}
         linears = [part for part in module.modules() if type(part) is torch.nn.Linear]
         hooks = [part.register_forward_hook(lambda part, *_: called.update({part: None})) for part in linears]
-        module(
-            input_ids=ids,
-            position_ids=torch.arange(2, device=device)[None],
-            use_cache=False,
-            output_hidden_states=True,  # what collects them settles on the layers of the first call that asks
-            forerun=probe,
-        )
+        with library(f"{type(module).__name__} cannot run with this checkpoint's config"):
+            module(
+                input_ids=ids,
+                position_ids=torch.arange(2, device=device)[None],
+                use_cache=False,
+                output_hidden_states=True,  # what collects them settles on the layers of the first call that asks
+                forerun=probe,
+            )
         for hook in hooks:
             hook.remove()
         if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, logging
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, logging
 from transformers.utils import logging as hf_logging
 
 from forerun import pretrained
-from forerun.core.errors import ConfigError, ModelError
+from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
+from forerun.models import checkpoint, sanity
 from forerun.models.base import Model
 from forerun.models.fetch import SOURCES, fetched
 from forerun.models.hf import NAME, HFModel
@@ -42,53 +43,71 @@ def resolve(path_or_id: str | Path) -> Path:
         return pretrained.path(text.removeprefix(BUNDLED))
     if text in SOURCES:
         return fetched(text)
+    if text.endswith(".gguf"):
+        raise ModelError(f"{text}: {checkpoint.GGUF}")
+    if "\0" in text:
+        raise ModelError(f"{text!r} is not the name of a folder")
     folder = Path(text).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"{folder} has no config.json: not a Hugging Face checkpoint")
-        return folder
-    if folder.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
-        raise ModelError(f"no checkpoint folder at {text}")
+    if not folder.is_dir():
+        if folder.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
+            raise ModelError(f"no checkpoint folder at {text}")
+        folder = _download(text)
+    checkpoint.check_kind(folder)
+    return folder
+
+
+def _download(name: str) -> Path:
     try:
-        return Path(snapshot_download(text, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"no folder {text!r} here, and the hub has no such model or cannot be reached: "
-                         f"{str(error).splitlines()[0]}") from error  # fmt: skip
+        raise ModelError(f"no folder {name!r} here, and the hub has no such model or cannot be reached: "
+                         f"{one_line(error)}") from error  # fmt: skip
 
 
 def read_config(folder: Path) -> Any:
+    """The checkpoint's config, which a decoder can be built from. Raises ModelError."""
+    path = folder / checkpoint.CONFIG
+    sanity.check_given(checkpoint.read_object(path), path)
+    with checkpoint.library(f"{path} cannot be used"), quiet():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config.get_text_config()
+    sanity.check_config(config, path)
+    return config
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from remarking on what is checked, and refused, here."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ModelError(f"{folder}/config.json cannot be used: {str(error).splitlines()[0]}") from error
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def parse_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
-    """``auto`` is the checkpoint's own dtype (float32 where it names none)."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    """``auto`` is the checkpoint's own dtype (float32 where it names none). Raises ConfigError for any other kind of
+    numbers than those that models run in."""
+    found: Any = dtype
     if dtype in (None, "auto"):
-        found = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-        return found if isinstance(found, torch.dtype) else torch.float32
-    if dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}: choose auto, float32, bfloat16 or float16")
-    return DTYPES[dtype]
+        found = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    if isinstance(found, str):
+        found = DTYPES.get(found)
+    if found not in DTYPES.values():
+        own = f" (it is the checkpoint's: {shown(found)})" if dtype in (None, "auto") else ""
+        raise ConfigError(f"unknown dtype {shown(dtype)}{own}: choose auto, float32, bfloat16 or float16")
+    return found
 
 
 def eos_ids(folder: Path, config: Any) -> frozenset[int]:
-    """Every id that ends a text: the generation config's, else the model config's."""
-    found = None
-    if (folder / "generation_config.json").is_file():
-        try:
-            found = GenerationConfig.from_pretrained(folder).eos_token_id
-        except (OSError, ValueError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise ModelError(f"{folder}/generation_config.json cannot be used: {reason}") from error
+    """Every id that ends a text: the generation config's, else the model config's. Raises ModelError."""
+    text = config.get_text_config()
+    path = folder / "generation_config.json"
+    found = checkpoint.read_object(path).get("eos_token_id") if path.is_file() else None
     if found is None:
-        found = getattr(config.get_text_config(), "eos_token_id", None)
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])
+        path, found = folder / checkpoint.CONFIG, getattr(text, "eos_token_id", None)
+    return sanity.check_ids(found, text.vocab_size, path)
 
 
 def _check_rope(config: Any, max_model_len: int | None) -> None:
@@ -115,38 +134,34 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
         )
 
 
-def _read_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    if not list(folder.glob("*.safetensors")):
-        others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        hint = f" (it has {', '.join(others[:3])}; pickled weights are not loaded, convert them)" if others else ""
-        raise ModelError(f"{folder} has no safetensors weights{hint}")
+def read_module(folder: Path, config: Any, dtype: torch.dtype, *, attention: str | None = NAME) -> PreTrainedModel:
+    """The checkpoint as a module of transformers', every weight from its safetensors files. Raises ModelError."""
+    path = folder / checkpoint.CONFIG
+    tensors = checkpoint.read_headers(checkpoint.weight_files(folder))
+    sanity.check_fit(config, tensors, path)
     hf_logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
     read: Any = AutoModelForCausalLM.from_pretrained  # its annotation forgets ``output_loading_info``
-    try:
+    with checkpoint.library(f"{folder} cannot be loaded"), quiet():
         module, info = read(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=NAME,
+            attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=False,
+            local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    except SafetensorError as error:
-        raise ModelError(f"{folder}: a safetensors file is truncated or damaged: {error}") from error
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
-    finally:
-        logging.set_verbosity(verbosity)
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise ModelError(f"{folder}: {name} has shape {list(found)}; its config asks for {list(wanted)}")
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")
-    return module.to(device)
+    extra = sanity.misplaced(info["unexpected_keys"], (name for name, _ in module.named_parameters()))
+    if extra:
+        raise ModelError(f"{folder} has {len(extra)} weights that its config leaves out, {extra[0]} among them")
+    return module
 
 
 def default_device() -> torch.device:
@@ -160,7 +175,7 @@ def parse_device(device: str | torch.device | None) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"device {str(device)!r} cannot be used: {one_line(error)}") from error
 
 
 def load_model(
@@ -200,7 +215,8 @@ def load_model(
     wanted = invariant if invariant is not None else where.type == "cpu"
 
     def build(padded: bool) -> Model:
-        module = _read_module(folder, config, parse_dtype(dtype, config), where)
+        module: Any = read_module(folder, config, parse_dtype(dtype, config))
+        module.to(where)
         ids = eos_ids(folder, config)
         name = str(path_or_id)
         if native:

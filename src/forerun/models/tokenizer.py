@@ -10,19 +10,35 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from forerun.core.errors import ConfigError, ModelError
+from forerun.core.errors import ConfigError, ModelError, RequestError, check_text
 from forerun.models.base import ModelInfo
+from forerun.models.checkpoint import library
 
 
 def load_tokenizer(path_or_id: str | Path) -> Any:
     """The checkpoint's tokenizer. Raises ModelError."""
-    from forerun.models.load import resolve
+    from forerun.models.load import quiet, resolve
 
     folder = resolve(path_or_id)
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{folder} has no usable tokenizer: {str(error).splitlines()[0]}") from error
+    problem = f"{folder} has no usable tokenizer"
+    with library(problem), quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer.decode(tokenizer.encode("a b"))  # parts that are not used until then may be damaged too
+        known = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        if set(tokenizer.get_vocab()) <= known:  # transformers makes an empty one where the files are missing
+            raise ModelError(f"{problem}: it has no tokens but special ones; is tokenizer.json missing?")
+        template = getattr(tokenizer, "chat_template", None)
+        if template is not None and not isinstance(template, (str, dict)):
+            raise ModelError(f"{problem}: its chat_template is {type(template).__name__}, not text")
+    return tokenizer
+
+
+def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """A text's token ids; ``options`` are the tokenizer's. Raises RequestError for half a surrogate pair, which is no
+    text, and for a text that the tokenizer fails on."""
+    check_text(text)
+    with library("the tokenizer fails on this text", RequestError):
+        return tokenizer.encode(text, **options)
 
 
 def check_compatible(target: Any, draft: Any, target_info: ModelInfo, draft_info: ModelInfo) -> None:

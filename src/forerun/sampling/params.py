@@ -11,35 +11,40 @@ from numbers import Integral
 from typing import Any
 
 from forerun.core.config import check_seed
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, shown
+
+LARGEST = 1e30
+"""Logits are float32: numbers far beyond would make infinities of them."""
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+MOST_ANSWERS = 16384
+"""Of one request, as in vLLM: each takes memory from the start."""
 
 
-def _number(name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _number(name: str, value: Any, low: float, high: float = LARGEST, *, open_low: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
     if not good or value < low or value > high or (open_low and value == low):
-        bounds = f"{'above' if open_low else 'at least'} {low:g}" + (
-            f" and at most {high:g}" if high < math.inf else ""
-        )
-        raise ConfigError(f"{name} must be a number {bounds}, not {value!r}")
+        bounds = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
+        raise ConfigError(f"{name} must be a number {bounds}, not {shown(value)}")
 
 
 def _tuple(name: str, value: Any) -> tuple:
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, (Sequence, Set)):
-        raise ConfigError(f"{name} must be a list, not {value!r}")
+        raise ConfigError(f"{name} must be a list, not {shown(value)}")
     return tuple(value)
 
 
-def _integer(name: str, value: Any, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
+def _integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+        raise ConfigError(f"{name} must be an integer {bounds}, not {shown(value)}")
 
 
 def _bias(given: Any) -> dict[int, float]:
     """``logit_bias`` by id; ids may be text, as in JSON."""
     if not isinstance(given, Mapping):
-        raise ConfigError(f"logit_bias maps token ids to numbers, not {given!r}")
+        raise ConfigError(f"logit_bias maps token ids to numbers, not {shown(given)}")
     found: dict[int, float] = {}
     for key, value in given.items():
         text = str(key)
@@ -53,7 +58,7 @@ def _bias(given: Any) -> dict[int, float]:
         except (TypeError, ValueError, OverflowError):
             found[int(text)] = math.nan
         if math.isnan(found[int(text)]):
-            raise ConfigError(f"logit_bias maps token ids to numbers, not {key!r}: {value!r}")
+            raise ConfigError(f"logit_bias maps token ids to numbers, not {shown(key)}: {shown(value)}")
     return found
 
 
@@ -110,7 +115,7 @@ def _structured(given: Mapping[str, Any] | StructuredOutputsParams | None) -> St
         return given
     known = {field.name for field in fields(StructuredOutputsParams)}
     if not isinstance(given, Mapping) or set(given) - known:
-        raise ConfigError(f"structured_outputs has the fields {', '.join(sorted(known))}, not {given!r}")
+        raise ConfigError(f"structured_outputs has the fields {', '.join(sorted(known))}, not {shown(given)}")
     return StructuredOutputsParams(**given)
 
 
@@ -150,7 +155,7 @@ class SamplingParams:
     """What the answer must look like; a mapping of ``StructuredOutputsParams``' fields will do."""
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, 1)
+        _integer("n", self.n, 1, MOST_ANSWERS)
         _number("temperature", self.temperature, 0.0)
         _integer("top_k", self.top_k, -1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -160,8 +165,8 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ConfigError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
-        _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
+            raise ConfigError(f"min_tokens ({shown(self.min_tokens)}) exceeds max_tokens ({shown(self.max_tokens)})")
+        _number("repetition_penalty", self.repetition_penalty, 1 / LARGEST)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for name in ("logprobs", "prompt_logprobs"):
@@ -169,7 +174,7 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         self._freeze()
 
     def _freeze(self) -> None:
@@ -196,6 +201,7 @@ class SamplingParams:
             ("logit_bias", _bias(self.logit_bias or {}) or None),
             ("bad_words", words),
             ("bad_words_ids", banned),
+            *((name, float(getattr(self, name))) for name in NUMBERS),  # tensors take no large integers
         ]
         for name, value in frozen:
             object.__setattr__(self, name, value)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 
 from forerun.core.errors import RequestError
-from forerun.models.tokenizer import Detokenizer
+from forerun.models.tokenizer import Detokenizer, encode
 
 log = logging.getLogger("forerun")
 
@@ -54,7 +54,7 @@ class TextService:
         return await self.run(self._encode, text, special)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        return self._encoder.encode(text, add_special_tokens=special, verbose=False)
+        return encode(self._encoder, text, add_special_tokens=special, verbose=False)
 
     async def decode(self, tokens: Seq[int], *, param: str = "tokens") -> str:
         """Raises RequestError, about ``param``, for an id beyond the tokenizer."""

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ModelError
+from forerun.models.load import read_config, read_module
+from forerun.models.tokenizer import load_tokenizer
 from forerun.train import corpus as corpora
 from forerun.train import loop
 from forerun.train.checkpoint import RECORD
@@ -18,11 +18,6 @@ from forerun.train.config import OnPolicyConfig, RunConfig
 from forerun.train.files import Document, list_files, split_files
 from forerun.train.identity import claim, target_folder
 from forerun.train.on_policy import mixed_batches
-
-UNREADABLE = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
-)  # fmt: skip
-"""What transformers raises for a folder that holds no model, a damaged one, or one of another kind."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +50,9 @@ def gather(config: OnPolicyConfig, method: str) -> Material:
 
 
 def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen target, bfloat16, and its tokenizer, which must have an EOS token to separate documents."""
-    try:
-        target = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except UNREADABLE as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{folder} is not a model that can be loaded: {reason}") from error
+    """The frozen target, bfloat16, and its tokenizer, which must have an EOS token to separate documents. Raises
+    ModelError."""
+    target, tokenizer = read_module(folder, read_config(folder), torch.bfloat16, attention=None), load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {folder} has no EOS token to separate documents with")
     return target.eval().requires_grad_(False), tokenizer

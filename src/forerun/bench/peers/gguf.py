@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from forerun.core.errors import ConfigError
+from forerun.models.checkpoint import weight_files
 from forerun.models.gguf_names import ENDS, LAYER
 
 NAMES = {ours: theirs for theirs, ours in LAYER.items()}
@@ -36,7 +37,7 @@ def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def weights(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """GGUF name and value of every weight."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 weight = file.get_tensor(name)
@@ -51,7 +52,7 @@ def write_gguf(folder: Path, path: Path, dtype: torch.dtype) -> Path:
     """Convert a Llama checkpoint without rope scaling; matrices in ``dtype``, norms in float32. Raises ConfigError."""
     import gguf  # every command imports this module; gguf takes its time
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     rope = config.rope_parameters
     if config.model_type != "llama" or rope.get("rope_type", "default") != "default":
         raise ConfigError(f"the llama-cpp peer takes Llama checkpoints without rope scaling, not {config.model_type!r}")

@@ -23,7 +23,6 @@ from forerun.attention.sdpa import SdpaAttention
 from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
-from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
@@ -174,11 +173,7 @@ class EagleHead(Head):
         if not is_public(folder):
             return super().load(folder)
         sizes, weights = read_public(folder, num_layers)
-        head = cls(sizes)
-        missing, unexpected = head.load_state_dict(weights, strict=False)
-        if missing or unexpected:
-            raise ModelError(f"{folder}: an EAGLE-3 head without {missing or 'gaps'}, with unknown {unexpected}")
-        return head
+        return cls.of(sizes, weights, folder)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from forerun.core.errors import ModelError
+from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.speculate.draft.heads.head import FORMAT, Sizes
 
 PREFIXES = ("midlayer.", "layers.0.")
@@ -18,15 +17,8 @@ IGNORED = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_no
 """The inverse of d2t; the target's embedding, which the engine takes from the target itself."""
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / "config.json").read_text(encoding="utf8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} holds no readable head: {str(error).splitlines()[0]}") from error
-
-
 def is_public(folder: Path) -> bool:
-    return FORMAT not in _config(folder)
+    return FORMAT not in read_object(folder / CONFIG)
 
 
 def _rename(name: str) -> str:
@@ -39,37 +31,46 @@ def _rename(name: str) -> str:
 def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
     """Sizes and renamed weights; such files do not say how deep their target is. Raises ModelError for anything that is
     not an EAGLE-3 head."""
-    config = _config(folder)
+    config = read_object(folder / CONFIG)
     layer = config.get("transformer_layer_config", config)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} has no safetensors weights")
-    weights: dict[str, torch.Tensor] = {}
-    try:
-        for file in files:
-            weights.update(load_file(file))
-    except SafetensorError as error:
-        raise ModelError(f"{folder}: a safetensors file is truncated or damaged: {error}") from error
+    if not isinstance(layer, Mapping):
+        raise ModelError(f"{folder} is not an EAGLE-3 head: its transformer_layer_config is no object")
+    weights = read_tensors(folder)
     if "fc.weight" not in weights or not any(name.startswith(PREFIXES) for name in weights):
         raise ModelError(f"{folder} is not an EAGLE-3 head: it has no fc.weight or no decoder layer")
-    size = weights["fc.weight"].shape[0]
-    rows = weights["d2t"].shape[0] if "d2t" in weights else None
-    width = layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"]
+    names = ("hidden_size", "num_attention_heads", "intermediate_size")
+    lacking = [name for name in names if not isinstance(layer.get(name), int) or layer[name] < 1]
+    vocabulary = config.get("vocab_size") or layer.get("vocab_size")
+    if lacking or not isinstance(vocabulary, int):
+        raise ModelError(f"{folder}: its {CONFIG} lacks {', '.join(lacking) or 'vocab_size'}")
+    try:
+        sizes = Sizes(weights["fc.weight"].shape[0], vocabulary, num_layers, 16, _options(config, layer, weights))
+    except ModelError as error:
+        raise ModelError(f"{folder} is not an EAGLE-3 head: {error}") from error
+    kept = {_rename(name): tensor for name, tensor in weights.items() if name not in IGNORED}
+    if "d2t" in kept:
+        places = kept["d2t"].long() + torch.arange(len(kept["d2t"]))
+        if places.dim() != 1 or not bool(((places >= 0) & (places < vocabulary)).all()):
+            raise ModelError(f"{folder}: its d2t names tokens outside a vocabulary of {vocabulary}")
+    return sizes, kept
+
+
+def _options(config: Mapping[str, Any], layer: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The head's own options, from a checked config."""
+    heads, rope, eagle = layer["num_attention_heads"], layer.get("rope_parameters"), config.get("eagle_config")
+    rope = rope if isinstance(rope, Mapping) else {}
+    eagle = eagle if isinstance(eagle, Mapping) else {}
     options: dict[str, Any] = {
-        "heads": layer["num_attention_heads"],
-        "kv_heads": layer.get("num_key_value_heads") or layer["num_attention_heads"],
-        "width": width,
+        "heads": heads,
+        "kv_heads": layer.get("num_key_value_heads") or heads,
+        "width": layer.get("head_dim") or layer["hidden_size"] // heads,
         "inner_size": layer["intermediate_size"],
-        "theta": (layer.get("rope_parameters") or {}).get("rope_theta") or layer.get("rope_theta") or 10000.0,
+        "theta": rope.get("rope_theta") or layer.get("rope_theta") or 10000.0,
         "eps": layer.get("rms_norm_eps", 1e-5),
         "own_head": "lm_head.weight" in weights,
-        "draft_vocab_size": rows,
+        "draft_vocab_size": weights["d2t"].shape[0] if "d2t" in weights else None,
     }
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
     if ids:
-        options["layers"] = list(ids)
-    sizes = Sizes(size, int(config.get("vocab_size") or layer["vocab_size"]), num_layers, 16, options)
-    kept = {_rename(name): tensor for name, tensor in weights.items() if name not in IGNORED}
-    return sizes, {name: t if name == "d2t" else t.float() for name, t in kept.items()}
+        options["layers"] = ids
+    return options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,16 +11,19 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from forerun.core.errors import ModelError
+from forerun.core.errors import ModelError, one_line, shown
+from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.linear import choose, make_linear
 from forerun.speculate.draft.heads.layers import FeedForward, Norm
 
 FORMAT = "forerun_head"
 DEPTH_DECAY = 0.8
+COUNTS = ("heads", "kv_heads", "width", "inner_size", "blocks", "window", "draft_vocab_size")
+NUMBERS = ("theta", "eps")
+"""Options of heads that are counts, and those that are other numbers above 0."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,29 @@ class Sizes:
     depth: int = 5
     """How many tokens ahead it was trained to guess."""
     options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ModelError for sizes that no head has."""
+        if not isinstance(self.options, dict):
+            raise ModelError(f"a head's options are an object, not {shown(self.options)}")
+        counts = {name: getattr(self, name) for name in ("hidden_size", "vocab_size", "depth")}
+        counts |= {name: value for name, value in self.options.items() if name in COUNTS and value is not None}
+        for name, value in counts.items():
+            if not _is_count(value):
+                raise ModelError(f"a head's {name} is an integer of at least 1, not {shown(value)}")
+        for name in NUMBERS:
+            value = self.options.get(name, 1.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ModelError(f"a head's {name} is a number above 0, not {shown(value)}")
+        layers = self.options.get("layers", [])
+        depth = self.num_layers
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+            raise ModelError(f"a head's num_layers is the depth of its target, not {shown(depth)}")
+        if not isinstance(layers, list | tuple) or not all(type(x) is int and 0 <= x <= depth for x in layers):
+            raise ModelError(f"a head's layers are some of its target's, 0 to {depth}, not {shown(layers)}")
+        heads, shared, width = (self.options.get(name) or 1 for name in ("heads", "kv_heads", "width"))
+        if heads % shared or ("width" in self.options and width % 2):
+            raise ModelError(f"a head has {heads} heads of width {width} for {shared} kv_heads: no multiple, or odd")
 
 
 @dataclass(slots=True)
@@ -126,20 +153,44 @@ class Head(nn.Module, ABC):
     def load(cls, folder: Path, num_layers: int = 0) -> Head:
         """``num_layers`` is the target's depth, for files that do not name it. Raises ModelError for a folder that does
         not hold a head of this method."""
+        config = read_object(folder / CONFIG)
+        if FORMAT not in config:
+            raise ModelError(f"{folder} holds no readable head: its {CONFIG} has no {FORMAT}")
+        if config[FORMAT] != cls.method:
+            raise ModelError(f"{folder} holds {shown(config[FORMAT])}, not a {cls.method!r} head")
+        lacking = [name for name in Sizes.__dataclass_fields__ if name not in config]
+        if lacking:
+            raise ModelError(f"{folder} holds no readable head: its {CONFIG} lacks {', '.join(lacking)}")
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf8"))
-            weights = load_file(folder / "model.safetensors")
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ModelError(f"{folder} holds no readable head: {str(error).splitlines()[0]}") from error
-        if config.get(FORMAT) != cls.method:
-            raise ModelError(f"{folder} holds {config.get(FORMAT)!r}, not a {cls.method!r} head")
-        head = cls(Sizes(**{name: config[name] for name in Sizes.__dataclass_fields__}))
-        try:
-            head.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in weights.items()})
-        except RuntimeError as error:
-            raise ModelError(f"{folder}: the weights do not fit their config: {str(error).splitlines()[0]}") from error
+            sizes = Sizes(**{name: config[name] for name in Sizes.__dataclass_fields__})
+        except ModelError as error:
+            raise ModelError(f"{folder} holds no readable head: {error}") from error
+        head = cls.of(sizes, read_tensors(folder), folder)
         head.record = {name: value for name, value in config.items() if name not in (FORMAT, *vars(head.sizes))}
         return head
+
+    @classmethod
+    def of(cls, sizes: Sizes, weights: dict[str, torch.Tensor], folder: Path) -> Head:
+        """A head with these weights, those of ``folder``. Raises ModelError unless they are all it has."""
+        try:
+            with torch.device("meta"):  # takes no memory, whatever the sizes are
+                wanted = {name: list(part.shape) for name, part in cls(sizes).state_dict().items()}
+        except (RuntimeError, TypeError) as error:
+            raise ModelError(f"{folder} holds no readable head: {one_line(error)}") from error
+        found = {name: list(part.shape) for name, part in weights.items()}
+        for name in sorted({*wanted, *found}):
+            if wanted.get(name) != found.get(name):
+                raise ModelError(
+                    f"{folder}: the weights do not fit their config: {name} has shape {found.get(name)}, "
+                    f"not {wanted.get(name)}"
+                )
+        head = cls(sizes)
+        head.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in weights.items()})
+        return head
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
 
 
 def weights(depth: int) -> list[float]:

@@ -1,0 +1,162 @@
+"""What a checkpoint's folder holds, looked at before a library makes anything of it: JSON and safetensors, no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from forerun.core.errors import ForerunError, ModelError, one_line
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+NUMBERS = ("F64", "F32", "F16", "BF16")
+"""Kinds of numbers, in safetensors' names, that weights are read from."""
+PACKED = (
+    ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB", ".absmax", ".weight_format",
+)  # fmt: skip
+"""How the names of quantized weights end, where no config says that they are."""
+
+
+class Tensor(NamedTuple):
+    """One tensor of a safetensors file, by its header."""
+
+    kind: str
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@contextmanager
+def library(problem: str, kind: type[ForerunError] = ModelError) -> Iterator[None]:
+    """Make one error, which begins with ``problem``, of whatever a library raises about what it cannot use."""
+    try:
+        yield
+    except ForerunError:
+        raise
+    except BaseException as error:  # transformers raises all kinds there are, tokenizers bare Exceptions
+        panic = type(error).__name__ == "PanicException"  # Rust's, which are not even that
+        if not panic and not isinstance(error, Exception):
+            raise
+        reason = one_line(error)
+        if "trust_remote_code" in reason or "custom code" in reason:
+            reason = "it needs code of its own (auto_map), which is never run"
+        raise kind(f"{problem}: {reason}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file's object. Raises ModelError for a file that is not there, damaged, or holds anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be used: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} cannot be used: it holds {type(found).__name__}, not an object")
+    return found
+
+
+def check_kind(folder: Path) -> None:
+    """Raise ModelError unless the folder is a checkpoint of its own: one with a config, and no LoRA adapter."""
+    if (folder / ADAPTER).is_file():
+        base = read_object(folder / ADAPTER).get("base_model_name_or_path")
+        raise ModelError(
+            f"{folder} holds a LoRA adapter, which forerun does not apply: merge it into {base or 'its base model'} "
+            "(peft: merge_and_unload) and name the merged model's folder"
+        )
+    if (folder / CONFIG).is_file():
+        return
+    found = sorted(path.name for path in folder.glob("*.gguf"))
+    if found:
+        raise ModelError(f"{folder} holds {found[0]} and no {CONFIG}: {GGUF}")
+    raise ModelError(f"{folder} has no {CONFIG}: not a Hugging Face checkpoint")
+
+
+GGUF = (
+    "GGUF files are not read, only folders with config.json and safetensors; transformers can make one "
+    "(from_pretrained with gguf_file, then save_pretrained)"
+)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights. Raises ModelError if there are none, and for an index that names
+    anything but safetensors files beside it: whatever it names would be read."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        names = sorted(path.name for path in folder.iterdir())
+        pickled = [name for name in names if name.endswith(PICKLED)]
+        other = [name for name in names if name.endswith(".safetensors")]
+        hint = f" (it has {', '.join(pickled[:3])}; pickled weights are not loaded, convert them)" if pickled else ""
+        if other:
+            hint = f" (it has {', '.join(other[:3])}, but no {WEIGHTS}, and no {INDEX} that names them)"
+        raise ModelError(f"{folder} has no safetensors weights{hint}")
+    index = read_object(folder / INDEX)
+    places = index.get("weight_map")
+    if not isinstance(places, Mapping) or not places or not isinstance(index.get("metadata"), Mapping):
+        raise ModelError(f"{folder / INDEX} cannot be used: it lacks a weight_map or metadata")
+    files = []
+    for name in sorted({str(place) for place in places.values()}):
+        if not name.endswith(".safetensors") or "/" in name or "\\" in name:
+            raise ModelError(
+                f"{folder / INDEX} names {name[:80]!r}: only safetensors files in the same folder are loaded"
+            )
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder} lacks {name}, which its {INDEX} names")
+        files.append(folder / name)
+    return files
+
+
+def read_headers(files: list[Path]) -> dict[str, Tensor]:
+    """Every tensor of the files. Raises ModelError for a damaged file, a name that comes twice, and weights that are
+    not plain floating-point numbers."""
+    found: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in _header(file).items():
+            if name in found:
+                raise ModelError(f"{name} is in {found[name].file.name} and in {file.name} of {file.parent}")
+            found[name] = tensor
+            if name.endswith(PACKED):
+                raise ModelError(f"{file} holds quantized weights ({name}), which forerun does not read")
+            if name.endswith(".weight") and tensor.kind not in NUMBERS:
+                raise ModelError(f"{file}: {name} holds {tensor.kind} numbers; weights are read from {_list(NUMBERS)}")
+    return found
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights of a folder, by name. Raises ModelError."""
+    files = weight_files(folder)
+    read_headers(files)
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        with library(f"{file} cannot be read"):
+            found.update(load_file(file))
+    return found
+
+
+def _header(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = {}
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                part = opened.get_slice(name)
+                found[name] = Tensor(part.get_dtype(), tuple(part.get_shape()), file)
+            return found
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file.parent}: a safetensors file is truncated or damaged: {one_line(error)}") from error
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,205 @@
+"""Is a checkpoint's config one that a model can be built from? Asked once, before anything is built."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from forerun.core.errors import ModelError, shown
+from forerun.models.checkpoint import Tensor
+
+LARGEST = 2**31 - 1
+SHORTEST_CONTEXT = 32
+"""Tokens. Nobody trains shorter ones, and tests of a model as it is loaded need some room."""
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+SCALES = (
+    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
+    "embedding_multiplier", "residual_multiplier", "logits_scaling",
+)  # fmt: skip
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+ROPE_NUMBERS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow",
+    "original_max_position_embeddings", "partial_rotary_factor",
+)  # fmt: skip
+SCHEMES = {
+    "awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "fbgemm_fp8": "FP8", "mxfp4": "MXFP4",
+    "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors", "torchao": "torchao",
+}  # fmt: skip
+
+
+def check_given(given: Mapping[str, Any], path: Path) -> None:
+    """``config.json`` as it stands. Raises ModelError for quantized weights, for code of the checkpoint's own, and
+    where it names other weights than those that are checked."""
+    text = given.get("text_config")
+    for part in (given, text if isinstance(text, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if part.get(key) is not None:
+                raise ModelError(
+                    f"{path.parent} holds weights quantized with {scheme(part[key])}, which forerun does not read: "
+                    "use the checkpoint they were made from (quantization= makes 8-bit weights of it while loading)"
+                )
+    kind = given.get("model_type")
+    if given.get("auto_map") and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):
+        raise ModelError(
+            f"{path.parent} is a model of type {shown(kind)} that runs code of its own (auto_map in {path.name}); "
+            "such code is never run, and transformers knows no such type"
+        )
+    if not isinstance(kind, str):
+        raise ModelError(f"{path} cannot be used: model_type is {shown(kind)}, not the name of an architecture")
+    if given.get("transformers_weights") is not None:
+        raise ModelError(f"{path} names other weights (transformers_weights), which are not loaded: remove that key")
+    for key in ("dtype", "torch_dtype"):
+        if given.get(key) is not None and not isinstance(given[key], str):
+            raise ModelError(f"{path} cannot be used: {key} must be a name, not {shown(given[key])}")
+    names = given.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ModelError(f"{path} cannot be used: architectures is {shown(names)}, not a list of names")
+
+
+def scheme(quantization: Any) -> str:
+    """Which way of quantizing a ``quantization_config`` describes, in words."""
+    if not isinstance(quantization, Mapping):
+        return f"an unknown scheme ({shown(quantization)})"
+    method = str(quantization.get("quant_method", "an unknown scheme"))[:40]
+    bits = quantization.get("bits", quantization.get("w_bit"))
+    for count in (4, 8):
+        if quantization.get(f"load_in_{count}bit") is True:
+            bits = count
+    name = SCHEMES.get(method.lower(), method)
+    return f"{name} ({bits} bits)" if isinstance(bits, int) else name
+
+
+def check_config(config: Any, path: Path) -> None:
+    """The config as transformers understands it. Raises ModelError, naming the key, for what no decoder can have."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{path.parent}: {config.model_type} is not a language model that transformers can run")
+    text = config.get_text_config()
+
+    def refuse(name: str, wanted: str) -> None:
+        raise ModelError(f"{path} cannot be used: {name} must be {wanted}, not {shown(getattr(text, name))}")
+
+    for name in SIZES:
+        for value in _each(getattr(text, name, None)):
+            if not _is_count(value):
+                refuse(name, f"an integer from 1 to {LARGEST}")
+    context = getattr(text, "max_position_embeddings", None)
+    if context is not None and not (_is_count(context) and context >= SHORTEST_CONTEXT):
+        refuse("max_position_embeddings", f"an integer from {SHORTEST_CONTEXT} to {LARGEST}")
+    heads: Any = getattr(text, "num_attention_heads", None)
+    shared: Any = getattr(text, "num_key_value_heads", None)
+    if _is_count(heads) and _is_count(shared) and heads % shared:
+        refuse("num_attention_heads", f"a multiple of num_key_value_heads ({shared})")
+    for name in EPSILONS:
+        if getattr(text, name, None) is not None and not _is_number(getattr(text, name), least=0.0):
+            refuse(name, "a number of at least 0")
+    for name in SCALES:
+        if getattr(text, name, None) is not None and not _is_number(getattr(text, name), above=0.0):
+            refuse(name, "a number above 0, or null")
+    chosen = getattr(text, "num_experts_per_tok", None)
+    for name in EXPERTS:
+        experts = getattr(text, name, None)
+        if _is_count(experts) and chosen is not None and not (_is_count(chosen) and chosen <= experts):
+            refuse("num_experts_per_tok", f"an integer from 1 to {name} ({experts})")
+    for name in ACTIVATIONS:
+        if getattr(text, name, None) is not None and getattr(text, name) not in ACT2FN:
+            refuse(name, "an activation that transformers knows")
+    window = getattr(text, "sliding_window", None)
+    if window is not None and not _is_count(window):
+        refuse("sliding_window", "an integer of at least 1, or null")
+    vocabulary = getattr(text, "vocab_size", None)
+    padding = getattr(text, "pad_token_id", None)
+    if _is_count(vocabulary) and padding is not None and not (_is_integer(padding) and -1 <= padding < vocabulary):
+        refuse("pad_token_id", f"a token id below {vocabulary}")
+    check_rope(getattr(text, "rope_parameters", None), path)
+
+
+def check_rope(rope: Any, path: Path) -> None:
+    """Rotary embeddings' parameters, one set or one for every kind of layer."""
+    if rope is None:
+        return
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"{path} cannot be used: rope_parameters must be an object, not {shown(rope)}")
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            check_rope(value, path)
+        elif name in ROPE_NUMBERS and value is not None and not _is_number(value, above=0.0):
+            raise ModelError(f"{path} cannot be used: {name} of rope_parameters must be above 0, not {shown(value)}")
+        elif name in ("rope_type", "type") and value not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ModelError(f"{path} cannot be used: transformers knows no rope type {shown(value)}")
+
+
+def check_fit(config: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise ModelError where the config asks for more than the weights can hold, before memory is taken for it."""
+    text = config.get_text_config()
+    total = sum(tensor.numel for tensor in tensors.values())
+    layers = getattr(text, "num_hidden_layers", None) or 1
+    vocabulary, width = (_largest(getattr(text, name, None)) for name in ("vocab_size", "hidden_size"))
+    asked = {
+        f"num_hidden_layers is {layers}": layers <= len(tensors),
+        f"vocab_size is {vocabulary} and hidden_size {width}": vocabulary * width <= 4 * total,
+    }
+    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        size = _largest(getattr(text, name, None))
+        asked[f"{name} is {size}"] = size * width <= 4 * total
+    for what, fits in asked.items():
+        if not fits:
+            raise ModelError(
+                f"{path} does not fit its weights: {what}, but there are {len(tensors)} tensors with {total} numbers"
+            )
+
+
+def misplaced(unexpected: Iterable[str], parameters: Iterable[str]) -> list[str]:
+    """Of a checkpoint's tensors that the model has no use for, those that belong to parts which it has, in that or
+    in another layer: the config leaves out some of what the weights were trained with."""
+    parts = {_anywhere(name).rpartition(".")[0] for name in parameters}
+    return sorted(name for name in unexpected if _anywhere(name).rpartition(".")[0] in parts)
+
+
+def _anywhere(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".#.", name)
+
+
+def check_ids(found: Any, vocabulary: int, path: Path) -> frozenset[int]:
+    """``eos_token_id``: none, one or several ids of the vocabulary. Raises ModelError."""
+    if found is None:
+        return frozenset()
+    ids = found if isinstance(found, list) else [found]
+    for token in ids:
+        if not _is_integer(token) or not 0 <= token < vocabulary:
+            raise ModelError(f"{path} cannot be used: eos_token_id {shown(token)} is not one of {vocabulary} token ids")
+    return frozenset(ids)
+
+
+def _each(value: Any) -> list[Any]:
+    """Some architectures have one size per layer."""
+    return [] if value is None else value if isinstance(value, list) and value else [value]
+
+
+def _largest(value: Any) -> int:
+    return max(_each(value), default=1)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and 1 <= value <= LARGEST
+
+
+def _is_number(value: Any, *, least: float = -math.inf, above: float = -math.inf) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return above < value < math.inf and value >= least

@@ -1,0 +1,133 @@
+"""Damaged checkpoints: one clear line about each, and never a model made of something else than its weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+
+from damage import CONFIG, DAMAGES, SCHEMES, edit
+from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams
+from tiny import save_tokenizer, tiny_llama
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture
+def folder(tiny_target, tmp_path) -> Path:
+    """A copy of the tiny target, to be damaged."""
+    return Path(shutil.copytree(tiny_target, tmp_path / "copy"))
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises((ModelError, ConfigError)) as caught:
+        LLM(str(folder), invariant=False)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message.replace(str(folder), "")) < 400
+    return message
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_in_one_line(folder, name):
+    DAMAGES[name](folder)
+    refused(folder)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
+    edit(CONFIG, quantization_config=SCHEMES[scheme])(folder)
+    message = refused(folder)
+    assert f"holds weights quantized with {scheme}, which forerun does not read" in message
+    assert "use the checkpoint they were made from" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a LoRA adapter", "holds a LoRA adapter, which forerun does not apply: merge it into some/base"),
+        ("only a GGUF file", "holds model-Q4.gguf and no config.json: GGUF files are not read"),
+        ("a tokenizer with code", "it needs code of its own \\(auto_map\\), which is never run"),
+        ("no tokens", "it has no tokens but special ones"),
+    ],
+)
+def test_other_kinds_of_checkpoints_are_refused_for_what_they_are(folder, name, message):
+    DAMAGES[name](folder)
+    assert re.search(message, refused(folder))
+
+
+def test_a_gguf_file_is_refused_for_what_it_is(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "GGUF files are not read" in refused(tmp_path / "model.gguf")
+
+
+EXPERTS = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    "vocab_size": 98, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, -1, 5, "2", 2.5])
+def test_more_experts_than_there_are(tmp_path, count):
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(**EXPERTS)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    assert LLM(str(tmp_path), invariant=False).generate("a", GREEDY)[0].outputs[0].finish_reason == "length"
+    edit(CONFIG, num_experts_per_tok=count)(tmp_path)
+    refused(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_shortest_context_runs_to_its_end(tmp_path, kind):
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32, "vocab_size": 98, "eos_token_id": 0}
+    model = tiny_llama(max_position_embeddings=32) if kind == "llama" else GPT2LMHeadModel(GPT2Config(**sizes))
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    assert len(LLM(str(tmp_path)).generate([5] * 20, params)[0].outputs[0].token_ids) == 12
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.sampled_from([2**31, 2**63, 10**40]),
+    st.floats(),
+    st.text(max_size=4),
+    st.lists(st.integers(-1, 5), max_size=3),
+    st.dictionaries(st.sampled_from(["rope_type", "rope_theta", "factor", "a"]), st.floats() | st.text(), max_size=3),
+)
+
+
+def test_any_config_is_refused_in_one_line_or_runs(tiny_target, tmp_path):
+    base = Path(shutil.copytree(tiny_target, tmp_path / "copy"))
+    original = json.loads((base / CONFIG).read_text())
+    ends: set[str] = set()
+
+    @given(changes=st.dictionaries(st.sampled_from(sorted(original)), VALUES, min_size=1, max_size=2))
+    @settings(
+        max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    def attack(changes: dict[str, Any]) -> None:
+        (base / CONFIG).write_text(json.dumps({**original, **changes}))
+        try:
+            answer = LLM(str(base), invariant=False).generate([5, 9, 12], GREEDY)[0].outputs[0]
+        except ForerunError as error:
+            ends.add("refused in one line" if "\n" not in str(error) else "refused")
+        else:
+            assert len(answer.token_ids) == 4
+            ends.add("answered")
+
+    attack()
+    assert ends == {"refused in one line", "answered"}
