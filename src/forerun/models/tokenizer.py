@@ -23,7 +23,7 @@ def load_tokenizer(path_or_id: str | Path) -> Any:
     problem = f"{folder} has no usable tokenizer"
     with library(problem), quiet():
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        tokenizer.decode(tokenizer.encode("a b"))  # parts that are not used until then may be damaged too
+        tokenizer.decode(tokenizer.encode(""))  # what comes before and after a text may be damaged too
         known = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         if set(tokenizer.get_vocab()) <= known:  # transformers makes an empty one where the files are missing
             raise ModelError(f"{problem}: it has no tokens but special ones; is tokenizer.json missing?")
