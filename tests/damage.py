@@ -254,9 +254,9 @@ DAMAGES: dict[str, Damage] = {
     **_files(), **_headers(), **_tensors(), **_indices(),
     **_named(CONFIG, FIELDS),
     **{f"weights of {name}": edit(CONFIG, quantization_config=scheme) for name, scheme in SCHEMES.items()},
-    **_named(GENERATION, {"eos_token_id": ("x", [0, "x"], -1, 98, 3.5, {}, [[0]], True)}),
+    **_named(GENERATION, {"eos_token_id": ("x", [0, "x"], -1, 3.5, {}, [[0]], True)}),
     **{f"{CONFIG} alone: eos_token_id is {token}": together(without(GENERATION), edit(CONFIG, eos_token_id=token))
-       for token in (-1, 98)},
+       for token in (-1, [0, -1])},
     **_named(TOKENIZER, TOKENIZERS),
     **_named(TOKENIZER_CONFIG, TOKENIZER_FIELDS),
 }  # fmt: skip

@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "granite": ("granite", {"attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 2.0}),
     "starcoder2-window": ("starcoder2", {"sliding_window": WINDOW}),
     "cohere": ("cohere", {"logit_scale": 1.0}),
-    "glm4": ("glm4", {"eos_token_id": []}),
+    "glm4": ("glm4", {}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
 }
 TREE = ([5, 60, 7, 80, 9, 33, 44], [-1, -1, 0, 0, 1, 4, 2])
