@@ -70,7 +70,7 @@ def test_a_prompt_that_cannot_be_run(llm, prompt, given, message):
         ({"min_tokens": 13}, r"min_tokens \(13\) exceeds max_tokens \(12\)"),
         ({"n": 0}, "n must be an integer of at least 1"),
         ({"seed": "one"}, "seed must be an integer"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be a number above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be a number at least 1e-30"),
         ({"presence_penalty": 3.0}, "presence_penalty must be a number at least -2 and at most 2"),
         ({"frequency_penalty": -3.0}, "frequency_penalty must be a number at least -2 and at most 2"),
         ({"stop": ""}, "stop must be a non-empty string"),

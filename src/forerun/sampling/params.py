@@ -13,6 +13,13 @@ from typing import Any
 from forerun.core.config import check_seed
 from forerun.core.errors import ConfigError
 
+COLDEST = 1e-5
+"""The lowest temperature that is sampled at; below it a request is greedy. Logits divided by much less overflow."""
+HOTTEST = 1e38
+"""The highest temperature that float32 has."""
+WIDEST = 1e30
+"""The most that a logit is scaled by or raised by, and 1 / WIDEST the least: at any temperature it stays finite."""
+
 
 def _number(name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -52,8 +59,8 @@ def _bias(given: Any) -> dict[int, float]:
             found[int(text)] = float(value)
         except (TypeError, ValueError, OverflowError):
             found[int(text)] = math.nan
-        if math.isnan(found[int(text)]):
-            raise ConfigError(f"logit_bias maps token ids to numbers, not {key!r}: {value!r}")
+        if not found[int(text)] <= WIDEST:
+            raise ConfigError(f"logit_bias maps token ids to numbers of at most {WIDEST:g}, not {key!r}: {value!r}")
     return found
 
 
@@ -120,8 +127,9 @@ class SamplingParams:
 
     Order of the transforms, as in vLLM: logit bias, bad words and min_tokens; penalties (repetition over prompt
     and output, presence and frequency over output); temperature; min-p; top-k; top-p. ``temperature`` 0 is
-    greedy. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh one; others have 64 bits, from
-    -2^63 to 2^64 - 1, a negative one standing for itself plus 2^64. Raises ConfigError for a value out of range.
+    greedy, and so is one below 1e-5, which is stored as 0.0. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh
+    one; others have 64 bits, from -2^63 to 2^64 - 1, a negative one standing for itself plus 2^64. Raises ConfigError
+    for a value out of range.
     """
 
     n: int = 1
@@ -151,7 +159,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1)
-        _number("temperature", self.temperature, 0.0)
+        _number("temperature", self.temperature, 0.0, HOTTEST)
         _integer("top_k", self.top_k, -1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -161,7 +169,7 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
-        _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 1 / WIDEST, WIDEST)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for name in ("logprobs", "prompt_logprobs"):
@@ -173,7 +181,7 @@ class SamplingParams:
         self._freeze()
 
     def _freeze(self) -> None:
-        """Normalise the collections, so that equal options compare equal."""
+        """Normalise what can be said in several ways, so that equal options compare equal and all see the same."""
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         if any(not isinstance(text, str) or not text for text in stop):
             raise ConfigError("stop must be a non-empty string or a list of them")
@@ -191,6 +199,7 @@ class SamplingParams:
             for token in word:
                 _integer("bad_words_ids", token, 0)
         frozen: list[tuple[str, Any]] = [
+            ("temperature", self.temperature if self.temperature >= COLDEST else 0.0),
             ("stop", stop),
             ("stop_token_ids", ids),
             ("logit_bias", _bias(self.logit_bias or {}) or None),
