@@ -208,7 +208,10 @@ class Engine:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """Compiles structured outputs, ahead of ``add`` and in any thread where that helps."""
-        return GrammarCompiler(self.tokenizer, self.model.info.vocab_size, self.model.info.eos_ids)
+        info, config = self.model.info, self.config
+        return GrammarCompiler(
+            self.tokenizer, info.vocab_size, info.eos_ids, longest=config.max_grammar_bytes, memory=config.grammar_bytes
+        )
 
     def _choose(self, method: str | None, max_draft: int | None) -> str | None:
         loaded = self.router.drafters
