@@ -22,7 +22,7 @@ from forerun.engine.stream import Stream
 from forerun.sampling.params import SamplingParams
 from forerun.serve import answers, errors, openapi, page
 from forerun.serve.errors import ApiError
-from forerun.serve.guard import Guard
+from forerun.serve.guard import Guard, allowed_host
 from forerun.serve.metrics import Recorder
 from forerun.serve.openapi import BODY, GENERATION, responses
 from forerun.serve.replies import ChatReply, CompletionReply, Echo
@@ -53,6 +53,8 @@ class ServerOptions:
     """From arrival to the last token."""
 
     def __post_init__(self) -> None:
+        for name in self.allowed_hosts or ():
+            allowed_host(name)
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ConfigError(
                 "the API key is empty, or begins or ends with white space, which clients cannot send: "
