@@ -227,14 +227,18 @@ class Engine:
     def _check(self, prompt: Seq[int], params: SamplingParams) -> SamplingParams:
         if not len(prompt):
             raise RequestError("the prompt is empty: give at least one token", param="prompt")
+        self.check_length(prompt)
         size = self.model.info.vocab_size
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
                 raise RequestError(f"token id {token!r} is outside the vocabulary of {size}", param="prompt")
+        return admit(params, size, self.tokenizer)
+
+    def check_length(self, prompt: Seq[int]) -> None:
+        """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
         if len(prompt) >= self.max_model_len:
             room = f"max_model_len {self.max_model_len} leaves no room"
             raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {room}", param="prompt")
-        return admit(params, size, self.tokenizer)
 
     def abort(self, job: Job) -> None:
         """End a request now and free everything it holds."""
