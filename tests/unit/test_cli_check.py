@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import scipy.stats
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun import kernels
 from forerun.bench.lossless import identity
+from forerun.bench.lossless.bits import _self_tested
 from forerun.bench.lossless.identity import MIXES, check_identity, variants
 from forerun.bench.lossless.law import LENGTH, SUPPORT, check_law, chi_square, exact_law
 from forerun.bench.lossless.trees import METHOD, SHAPES, hand_made
@@ -106,6 +108,15 @@ def test_what_was_not_tested_has_not_passed(check, capsys, options, kind, reason
     assert shown.endswith(f"{count} of {len(result['results'])} checks found nothing to test: not passed\n")
     assert shown.count("not tested") == count
     assert "holds" not in shown
+
+
+def test_a_context_without_two_rows_to_compare_is_not_tested():
+    for context, tested in ((10, False), (11, True)):
+        model = SimpleNamespace(info=SimpleNamespace(max_len=context))
+        found = _self_tested("native", "slotted", model, [])
+        assert (found.tested, found.passed) == (tested, tested)
+        failed = _self_tested("native", "slotted", model, ["2 rows differ"])
+        assert (failed.tested, failed.passed, failed.detail) == (True, False, "2 rows differ")
 
 
 @pytest.mark.parametrize("option", ["temperature", "accept", "layout"])
