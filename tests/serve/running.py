@@ -16,7 +16,8 @@ import uvicorn
 from forerun import LLM
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.run import open_socket
+from forerun.serve.connection import ConnectionLimits
+from forerun.serve.run import configure, open_socket
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'developer', 'user', 'assistant') %}"
@@ -39,12 +40,16 @@ class Running:
 
 
 @contextmanager
-def run_server(llm: LLM, options: ServerOptions | None = None, **engine: Any) -> Iterator[Running]:
+def run_server(
+    llm: LLM, options: ServerOptions | None = None, limits: ConnectionLimits | None = None, **engine: Any
+) -> Iterator[Running]:
     """A uvicorn server in a thread; on leaving, it and its engine thread have ended and no page is held."""
     asynchronous = AsyncEngine(llm.engine, **engine)
     app = create_app(asynchronous, options or ServerOptions(model_name="tiny", chat_template=TEMPLATE))
     listener = open_socket("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    config = configure(app, limits or ConnectionLimits())
+    config.timeout_graceful_shutdown = 5
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -45,6 +45,20 @@ def expected(plain: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("temperature", ["1e-400", "1e-46", "3e-38", "9.9e-6", "-0.0"])
+@pytest.mark.parametrize("speculative", [{"enabled": False}, {"method": "draft_model"}, {"method": "ngram"}])
+def test_tiny_temperatures_are_greedy(
+    server: Running, expected: dict[str, Any], temperature: str, speculative: dict[str, Any]
+) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "logprobs": 2, "seed": 3, "speculative": speculative})
+    content = f'{body[:-1]}, "temperature": {temperature}}}'
+    answer = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert choice["text"] == expected["greedy"].text
+    assert choice["logprobs"]["token_logprobs"] == [one.logprob for one in expected["greedy"].logprobs]
+
+
 def test_completion(client: openai.OpenAI, expected: dict[str, Any]) -> None:
     answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
     assert answer.object == "text_completion"

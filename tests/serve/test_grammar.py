@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import string
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
 from forerun.core.sequence import Sequence
-from forerun.engine.grammar import Constraint, GrammarCompiler
+from forerun.engine.grammar import Constraint, Cost, GrammarCompiler
 
 SCHEMA = {
     "type": "object",
@@ -236,6 +239,110 @@ def test_a_grammar_that_cannot_be_kept_is_refused(served: LLM, wanted: dict[str,
 def test_wrong_options(wanted: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="structured_outputs"):
         SamplingParams(structured_outputs=wanted)
+
+
+def words(count: int, seed: int) -> list[str]:
+    source = random.Random(seed)
+    return ["".join(source.choices(string.ascii_lowercase, k=8)) for _ in range(count)]
+
+
+def test_what_is_kept_stays_within_its_bytes(served: LLM) -> None:
+    """By the lengths of the texts alone, whatever their number and order; the latest stay."""
+    memory = 60 << 20
+    info = served.engine.model.info
+    small = GrammarCompiler(served.tokenizer, info.vocab_size, info.eos_ids, longest=20000, memory=memory)
+    source = random.Random(0)
+    asked: list[tuple[str, str]] = []
+    for turn in range(40):
+        wanted = StructuredOutputsParams(choice=words(source.choice([1, 10, 300, 1200]), turn % 12))
+        small.compile(wanted)
+        asked.append(wanted.key)
+        latest = list(dict.fromkeys(reversed(asked)))
+        kept, held = [], 0
+        for key in latest:
+            size = len(key[1])
+            held += 1024 * (2000 + size // 2) + 1536 * (8192 + size // 2) + 128 * size
+            if held > memory:
+                break
+            kept.append(key)
+        assert [*small._known] == kept[::-1]
+        assert small.held == sum(cost for _, cost in small._known.values()) <= memory
+    assert 1 < len(small._known) < 6
+    with pytest.raises(RequestError, match="bytes are more than the 20000 that a grammar may have"):
+        small.compile(StructuredOutputsParams(choice=words(3000, 0)))
+    none = GrammarCompiler(served.tokenizer, info.vocab_size, info.eos_ids, memory=0)
+    assert none.start(GRAMMARS[2]).allowed(sequence_of(served, []), []) is not None
+    assert (none.held, len(none._known)) == (0, 0)
+
+
+def test_requests_that_wait_hold_no_matcher(served: LLM, compiler: GrammarCompiler) -> None:
+    waiting = [compiler.start(GRAMMARS[0]) for _ in range(3)]
+    assert not any({"_start", "_matcher"} & set(vars(constraint)) for constraint in waiting)
+    waiting[0].allowed(sequence_of(served, []), [])
+    assert "_matcher" in vars(waiting[0])
+
+
+@pytest.mark.parametrize("text", ["start: r0\n{rules}", "start: R0\n{upper}", "root ::= r0\n{gbnf}"])
+def test_rules_without_end_are_refused(compiler: GrammarCompiler, text: str) -> None:
+    """llguidance descends from rule to rule on the stack: some thousands end the process."""
+
+    def chain(count: int, form: str, last: str) -> str:
+        return "\n".join([*(form.format(i, i + 1) for i in range(count)), last.format(count)])
+
+    def grammar(count: int) -> StructuredOutputsParams:
+        forms = {
+            "rules": chain(count, "r{}: r{}", 'r{}: "a"'),
+            "upper": chain(count, "R{}: R{}", 'R{}: "a"'),
+            "gbnf": chain(count, "r{} ::= r{}", 'r{} ::= "a"'),
+        }
+        return StructuredOutputsParams(grammar=text.format(**forms))
+
+    with pytest.raises(RequestError, match="more than 1000 rules"):
+        compiler.compile(grammar(999))
+    compiler.compile(grammar(100))
+
+
+def test_a_lexer_that_is_full_is_made_anew(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same texts as with all the states that it could want, drafts or not; other requests go on."""
+    wanted = StructuredOutputsParams(regex=r"(\p{L}|\d| ){1,2000}=")
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=60, structured_outputs=wanted, ignore_eos=True)
+        for seed in range(4)
+    ]
+    prompts = ["x = "] * len(params)
+
+    def texts(**options: Any) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in served.generate(prompts, params, **options)]
+
+    expected = texts(speculate=False)
+    made: list[Any] = []
+    compile_anew = GrammarCompiler._compile
+
+    def few(self: GrammarCompiler, kind: str, text: str, cost: Cost) -> Any:
+        made.append(kind)
+        return compile_anew(self, kind, text, replace(cost, states=1500))
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", few)
+    for options in ({"speculate": False}, {}):
+        served.engine.grammars._drop(wanted.key)
+        made.clear()
+        assert texts(**options) == expected
+        assert len(made) > 1
+    served.engine.grammars._drop(wanted.key)
+    tight = [StructuredOutputsParams(regex=r"(\p{L}|\d| ){1,2000}=?"), wanted]
+    monkeypatch.setattr(
+        GrammarCompiler,
+        "_compile",
+        lambda self, kind, text, cost: compile_anew(
+            self, kind, text, replace(cost, states=330 if text.endswith("?") else cost.states)
+        ),
+    )
+    both = [replace(params[0], structured_outputs=each) for each in tight]
+    ended = served.generate(prompts[:2], both, speculate=False)
+    assert ended[0].outputs[0].finish_reason == "error"
+    assert "too many states" in str(ended[0].outputs[0].stop_reason)
+    assert ended[1].outputs[0].token_ids == expected[0]
+    served.engine.grammars._drop(tight[0].key)
 
 
 def test_a_matcher_that_breaks_ends_its_request_only(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_offsets_and_names_of_an_answer(server: Running, stream: bool) -> None:
 
 def test_no_two_tokens_share_a_name() -> None:
     tokenizer = load_tokenizer(pretrained.path("target"))
-    service = TextService(tokenizer)
+    service = TextService(tokenizer, 512)
     assert len({service.token_name(token) for token in range(len(tokenizer))}) == len(tokenizer)
     service.close()
 

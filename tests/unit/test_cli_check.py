@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import scipy.stats
@@ -13,9 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun import kernels
+from forerun.bench.lossless import identity
+from forerun.bench.lossless.bits import _self_tested
 from forerun.bench.lossless.identity import MIXES, check_identity, variants
 from forerun.bench.lossless.law import LENGTH, SUPPORT, check_law, chi_square, exact_law
 from forerun.bench.lossless.trees import METHOD, SHAPES, hand_made
+from forerun.cli.check import show
 from forerun.cli.main import run
 from forerun.engine import engine
 from forerun.models.native import NativeModel
@@ -43,7 +47,7 @@ def failures(result: dict) -> set[str]:
 
 def test_everything_holds_on_the_tiny_pair(check):
     code, result = check("--samples", "60")
-    assert (code, result["passed"], failures(result)) == (0, True, set())
+    assert (code, result["passed"], result["tested"], failures(result)) == (0, True, True, set())
     found = [(item["check"], item["what"], item["layout"], item["temperature"]) for item in result["results"]]
     for method, layout, heat in itertools.product(
         ("ngram", "draft_model", "hand-made trees"), ("slotted", "paged 16"), (0.0, 0.8)
@@ -57,6 +61,84 @@ def test_everything_holds_on_the_tiny_pair(check):
         "ngram, coupled", "ngram, token", "draft_model, coupled", "draft_model, token",
     ]  # fmt: skip
     assert METHOD not in drafters
+
+
+def lines(result: dict, check: str) -> list[dict]:
+    return [item for item in result["results"] if item["check"] == check]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "reason"),
+    [
+        (
+            ["--methods", "pattern,draft_model", "--samples", "0", "--no-trees"],
+            "same-seed identity",
+            "nothing was drafted: give",
+        ),
+        (["--methods", "pattern,draft_model", "--accept", "token"], "law", "nothing was drafted: give"),
+        (["--methods", "ngram,draft_model", "--samples", "4"], "law", "4 samples cannot tell two answers apart"),
+        (
+            ["--methods", "ngram,draft_model", "--samples", "0", "--max-tokens", "1"],
+            "same-seed identity",
+            "nothing was drafted",
+        ),
+        (
+            ["--methods", "ngram,draft_model", "--samples", "0", "--max-tokens", "1"],
+            "bit-equal logits",
+            "two tokens of a verif",
+        ),
+        (
+            ["--methods", "draft_model", "--samples", "0", "--no-trees", "--prompts", "4"],
+            "same-seed identity",
+            "nothing was drafted at a temperature of its own",
+        ),
+    ],
+)
+def test_what_was_not_tested_has_not_passed(check, capsys, options, kind, reason):
+    options = [*options, "--temperature", "0.8"]
+    code, result = check(*options)
+    assert (code, result["passed"], result["tested"]) == (1, False, False)
+    idle = [item for item in lines(result, kind) if not item["tested"]]
+    assert idle
+    assert all(reason in item["detail"] and not item["passed"] for item in idle)
+    assert {item["tested"] for item in result["results"] if item["passed"]} <= {True}
+    show(result)
+    shown = capsys.readouterr().out
+    count = sum(not item["tested"] for item in result["results"])
+    assert shown.endswith(f"{count} of {len(result['results'])} checks found nothing to test: not passed\n")
+    assert shown.count("not tested") == count
+    assert "holds" not in shown
+
+
+def test_a_context_without_two_rows_to_compare_is_not_tested():
+    for context, tested in ((10, False), (11, True)):
+        model = SimpleNamespace(info=SimpleNamespace(max_len=context))
+        found = _self_tested("native", "slotted", model, [])
+        assert (found.tested, found.passed) == (tested, tested)
+        failed = _self_tested("native", "slotted", model, ["2 rows differ"])
+        assert (failed.tested, failed.passed, failed.detail) == (True, False, "2 rows differ")
+
+
+@pytest.mark.parametrize("option", ["temperature", "accept", "layout"])
+def test_an_empty_list_checks_nothing(capsys, tiny_target, option):
+    assert run(["check", "--model", tiny_target, f"--{option}", ","]) == 2
+    assert "is empty: name at least one" in capsys.readouterr().err
+
+
+def test_a_failure_without_a_draft_is_a_failure(llm, monkeypatch):
+    """Another answer than plain decoding's is wrong, whether or not anything was drafted."""
+    right = identity.answers
+
+    def wrong(llm, speculative, *arguments, **options):
+        found, total = right(llm, speculative, *arguments, **options)
+        return [[answer._replace(text="?") for answer in group] if speculative else group for group in found], total
+
+    monkeypatch.setattr(identity, "answers", wrong)
+    settings = {"temperatures": [0.0], "max_tokens": 4, "page_sizes": [None], "concurrency": 8, "seed": 0}
+    found = list(
+        check_identity(llm(), [{"method": "pattern"}], [[5, 6, 7]], trees=False, step=lambda note: None, **settings)
+    )
+    assert [(one.passed, one.tested) for one in found] == [(False, True)]
 
 
 def test_a_rollback_that_keeps_too_much_is_found(check, monkeypatch):
@@ -160,7 +242,6 @@ def test_bits_that_depend_on_the_batch_are_found(check, monkeypatch):
     monkeypatch.setattr(NativeModel, "forward", forward)
     code, result = check("--samples", "0", "--methods", "draft_model", "--no-trees", "--model-path", "native")
     assert code == 1
-    assert not result["environment"]["invariant"]  # the self-test at loading has switched it off
     wrong = {item["what"].split(":")[0].split(",")[0] for item in result["results"] if not item["passed"]}
     assert "native" in wrong
     assert "hf" not in wrong
@@ -219,6 +300,11 @@ def test_chi_square_is_scipys_and_rare_cells_are_joined():
     law = {(0,): 0.5, (1,): 0.3, (2,): 0.19, (3,): 0.006, (4,): 0.004}
     counts = {(0,): 110, (1,): 55, (2,): 32, (3,): 3}
     p_value, freedom = chi_square(counts, law)
-    wanted = scipy.stats.chisquare([110, 55, 32, 3], [100, 60, 38, 2])
-    assert (p_value, freedom) == (pytest.approx(wanted.pvalue, rel=1e-9), 3)
+    wanted = scipy.stats.chisquare([110, 55, 35], [100, 60, 40])  # two come to 2, which is still rare
+    assert (p_value, freedom) == (pytest.approx(wanted.pvalue, rel=1e-9), 2)
+    even = {(i,): 0.1 for i in range(10)}
+    found = chi_square({(i,): 1 + i % 3 for i in range(10)}, even)  # 19 samples: three together are expected 5.7 times
+    wanted = scipy.stats.chisquare([6, 6, 7], [5.7, 5.7, 7.6])
+    assert found == (pytest.approx(wanted.pvalue, rel=1e-9), 2)
+    assert chi_square({(0,): 3}, {(0,): 0.999, (1,): 0.001}) == (1.0, 0)
     assert chi_square({(0,): 1, (9,): 1}, law) == (0.0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from forerun.speculate.accept.recursive import TreeRuleConfig
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", "hot"),
+        ("temperature", 1e39),
         ("top_k", -2),
         ("top_k", 2.0),
         ("top_p", 0.0),
@@ -36,6 +38,8 @@ from forerun.speculate.accept.recursive import TreeRuleConfig
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-46),
+        ("repetition_penalty", 1e39),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("frequency_penalty", True),
@@ -49,6 +53,8 @@ from forerun.speculate.accept.recursive import TreeRuleConfig
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {1: 10**400}),
+        ("logit_bias", {1: math.inf}),
+        ("logit_bias", {1: 1e39}),
         ("logit_bias", {1.7: 1.0}),
         ("logit_bias", {True: 1.0}),
         ("logit_bias", {" 1": 1.0}),
@@ -90,6 +96,20 @@ def test_equal_options_compare_equal() -> None:
     one = SamplingParams(stop="a", stop_token_ids=[1], logit_bias={"3": 1})
     assert one == SamplingParams(stop=["a"], stop_token_ids=(1,), logit_bias={3: 1.0})
     assert one.logit_bias == {3: 1.0}
+
+
+@pytest.mark.parametrize("temperature", [0, -0.0, 5e-324, 1e-46, 1e-40, 3e-38, 1e-7, math.nextafter(1e-5, 0)])
+def test_a_temperature_below_the_bound_is_zero(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature)
+    assert params == SamplingParams(temperature=0.0)
+    assert math.copysign(1.0, params.temperature) == 1.0
+    assert replace(SamplingParams(), temperature=temperature).greedy
+    assert CompletionRequest(prompt="x", temperature=temperature).sampling(
+        logprobs=None, max_tokens=1, prompt_logprobs=None
+    ).greedy  # fmt: skip
+    assert SamplingParams(temperature=1e-5).temperature == 1e-5
+    with pytest.raises(ConfigError, match="draft_temperature must be a number from 1e-05 to 1e"):
+        SpeculativeConfig.parse({"method": "ngram", "counts_as_q": True, "draft_temperature": temperature})
 
 
 def test_defaults_are_off() -> None:

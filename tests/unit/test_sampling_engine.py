@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.sampling.noise import Gumbel, fold, target_key
+from forerun.speculate.accept import rules
 from tiny import ALPHABET
 
 Loader = Callable[..., LLM]
@@ -142,6 +144,24 @@ def test_logprobs(llm: Loader, tiny_draft: str, raw_logits: Callable, mode: str,
                 assert value == pytest.approx(expected[other], abs=1e-3)
             if found.top:
                 assert min(found.top.values()) >= numpy.sort(expected)[-len(found.top)] - 1e-3
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("accept", [None, *(name for name in rules if rules[name].lossless)])
+def test_the_coldest_temperatures_are_greedy(llm: Loader, tiny_draft: str, accept: str | None, mode: str) -> None:
+    """And what is still sampled, at 1e-5, has finite logits: the best token's lead is a thousand times that."""
+    drafts = {"model": tiny_draft, "accept": accept, "draft_temperature": 1e-5}
+    spec = {"method": "draft_model", **drafts} if accept else {"method": "none"}
+    model = llm(spec, logprobs_mode=mode)
+    options = {"logprobs": 2, "max_tokens": LENGTH, "ignore_eos": True, "seed": 5, "min_tokens": 2}
+    wanted = model.generate(PROMPTS, SamplingParams(temperature=0.0, **options))
+    for temperature in (5e-324, 1e-46, 1e-40, 3e-38, 1e-6, 1e-5):
+        found = model.generate(PROMPTS, SamplingParams(temperature=temperature, **options))
+        for output, best in zip(found, wanted):
+            assert output.outputs[0].token_ids == best.outputs[0].token_ids
+            if temperature < 1e-5 or mode == "raw_logprobs":
+                assert output.outputs[0].logprobs == best.outputs[0].logprobs
+            assert all(math.isfinite(one.logprob) for one in output.outputs[0].logprobs)
 
 
 @pytest.mark.parametrize("budget", [2048, 16])

@@ -47,7 +47,8 @@ def check(
     """Prove, on this machine and model, that speculation changes nothing.
 
     Same seed, same tokens as plain decoding; logits of a verification bit-equal to those of decoding; frequencies
-    of sampled answers as the target's probabilities say. Exit status 0 if all hold, 1 if not.
+    of sampled answers as the target's probabilities say. A check that found nothing to test (no draft, too few samples)
+    is "not tested", with its reason, and has not passed. Exit status 0 if all were tested and hold, else 1.
     """
     if "max_num_seqs" in engine or "page_size" in engine:
         raise ConfigError("check chooses batches and layouts itself: use --concurrency and --layout")
@@ -89,15 +90,26 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
     for item in result["results"]:
         heat = "-" if item["temperature"] is None else f"{item['temperature']:g}"
         count = f"{item['good']}/{item['total']} {item['unit']}"
-        verdict = "ok" if item["passed"] else "FAILED"
+        verdict = "ok" if item["passed"] else "FAILED" if item["tested"] else "not tested"
         rows.append([verdict, item["check"], item["what"], item["layout"], heat, count, item["detail"]])
     write(["", "check", "of", "layout", "T", "good", "detail"], rows)
     if result["left_out"]:
         print()
         write(["left out", "because"], list(result["left_out"].items()))
     mode = "invariant" if about["invariant"] else "not invariant"
-    failed = sum(not item["passed"] for item in result["results"])
-    outcome = "lossless: everything holds" if result["passed"] else f"{failed} of {len(rows)} checks FAILED"
     print(
-        f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s)\n{outcome}"
+        f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s)\n"
+        f"{outcome(result)}"
     )
+
+
+def outcome(result: Mapping[str, Any]) -> str:
+    """All of it in a line."""
+    items, left_out = result["results"], len(result["left_out"])
+    if result["passed"]:
+        return f"lossless: everything tested holds, {left_out} left out" if left_out else "lossless: everything holds"
+    idle = sum(not item["tested"] for item in items)
+    failed = sum(not item["passed"] for item in items) - idle
+    parts = [f"{failed} of {len(items)} checks FAILED"] if failed else []
+    parts += [f"{idle} of {len(items)} checks found nothing to test: not passed"] if idle else []
+    return ", ".join(parts)

@@ -17,14 +17,14 @@ import typer
 
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, EngineConfig
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import COLDEST, SamplingParams
 from forerun.speculate.names import KEYS, SHARED_KEYS, drafters, policies, rules
 
 SAMPLING_HELP = {
     "n": "so many answers, each from a seed of its own",
     "logprobs": "show each token's log-probability, and those of so many of the likeliest (see --logprobs-mode)",
     "prompt_logprobs": "the same for the prompt's tokens, always raw",
-    "temperature": "0 takes the likeliest token; above, tokens are sampled",
+    "temperature": f"0, or less than {COLDEST:g}, takes the likeliest token; above, tokens are sampled",
     "top_k": "sample among the k likeliest tokens (0: all)",
     "top_p": "sample among the likeliest tokens that hold this probability together",
     "min_p": "drop tokens less likely than this share of the likeliest one",

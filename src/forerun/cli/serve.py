@@ -55,6 +55,9 @@ def serve(
     max_queue: Annotated[int, typer.Option(help="sequences that may wait before 429", min=1)] = 1024,
     max_delay: Annotated[float, typer.Option(help="seconds to gather tokens that are sent together", min=0)] = 0.01,
     max_body_bytes: Annotated[int, typer.Option(help="largest request", min=1024)] = 4 << 20,
+    max_header_bytes: Annotated[int, typer.Option(help="largest request line and headers together", min=256)] = 32768,
+    header_timeout: Annotated[float, typer.Option(help="seconds for the headers to arrive", min=0.1)] = 10.0,
+    max_connections: Annotated[int, typer.Option(help="connections; then idle ones are closed", min=1)] = 1024,
     request_timeout: Annotated[float, typer.Option(help="seconds from arrival to the last token", min=1)] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores but one, for HTTP")] = None,
@@ -71,17 +74,19 @@ def serve(
         from forerun.engine.async_engine import AsyncEngine
         from forerun.engine.llm import LLM
         from forerun.serve.app import ServerOptions, create_app
+        from forerun.serve.connection import ConnectionLimits
         from forerun.serve.guard import is_loopback
-        from forerun.serve.run import address_of, open_socket, run
+        from forerun.serve.run import address_of, allow_files, open_socket, run
     except ModuleNotFoundError as error:
         raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
     logging.getLogger("forerun").addHandler(logging.StreamHandler())
     set_threads(all_but_one() if threads is None else threads)
+    allow_files(max_connections)
     listener = open_socket(host, port)
     local = is_loopback(listener.getsockname()[0])
     options = ServerOptions(
         api_key=_key(api_key),
-        allowed_hosts=[host, *(allowed_host or [])] if local or allowed_host else None,
+        allowed_hosts=[host.partition("%")[0], *(allowed_host or [])] if local or allowed_host else None,
         chat_template=None if chat_template is None else _read(chat_template),
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
@@ -94,7 +99,8 @@ def serve(
     name = served_model_name or llm.model.info.name
     app = create_app(asynchronous, replace(options, model_name=name))
     out().print(f"{name}: {_facts(llm)}\nlistening on {address_of(host, listener)}", soft_wrap=True)
-    run(app, asynchronous, listener, drain_seconds=drain_timeout)
+    limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)
+    run(app, asynchronous, listener, drain_seconds=drain_timeout, limits=limits)
 
 
 def _key(given: str | None) -> str | None:

@@ -143,6 +143,12 @@ class EngineConfig:
         default=None,
         metadata={"help": "prompt tokens read beside decoding requests; none: as many as double a round"},
     )
+    max_grammar_bytes: int = field(
+        default=65536, metadata={"help": "longest schema, regex, list of choices or grammar of a structured output"}
+    )
+    grammar_memory: str | int = field(
+        default="512MiB", metadata={"help": "bytes (or 512MiB) of grammars kept for further requests"}
+    )
     seed: int | None = field(default=None, metadata={"help": "seed of requests that name none"})
     logprobs_mode: str = field(
         default="raw_logprobs", metadata={"help": "raw_logprobs (the model's) or processed_logprobs (as sampled)"}
@@ -151,7 +157,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         optionals = ("max_model_len", "page_size", "num_pages", "max_prefill_tokens")
-        for name in ("max_num_seqs", "max_num_batched_tokens", *optionals):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_grammar_bytes", *optionals):
             value = getattr(self, name)
             optional = name in optionals
             if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
@@ -166,7 +172,7 @@ class EngineConfig:
             raise ConfigError("kv_cache_memory and num_pages both size the KV caches: give one of them")
         if self.prefix_caching and self.page_size is None:
             raise ConfigError("prefix_caching shares pages: set page_size, to 16 for example")
-        _ = self.kv_cache_bytes
+        _ = self.kv_cache_bytes, self.grammar_bytes
         check_seed(self.seed)
         if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise ConfigError(f"logprobs_mode must be raw_logprobs or processed_logprobs, not {self.logprobs_mode!r}")
@@ -174,6 +180,10 @@ class EngineConfig:
     @property
     def kv_cache_bytes(self) -> int | None:
         return parse_bytes(self.kv_cache_memory) if self.kv_cache_memory is not None else None
+
+    @property
+    def grammar_bytes(self) -> int:
+        return parse_bytes(self.grammar_memory, "grammar_memory")
 
     @property
     def caches_prefixes(self) -> bool:

@@ -208,7 +208,10 @@ class Engine:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """Compiles structured outputs, ahead of ``add`` and in any thread where that helps."""
-        return GrammarCompiler(self.tokenizer, self.model.info.vocab_size, self.model.info.eos_ids)
+        info, config = self.model.info, self.config
+        return GrammarCompiler(
+            self.tokenizer, info.vocab_size, info.eos_ids, longest=config.max_grammar_bytes, memory=config.grammar_bytes
+        )
 
     def _choose(self, method: str | None, max_draft: int | None) -> str | None:
         loaded = self.router.drafters
@@ -224,14 +227,18 @@ class Engine:
     def _check(self, prompt: Seq[int], params: SamplingParams) -> SamplingParams:
         if not len(prompt):
             raise RequestError("the prompt is empty: give at least one token", param="prompt")
+        self.check_length(prompt)
         size = self.model.info.vocab_size
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
                 raise RequestError(f"token id {shown(token)} is outside the vocabulary of {size}", param="prompt")
+        return admit(params, size, self.tokenizer)
+
+    def check_length(self, prompt: Seq[int]) -> None:
+        """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
         if len(prompt) >= self.max_model_len:
             room = f"max_model_len {self.max_model_len} leaves no room"
             raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {room}", param="prompt")
-        return admit(params, size, self.tokenizer)
 
     def abort(self, job: Job) -> None:
         """End a request now and free everything it holds."""

@@ -7,10 +7,13 @@ do, by catching up, so nothing that was drafted and rejected is ever part of it.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,39 +28,94 @@ any white space between tokens may also never stop."""
 MOST_ITEMS = 10_000
 """What the parser may look at in one step, in which all requests wait: ambiguous grammars take a hundredth of a second
 then (0.7 s with llguidance's own 50,000); schemas of sixty alternatives take a tenth of it."""
+MOST_RULES = 1000
+"""Of a Lark or GBNF grammar: llguidance follows a rule's rules on the stack of the thread, and 4,000 of them in a row
+end the process."""
+FULL = "too many states"
+"""What llguidance says of a lexer that has made as many states as it may."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The most that a compiled grammar may grow to, from its text's length. The figures are rounded up from what ten
+    kinds of grammars of 1 to 500 kB took: 1 kB for a symbol, 1.4 kB for a state, 100 bytes for a character."""
+
+    symbols: int
+    states: int
+    memory: int
+
+    @classmethod
+    def of(cls, size: int) -> Cost:
+        symbols, states = 2000 + size // 2, 8192 + size // 2
+        return cls(symbols, states, 1024 * symbols + 1536 * states + 128 * size)
 
 
 class Constraint:
-    """One sequence's place in its grammar. ``start`` is the compiled matcher, which others begin with, too.
+    """One sequence's place in its grammar: a copy of the compiled matcher, made when the first mask is asked for, so
+    that requests which wait hold none.
 
     What breaks a matcher (a grammar that grows beyond its limits) stays broken; where it came of drafted tokens, a new
-    one follows the committed tokens again.
+    one follows the committed tokens again. So it does where all copies of a matcher together have used up the states
+    that their lexer may have: as a copy of one that is compiled anew.
     """
 
-    def __init__(self, start: Any, ends: torch.Tensor) -> None:
-        self._start = start
-        self._matcher = start.deep_copy()
+    def __init__(self, compiler: GrammarCompiler, options: StructuredOutputsParams) -> None:
+        self._compiler = compiler
+        self._options = options
         self._fed = 0
         """Output tokens seen; those after the end of the text are not the matcher's."""
-        self._ends = ends
+        self._ends = compiler.ends
         self._dead = False
         """What is committed has broken the matcher."""
+        self._given_up = -1
+        """So many output tokens were committed when even a new matcher's states were too few."""
         self._masks: dict[tuple[int, ...], torch.Tensor | None] = {}
         self._faults: dict[tuple[int, ...], str] = {}
+
+    @cached_property
+    def _start(self) -> Any:
+        return self._compiler.compile(self._options)
+
+    @cached_property
+    def _matcher(self) -> Any:
+        return self._start.deep_copy()
 
     def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
         """Bits [ceil(vocabulary / 32)] int32 of the tokens that may follow ``path``, the lowest bit being the lowest
         id. None: ``path`` itself is not permitted, so that nothing follows it."""
         path = self._catch_up(sequence) + tuple(path)
         if path not in self._masks:
-            consumed = 0 if self._matcher.is_stopped() else self._matcher.try_consume_tokens(list(path))
-            self._masks[path] = None
-            if consumed == len(path) or self._matcher.is_stopped():
-                self._masks[path], broken = permitted(self._matcher, self._ends)
-                if broken is not None:
-                    self._faults[path] = f"the grammar: {broken}"
-            self._undo(sequence, consumed)
+            self._masks[path], broken = self._look(sequence, path)
+            if broken is not None and FULL in broken and self._given_up != self._fed:
+                self._renew(sequence)
+                self._masks[path], broken = self._look(sequence, path)
+                self._given_up = self._fed if broken is not None else -1
+            if broken is not None:
+                self._faults[path] = f"the grammar: {broken}"
         return self._masks[path]
+
+    def _look(self, sequence: Sequence, path: Seq[int]) -> tuple[torch.Tensor | None, str | None]:
+        """The mask behind ``path``, None if that is not permitted; and what is broken there."""
+        consumed = 0 if self._matcher.is_stopped() else self._matcher.try_consume_tokens(list(path))
+        mask, broken = None, None
+        if consumed == len(path) or self._matcher.is_stopped():
+            mask, broken = permitted(self._matcher, self._ends)
+        else:  # the path is not permitted, or there is no room to follow it, which only a mask tells
+            _, found = permitted(self._matcher, self._ends)
+            broken = found if found is not None and FULL in found else None
+        self._undo(sequence, consumed)
+        return mask, broken
+
+    def _renew(self, sequence: Sequence) -> None:
+        self._start = self._compiler.compile(self._options, instead_of=self._start)
+        self._dead = False
+        self._follow(sequence)
+
+    def _follow(self, sequence: Sequence) -> None:
+        """A new copy, at the end of the committed tokens."""
+        self._matcher = self._start.deep_copy()
+        self._matcher.try_consume_tokens(sequence.tokens[sequence.num_prompt :][: self._fed])
+        self._dead = self._matcher.is_error()
 
     def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
         """What breaks the grammar behind ``path``; None: nothing does."""
@@ -107,8 +165,7 @@ class Constraint:
         if not self._matcher.is_error():
             self._matcher.rollback(consumed)
         elif not self._dead:
-            self._matcher = self._start.deep_copy()
-            self._matcher.try_consume_tokens(sequence.tokens[sequence.num_prompt :][: self._fed])
+            self._follow(sequence)
 
 
 def permitted(matcher: Any, ends: torch.Tensor) -> tuple[torch.Tensor, str | None]:
@@ -125,15 +182,16 @@ def permitted(matcher: Any, ends: torch.Tensor) -> tuple[torch.Tensor, str | Non
 
 
 class GrammarCompiler:
-    """Grammars of one tokenizer, the latest 256 kept. Safe to call from any thread.
+    """Grammars of one tokenizer, the latest kept, as many as fit into ``memory`` bytes by what each may grow to. A text
+    of more than ``longest`` bytes is refused. Safe to call from any thread.
 
     Raises ConfigError when llguidance is missing or cannot read the tokenizer, RequestError for a grammar that is
-    wrong or uses what is not supported (nothing in a schema is ignored silently).
+    wrong, too large or uses what is not supported (nothing in a schema is ignored silently).
     """
 
-    CAPACITY = 256
-
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int], *, longest: int = 65536, memory: int = 512 << 20
+    ) -> None:
         try:
             import llguidance
             import llguidance.hf
@@ -143,37 +201,57 @@ class GrammarCompiler:
             raise ConfigError("structured output needs a tokenizer and a token that ends the text")
         self.vocab_size = vocab_size
         self.eos_ids = sorted(eos_ids)
-        self._ends = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
+        self.longest = longest
+        self.memory = memory
+        self.ends = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
         for token in self.eos_ids:
-            self._ends[token // 32] |= _bit(token)
+            self.ends[token // 32] |= _bit(token)
         self._library = llguidance
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
+        self.held = 0
+        """Bytes that the kept grammars may grow to."""
         try:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=self.eos_ids)
         except ValueError as error:
             raise ConfigError(f"structured output cannot read this tokenizer: {_first_line(str(error))}") from error
 
     def start(self, options: StructuredOutputsParams) -> Constraint:
-        """A constraint at the beginning of its grammar."""
-        return Constraint(self.compile(options), self._ends)
+        """A constraint at the beginning of its grammar, which is known to be right."""
+        self.compile(options)
+        return Constraint(self, options)
 
-    def compile(self, options: StructuredOutputsParams) -> Any:
-        """The matcher to copy. A schema can take a second, in which the caller's thread does not hold the GIL."""
+    def compile(self, options: StructuredOutputsParams, *, instead_of: Any = None) -> Any:
+        """The matcher to copy; another than ``instead_of``. A schema can take a second, in which the caller's thread
+        does not hold the GIL."""
         key = options.key
         with self._lock:
-            if key in self._known:
+            if key in self._known and self._known[key][0] is not instead_of:
                 self._known.move_to_end(key)
-                return self._known[key]
-        matcher = self._compile(*key)
+                return self._known[key][0]
+        size = len(key[1].encode())
+        if size > self.longest:
+            raise RequestError(
+                f"structured output, {key[0]}: {size} bytes are more than the {self.longest} that a grammar may have"
+            )
+        cost = Cost.of(size)
+        matcher = self._compile(*key, cost)
         with self._lock:
-            self._known[key] = matcher
-            while len(self._known) > self.CAPACITY:
-                self._known.popitem(last=False)
+            self._drop(key)
+            self._known[key] = matcher, cost.memory
+            self.held += cost.memory
+            while self.held > self.memory:
+                self._drop(next(iter(self._known)))
         return matcher
 
-    def _compile(self, kind: str, text: str) -> Any:
+    def _drop(self, key: tuple[str, str]) -> None:
+        _, memory = self._known.pop(key, (None, 0))
+        self.held -= memory
+
+    def _compile(self, kind: str, text: str, cost: Cost) -> Any:
         library = self._library
+        if kind == "grammar" and len(re.findall("::=|:", text)) > MOST_RULES:
+            raise RequestError(f"structured output, grammar: more than {MOST_RULES} rules")
         try:
             if kind == "json":
                 grammar = library.LLMatcher.grammar_from_json_schema(_as_object(text), defaults=COMPACT)
@@ -181,10 +259,12 @@ class GrammarCompiler:
                 grammar = library.grammar_from(kind, text)
         except ValueError as error:
             raise RequestError(f"structured output, {kind}: {_first_line(str(error))}") from None
-        limits = library.LLParserLimits(step_max_items=MOST_ITEMS)
+        limits = library.LLParserLimits(
+            step_max_items=MOST_ITEMS, max_grammar_size=cost.symbols, max_lexer_states=cost.states
+        )
         matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         for _ in range(2):  # copies share the lexer: the first one may have left nothing of what it may build
-            _, broken = permitted(matcher.deep_copy(), self._ends)
+            _, broken = permitted(matcher.deep_copy(), self.ends)
             if broken is not None:
                 raise RequestError(f"structured output, {kind}: {broken}")
         return matcher

@@ -18,11 +18,11 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
     """Bytes of a number or a text such as ``2GiB``, ``512 MB`` or ``1.5GiB``. Raises ConfigError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if found is None or found[2].upper() not in UNITS or isinstance(size, bool):
-        raise ConfigError(f"kv_cache_memory must be bytes or a size such as '2GiB', not {size!r}")
+        raise ConfigError(f"{name} must be bytes or a size such as '2GiB', not {size!r}")
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 

@@ -14,10 +14,13 @@ from forerun.core.config import check_seed
 from forerun.core.errors import ConfigError, shown
 
 LARGEST = 1e30
-"""Logits are float32: numbers far beyond would make infinities of them."""
+"""The most that a logit is scaled, divided or raised by, and 1 / LARGEST the least: float32 overflows far beyond."""
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 MOST_ANSWERS = 16384
 """Of one request, as in vLLM: each takes memory from the start."""
+
+COLDEST = 1e-5
+"""The lowest temperature that is sampled at; below it a request is greedy. Logits divided by much less overflow."""
 
 
 def _number(name: str, value: Any, low: float, high: float = LARGEST, *, open_low: bool = False) -> None:
@@ -57,8 +60,10 @@ def _bias(given: Any) -> dict[int, float]:
             found[int(text)] = float(value)
         except (TypeError, ValueError, OverflowError):
             found[int(text)] = math.nan
-        if math.isnan(found[int(text)]):
-            raise ConfigError(f"logit_bias maps token ids to numbers, not {shown(key)}: {shown(value)}")
+        if not found[int(text)] <= LARGEST:
+            raise ConfigError(
+                f"logit_bias maps token ids to numbers of at most {LARGEST:g}, not {shown(key)}: {shown(value)}"
+            )
     return found
 
 
@@ -125,8 +130,9 @@ class SamplingParams:
 
     Order of the transforms, as in vLLM: logit bias, bad words and min_tokens; penalties (repetition over prompt
     and output, presence and frequency over output); temperature; min-p; top-k; top-p. ``temperature`` 0 is
-    greedy. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh one; others have 64 bits, from
-    -2^63 to 2^64 - 1, a negative one standing for itself plus 2^64. Raises ConfigError for a value out of range.
+    greedy, and so is one below 1e-5, which is stored as 0.0. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh
+    one; others have 64 bits, from -2^63 to 2^64 - 1, a negative one standing for itself plus 2^64. Raises ConfigError
+    for a value out of range.
     """
 
     n: int = 1
@@ -178,7 +184,7 @@ class SamplingParams:
         self._freeze()
 
     def _freeze(self) -> None:
-        """Normalise the collections, so that equal options compare equal."""
+        """Normalise what can be said in several ways, so that equal options compare equal and all see the same."""
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         if any(not isinstance(text, str) or not text for text in stop):
             raise ConfigError("stop must be a non-empty string or a list of them")
@@ -196,12 +202,13 @@ class SamplingParams:
             for token in word:
                 _integer("bad_words_ids", token, 0)
         frozen: list[tuple[str, Any]] = [
+            *((name, float(getattr(self, name))) for name in NUMBERS),  # tensors take no large integers
+            ("temperature", float(self.temperature) if self.temperature >= COLDEST else 0.0),
             ("stop", stop),
             ("stop_token_ids", ids),
             ("logit_bias", _bias(self.logit_bias or {}) or None),
             ("bad_words", words),
             ("bad_words_ids", banned),
-            *((name, float(getattr(self, name))) for name in NUMBERS),  # tensors take no large integers
         ]
         for name, value in frozen:
             object.__setattr__(self, name, value)

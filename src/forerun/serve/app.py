@@ -22,7 +22,7 @@ from forerun.engine.stream import Stream
 from forerun.sampling.params import SamplingParams
 from forerun.serve import answers, errors, openapi, page
 from forerun.serve.errors import ApiError
-from forerun.serve.guard import Guard
+from forerun.serve.guard import Guard, allowed_host
 from forerun.serve.metrics import Recorder
 from forerun.serve.openapi import BODY, GENERATION, responses
 from forerun.serve.replies import ChatReply, CompletionReply, Echo
@@ -53,6 +53,8 @@ class ServerOptions:
     """From arrival to the last token."""
 
     def __post_init__(self) -> None:
+        for name in self.allowed_hosts or ():
+            allowed_host(name)
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ConfigError(
                 "the API key is empty, or begins or ends with white space, which clients cannot send: "
@@ -66,7 +68,7 @@ class Server:
     def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.text = TextService(engine.tokenizer, options.chat_template)
+        self.text = TextService(engine.tokenizer, self.limit, options.chat_template)
         self.recorder = Recorder(engine, options.model_name)
         self.started = int(time.time())
 
@@ -182,6 +184,8 @@ class Server:
         return [await self.text.encode(item) if isinstance(item, str) else list(item) for item in prompt]
 
     async def _echo(self, body: CompletionRequest, prompts: Seq[Seq[int]]) -> list[Echo]:
+        for prompt in prompts:  # before anything is written for each of its tokens
+            self.engine.engine.check_length(prompt)
         given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         texts = given if isinstance(given[0], str) else [await self.text.decode(p, param="prompt") for p in prompts]
         if body.logprobs is None:
@@ -285,9 +289,9 @@ def _answers(app: FastAPI, server: Server) -> None:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
         if body.messages is not None:
-            tokens = await server.text.encode_chat([message.plain() for message in body.messages])
+            tokens = await server.text.encode_chat([message.plain() for message in body.messages], counted=True)
         else:
-            tokens = await server.text.encode(body.prompt or "", special=body.add_special_tokens)
+            tokens = await server.text.count(body.prompt or "", special=body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": server.limit}
 
     @app.post("/detokenize", responses=responses(*BODY, good=answers.Prompt))

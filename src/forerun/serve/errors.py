@@ -25,6 +25,7 @@ TYPES = {
     408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     500: "internal_error",
     503: "unavailable_error",
     504: "timeout_error",

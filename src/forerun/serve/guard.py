@@ -6,12 +6,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from forerun.core.errors import ConfigError
 from forerun.serve.errors import ApiError
 
+HOST = re.compile(r"(?:([a-z0-9._-]+)|\[([0-9a-f:.]+)\])(?::[0-9]*)?", re.ASCII | re.IGNORECASE)
+"""A name or an address, and perhaps a port: all that a Host header may hold here."""
 OPEN = ("/", "/health", "/metrics")
 """Paths that need no key; the playground's files, under /page/, neither."""
 
@@ -37,7 +41,7 @@ class Guard:
         body_timeout: float,
     ) -> None:
         self.app = app
-        self.hosts = None if allowed_hosts is None else frozenset(_plain(name) for name in allowed_hosts)
+        self.hosts = None if allowed_hosts is None else frozenset(allowed_host(name) for name in allowed_hosts)
         self.key = api_key.encode() if api_key is not None else None
         self.max_body_bytes = max_body_bytes
         self.body_timeout = body_timeout
@@ -66,14 +70,17 @@ class Guard:
         await self.app(scope, replay, send)
 
     def _check_host(self, scope: Scope) -> None:
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(given) > 1 or (not given and scope["http_version"] == "1.1"):
+            raise ApiError(400, f"a request has one Host header, not {len(given)}", code="invalid_host")
         if self.hosts is None:
             return
-        given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-        name = _plain(given)
-        if name not in self.hosts and not is_loopback(name):
+        name = host_name(given[0]) if given else None
+        if name is None or (name not in self.hosts and not is_loopback(name)):
             raise ApiError(
                 403,
-                f"this server does not answer to the name {name!r}: use localhost, or start it with --allowed-host",
+                f"this server does not answer to the name {name or ''.join(given)!r}: use localhost, or start it with "
+                "--allowed-host",
                 code="host_not_allowed",
             )
 
@@ -108,20 +115,33 @@ class Guard:
         raise ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
 
 
-def _plain(host: str) -> str:
-    """A Host header's name or address, without the port."""
-    host = host.strip().lower()
-    name = host[1:].partition("]")[0] if host.startswith("[") else host
-    if name.count(":") == 1:
-        name = name.partition(":")[0]
-    return name.removesuffix(".")
+def host_name(host: str) -> str | None:
+    """A Host header's name or address, without the port; None where it holds anything else."""
+    host = host.strip(" \t").lower()
+    found = HOST.fullmatch(host)
+    if found is not None:
+        return (found[1] or found[2]).removesuffix(".")
+    return host if _address(host) is not None else None  # an IPv6 address without brackets
+
+
+def allowed_host(given: str) -> str:
+    """A name that requests may be sent to, as ``host_name`` has it. Raises ConfigError for what is none."""
+    name = host_name(given)
+    if name is None:
+        raise ConfigError(f"{given!r} is no name that a request may be sent to: give a host name or an IP address")
+    return name
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return None if "%" in name else ipaddress.ip_address(name)
+    except ValueError:
+        return None
 
 
 def is_loopback(name: str) -> bool:
     """Whether ``name`` can only mean this machine."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
-    try:
-        return ipaddress.ip_address(name.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
+    address = _address(name)
+    return address is not None and address.is_loopback

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import errno
 import gc
+import resource
 import socket
+from functools import partial
 from time import monotonic
 from types import FrameType
 
@@ -15,6 +17,10 @@ from fastapi import FastAPI
 
 from forerun.core.errors import ConfigError
 from forerun.engine.async_engine import AsyncEngine
+from forerun.serve.connection import Connection, ConnectionLimits
+
+OTHER_FILES = 128
+"""That a server may have open beside its connections."""
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -44,6 +50,34 @@ def address_of(host: str, listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
+def allow_files(connections: int) -> None:
+    """Let this process have so many connections. Raises ConfigError where the system does not."""
+    wanted = connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            f"{connections} connections need {wanted} open files and this process may have {hard}: lower "
+            "--max-connections, or raise ulimit -n"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def configure(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        # uvloop keeps the interpreter while it writes to a socket, and the engine's thread waits for it.
+        loop="asyncio",
+        http=partial(Connection, limits=limits),  # type: ignore[arg-type]
+        ws="none",
+        proxy_headers=False,
+    )
+
+
 class DrainingServer(uvicorn.Server):
     """Finishes what it has begun before it ends: at most ``drain_seconds``, then the rest fails with a clear error. All
     the while it listens, so that whoever asks for more is told why there is none.
@@ -51,16 +85,10 @@ class DrainingServer(uvicorn.Server):
     A second signal ends it at once.
     """
 
-    def __init__(self, app: FastAPI, engine: AsyncEngine, drain_seconds: float) -> None:
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            # uvloop keeps the interpreter while it writes to a socket, and the engine's thread waits for it.
-            loop="asyncio",
-        )
-        super().__init__(config)
+    def __init__(
+        self, app: FastAPI, engine: AsyncEngine, drain_seconds: float, limits: ConnectionLimits | None = None
+    ) -> None:
+        super().__init__(configure(app, limits or ConnectionLimits()))
         self.engine = engine
         self.drain_seconds = drain_seconds
         self.hurried = self.drained = False
@@ -91,10 +119,17 @@ class DrainingServer(uvicorn.Server):
             super().handle_exit(sig, frame)
 
 
-def run(app: FastAPI, engine: AsyncEngine, listener: socket.socket, *, drain_seconds: float = 30.0) -> None:
+def run(
+    app: FastAPI,
+    engine: AsyncEngine,
+    listener: socket.socket,
+    *,
+    drain_seconds: float = 30.0,
+    limits: ConnectionLimits | None = None,
+) -> None:
     """Serve until a signal ends it."""
     # Uvicorn raises the signal again once everything is closed.
     with contextlib.suppress(KeyboardInterrupt):
         gc.collect()
         gc.freeze()  # a full collection visits all that torch and transformers made, and stops everybody for 0.2 s
-        DrainingServer(app, engine, drain_seconds).run(sockets=[listener])
+        DrainingServer(app, engine, drain_seconds, limits).run(sockets=[listener])

@@ -20,7 +20,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from forerun.core.errors import ConfigError
-from forerun.sampling.params import SamplingParams, StructuredOutputsParams
+from forerun.sampling.params import COLDEST, SamplingParams, StructuredOutputsParams
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -169,7 +169,7 @@ class Generation(Body):
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    temperature: float = Field(1.0, ge=0, le=100)
+    temperature: float = Field(1.0, ge=0, le=100, description=f"below {COLDEST:g}: the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0, le=1)

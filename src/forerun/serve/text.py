@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
-from forerun.core.errors import RequestError
+from forerun.core.errors import ContextLengthError, RequestError
 from forerun.models.tokenizer import Detokenizer, encode
 
 log = logging.getLogger("forerun")
@@ -32,44 +32,93 @@ def _byte_letters() -> dict[str, int]:
 BYTE_LETTERS = _byte_letters()
 
 
-class TextService:
-    """Two tokenizers: a copy behind a thread, for prompts, and the given one for the event loop, for single tokens.
-    Fast tokenizers must not be used from two threads at once.
+SHORT = 16384
+"""Characters of a text, or four times as many as the tokens, that are worked off beside longer ones: 20 ms and less."""
+PER_TOKEN = 8
+"""Characters for each token of the context: a longer prompt hardly fits, and is first counted in pieces."""
+PIECE = 16384
+AROUND_A_CUT = 64
+"""Tokens that a cut may add: it may fall into the longest of them."""
+MOST_CHARACTERS = 1 << 20
+"""Of a text that is only counted, or ``PER_TOKEN`` for each token of the context."""
 
-    ``chat_template`` replaces the checkpoint's. Templates run in transformers' sandbox.
+
+class Lane:
+    """A thread with a copy of the tokenizer: fast tokenizers must not be used from two threads at once."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"forerun-{name}")
+
+
+class TextService:
+    """Tokenizers: copies behind two threads, one for short texts and one for long ones, so that nobody waits for
+    another's long text, and the given one for the event loop, for single tokens.
+
+    ``limit`` is the longest prompt in tokens. ``chat_template`` replaces the checkpoint's. Templates run in
+    transformers' sandbox.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, limit: int, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
-        self._encoder = copy.deepcopy(tokenizer)
+        self.limit = limit
+        self.short, self.long = Lane(tokenizer, "short-text"), Lane(tokenizer, "long-text")
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forerun-text")
         self.token_text = lru_cache(maxsize=1 << 17)(self._token_text)
         self.token_name = lru_cache(maxsize=1 << 17)(self._token_name)
 
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *arguments))
+    async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """``function`` of a lane's tokenizer and ``arguments``, in the lane for texts of ``size`` characters."""
+        lane = self.short if size <= SHORT else self.long
+        work = partial(function, lane.tokenizer, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(lane.thread, work)
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return await self.run(self._encode, text, special)
+    async def encode(self, text: str) -> list[int]:
+        """A prompt's tokens. Raises ContextLengthError for one that cannot fit, without having tokenised all of it."""
+        return await self.run(len(text), self._encode, text, True)
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        return encode(self._encoder, text, add_special_tokens=special, verbose=False)
+    async def count(self, text: str, *, special: bool = True) -> list[int]:
+        """Any text's tokens. Raises RequestError for more characters than this server tokenises."""
+        self._check_characters(text)
+        return await self.run(len(text), _tokens, text, special)
+
+    def _check_characters(self, text: str) -> None:
+        most = max(MOST_CHARACTERS, PER_TOKEN * self.limit)
+        if len(text) > most:
+            raise RequestError(
+                f"the text has {len(text)} characters, more than {most}: send it in parts", param="prompt"
+            )
+
+    def _encode(self, tokenizer: Any, text: str, special: bool) -> list[int]:
+        if len(text) > max(PIECE, PER_TOKEN * self.limit):
+            self._check_room(tokenizer, text)
+        return _tokens(tokenizer, text, special)
+
+    def _check_room(self, tokenizer: Any, text: str) -> None:
+        """Cutting a text changes the tokens around the cuts; twice as many as there may be do not come of that."""
+        found = 0
+        for start in range(0, len(text), PIECE):
+            found += max(0, len(_tokens(tokenizer, text[start : start + PIECE], False)) - AROUND_A_CUT)
+            if found >= 2 * self.limit:
+                raise ContextLengthError(
+                    f"the prompt has more than {self.limit} tokens; max_model_len {self.limit} leaves no room",
+                    param="prompt",
+                )
 
     async def decode(self, tokens: Seq[int], *, param: str = "tokens") -> str:
         """Raises RequestError, about ``param``, for an id beyond the tokenizer."""
         size = len(self.tokenizer)
-        for token in tokens:
-            if token >= size:
-                raise RequestError(f"token id {token} is outside the tokenizer's {size}", param=param)
-        return await self.run(self._encoder.decode, list(tokens))
+        largest = max(tokens, default=0)
+        if largest >= size:
+            raise RequestError(f"token id {largest} is outside the tokenizer's {size}", param=param)
+        return await self.run(4 * len(tokens), _text, list(tokens))
 
     async def offsets(self, prompt: Seq[int], text: str) -> list[int]:
         """Where a prompt's tokens begin in its text, which may lack the special tokens put before it."""
-        return await self.run(self._offsets, prompt, text)
+        return await self.run(4 * len(prompt), self._offsets, prompt, text)
 
-    def _offsets(self, prompt: Seq[int], text: str) -> list[int]:
-        detokenizer = Detokenizer(self._encoder, skip_special_tokens=False)
+    def _offsets(self, tokenizer: Any, prompt: Seq[int], text: str) -> list[int]:
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
         offsets = []
         for token in prompt:
             offsets.append(len(detokenizer.text))
@@ -78,24 +127,33 @@ class TextService:
         before = max(0, detokenizer.text.find(text))
         return [min(max(0, offset - before), len(text)) for offset in offsets]
 
-    async def encode_chat(self, messages: Seq[dict[str, str]]) -> list[int]:
-        """Raises RequestError if there is no template, or it refuses the messages."""
+    async def encode_chat(self, messages: Seq[dict[str, str]], *, counted: bool = False) -> list[int]:
+        """A conversation's tokens. Raises RequestError if there is no template, or it refuses the messages, and
+        ContextLengthError as ``encode`` does, or what ``count`` does where they are only ``counted``."""
         if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
             )
-        return await self.run(self._encode_chat, list(messages))
+        size = sum(len(text) for message in messages for text in message.values())
+        return await self.run(size, self._encode_chat, list(messages), counted)
 
-    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def _encode_chat(self, tokenizer: Any, messages: list[dict[str, str]], counted: bool) -> list[int]:
         try:
-            text = self._encoder.apply_chat_template(
+            text = tokenizer.apply_chat_template(
                 messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             log.info("a chat template failed", exc_info=error)
             message = f"the model's chat template refuses these messages: {error}"
             raise RequestError(message, param="messages") from None
-        return self._encode(text, False)
+        try:
+            if not counted:
+                return self._encode(tokenizer, text, False)
+            self._check_characters(text)
+            return _tokens(tokenizer, text, False)
+        except RequestError as error:
+            error.param = "messages"
+            raise
 
     def _token_text(self, token: int) -> tuple[str, list[int] | None]:
         """One token's text and, where they can be told, its bytes (half a character has no text of its own)."""
@@ -121,4 +179,13 @@ class TextService:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for lane in (self.short, self.long):
+            lane.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _tokens(tokenizer: Any, text: str, special: bool) -> list[int]:
+    return encode(tokenizer, text, add_special_tokens=special, verbose=False)
+
+
+def _text(tokenizer: Any, tokens: list[int]) -> str:
+    return tokenizer.decode(tokens)

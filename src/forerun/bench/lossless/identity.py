@@ -88,6 +88,9 @@ def accepted(total: RequestMetrics) -> str:
     return f"{total.num_accepted_draft_tokens} of {total.num_draft_tokens} drafted tokens accepted"
 
 
+IDLE = "nothing was drafted{}: give more --prompts or --max-tokens, or another --prompt-set"
+
+
 def variants(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The configuration, the same with trees, and the same with a temperature of the drafter's own, as far as its
     method can have them."""
@@ -128,10 +131,11 @@ def check_identity(
             for number, page_size in enumerate(page_sizes):
                 step(f"{name}, {layout_name(page_size)}, temperature {temperature:g}")
                 chosen = list(range(number, len(prompts), len(page_sizes)))
-                totals, wrong = [], []
+                totals, wrong, idle = [], [], []
                 for turn, config in enumerate(options):
                     mine = chosen[turn :: len(options)]
                     if not mine:
+                        idle.append(_kind(config))
                         continue
                     with hand_made(texts) if config is None else nullcontext(config) as speculative:
                         found, total = answers(
@@ -143,9 +147,20 @@ def check_identity(
                             page_size=page_size,
                         )
                     totals.append(total)
+                    if not total.num_draft_tokens:
+                        idle.append(_kind(config))
                     wrong += [(i, group) for i, group in zip(mine, found) if group != plain[i]]
                 total = RequestMetrics.merged(totals)
-                yield _result(name, layout_name(page_size), temperature, len(chosen), wrong, plain, total)
+                yield _result(name, layout_name(page_size), temperature, len(chosen), wrong, plain, total, idle)
+
+
+def _kind(config: Mapping[str, Any] | None) -> str:
+    """Which of a method's variants it is, in words; none for the one as it was asked for."""
+    if config is None:
+        return ""
+    if "draft_temperature" in config:
+        return " at a temperature of its own"
+    return " in trees" if config.get("tree") or config.get("tree_nodes") else ""
 
 
 def _result(
@@ -156,7 +171,9 @@ def _result(
     wrong: Seq[tuple[int, list[Answer]]],
     plain: Seq[list[Answer]],
     total: RequestMetrics,
+    idle: Seq[str],
 ) -> Result:
+    """``idle``: the variants that drafted nothing, so that nothing was tested of them."""
     detail = accepted(total)
     if wrong:
         prompt, group = min(wrong, key=lambda item: item[0])
@@ -164,9 +181,14 @@ def _result(
     elif total.draft_error is not None:
         detail = f"the drafter failed: {total.draft_error}"
     what = "hand-made trees" if name == METHOD else name
-    passed = not wrong and total.draft_error is None
+    right = not wrong and total.draft_error is None
+    tested = not right or not idle
+    if not tested:
+        detail = IDLE.format(idle[0] if total.num_draft_tokens else "")
     good = count - len(wrong)
-    return Result("same-seed identity", what, layout, temperature, good, count, "prompts", passed, detail)
+    return Result(
+        "same-seed identity", what, layout, temperature, good, count, "prompts", right and tested, detail, tested=tested
+    )
 
 
 def _difference(prompt: int, plain: Seq[Answer], found: Seq[Answer]) -> str:

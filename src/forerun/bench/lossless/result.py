@@ -8,7 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Result:
-    """What was checked on how many cases, how many were right, and what the first wrong one looked like."""
+    """What was checked on how many cases, how many were right, and what the first wrong one looked like.
+
+    Where nothing was tested (no draft, no verification, too few samples), ``tested`` and ``passed`` are both False and
+    ``detail`` says why.
+    """
 
     check: str
     what: str
@@ -20,6 +24,10 @@ class Result:
     passed: bool
     detail: str = ""
     p_value: float | None = None
+    tested: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.tested or not self.passed, "what was not tested has not passed"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

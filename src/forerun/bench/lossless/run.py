@@ -53,6 +53,9 @@ class CheckConfig:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.samples < 0:
             raise ConfigError(f"samples must not be negative, not {self.samples}")
+        for name in ("temperatures", "page_sizes", *(("accepts",) if self.samples else ())):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty: name at least one, or nothing is checked")
         if self.prompts < len(self.page_sizes):
             raise ConfigError(f"layouts take turns over the prompts: {len(self.page_sizes)} prompts at least")
         for rule in self.accepts:
@@ -63,8 +66,8 @@ class CheckConfig:
 
 
 def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: None) -> dict[str, Any]:
-    """``{"passed": bool, "environment": ..., "results": [...], "left_out": {method: why}}``. Raises ForerunError
-    subclasses."""
+    """``{"passed": bool, "tested": bool, "environment": ..., "results": [...], "left_out": {method: why}}``: whether
+    every result passed, and whether every one tested something. Raises ForerunError subclasses."""
     options = method_configs(config.methods, ("coupled",), ("fixed",), (), config.speculative)[1:]
     llm = LLM(**config.engine)
     left_out: dict[str, str] = {}
@@ -100,6 +103,7 @@ def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: N
             results.append(check_law(llm, case, prompt, samples=config.samples, seed=config.seed))
     return {
         "passed": all(result.passed for result in results),
+        "tested": all(result.tested for result in results),
         "environment": environment(llm, config.engine),
         "results": [result.as_dict() for result in results],
         "left_out": left_out,

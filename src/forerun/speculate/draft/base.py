@@ -20,6 +20,7 @@ from forerun.core.tree import POINT_MASS, Draft, Verdict
 from forerun.models.base import Model
 from forerun.sampling.draw import Sampler, node_key, probabilities
 from forerun.sampling.noise import DRAFT
+from forerun.sampling.params import COLDEST, LARGEST
 from forerun.sampling.warp import Row, warp
 from forerun.speculate.names import drafters
 
@@ -49,8 +50,10 @@ class DrafterConfig:
                 raise ConfigError(f"tree must list how many children each depth has, e.g. [4, 2, 1], not {self.tree!r}")
             object.__setattr__(self, "tree", shape)
             object.__setattr__(self, "num_speculative_tokens", len(shape))
-        if self.draft_temperature is not None and not self.draft_temperature > 0:
-            raise ConfigError(f"draft_temperature must be above 0, not {self.draft_temperature!r}")
+        if self.draft_temperature is not None and not COLDEST <= self.draft_temperature <= LARGEST:
+            raise ConfigError(
+                f"draft_temperature must be a number from {COLDEST:g} to {LARGEST:g}, not {self.draft_temperature!r}"
+            )
 
     @classmethod
     def from_dict(cls, method: str, options: dict[str, Any]) -> DrafterConfig:

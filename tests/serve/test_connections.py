@@ -1,0 +1,362 @@
+"""What one client may send, hold open and claim to be sent to: raw sockets against a server with small limits."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from running import Running, run_server
+
+from forerun import LLM, ConfigError
+from forerun.serve.app import ServerOptions
+from forerun.serve.connection import ConnectionLimits
+from forerun.serve.guard import host_name
+
+HEAD = 2048
+PATIENT = ConnectionLimits(head_bytes=HEAD, head_timeout=60.0, connections=6)
+HASTY = ConnectionLimits(head_bytes=HEAD, head_timeout=0.3, write_timeout=0.5)
+BODY = b'{"prompt": "a", "max_tokens": 2}'
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def patient(served: LLM) -> Iterator[Running]:
+    with run_server(
+        served, ServerOptions(model_name="tiny", max_body_bytes=20000, body_timeout=60.0), PATIENT
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hasty(served: LLM) -> Iterator[Running]:
+    with run_server(served, ServerOptions(model_name="tiny", max_body_bytes=20000), HASTY) as server:
+        yield server
+
+
+@contextmanager
+def connection(server: Running) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as client:
+        yield client
+
+
+def rest(client: socket.socket) -> bytes:
+    """All that comes until the server ends the connection."""
+    parts = []
+    try:
+        while part := client.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+def answer(client: socket.socket) -> tuple[int, bytes]:
+    """Status and body of the next answer, whose length is told."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        part = client.recv(65536)
+        assert part, data
+        data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+    while len(body) < int(headers[b"content-length"]):
+        body += client.recv(65536)
+    return int(head.split()[1]), body
+
+
+def ask(server: Running, *parts: bytes) -> tuple[int, bytes]:
+    with connection(server) as client:
+        client.sendall(b"".join(parts))
+        return answer(client)
+
+
+# ------------------------------------------------------------------------------------------------------------- size
+
+
+def test_a_head_may_be_as_large_as_the_limit(patient: Running) -> None:
+    for size in (HEAD, HEAD - 1, 200):
+        head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Filler: "
+        head += b"x" * (size - len(head) - 4) + b"\r\n\r\n"
+        assert len(head) == size
+        assert ask(patient, head)[0] == 200
+        with connection(patient) as client:  # in pieces, and after another request
+            client.sendall(POST + f"Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY)
+            assert answer(client)[0] == 200
+            for start in range(0, size, 700):
+                client.sendall(head[start : start + 700])
+            assert answer(client)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        b"GET /health HTTP/1.1\r\nX-Line: ",
+        b"GET /health HTTP/1.1\r\nX-Name",
+        b"GET /health?",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 100,
+        b"\r\n",
+    ],
+    ids=["value", "name", "url", "headers", "nothing"],
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_head_without_end_is_refused(patient: Running, endless: bytes, first: bool) -> None:
+    filler = {b"G": b"x", b"\r": b"\r\n"}[endless[:1]]
+    if endless.endswith(b"A: b\r\n"):
+        filler = b"A: b\r\n"
+    with connection(patient) as client:
+        if first:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert answer(client)[0] == 200
+        client.sendall(endless)
+        sent = 0
+        try:
+            while sent < 50 * HEAD:
+                client.sendall(filler * (500 // len(filler)))
+                sent += 500
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        said = rest(client)
+        assert sent < 50 * HEAD or said
+        assert said == b"" or said.startswith(b"HTTP/1.1 431 ")
+    assert patient.http.get("/health").status_code == 200
+
+
+def test_a_large_head_is_told_so(patient: Running) -> None:
+    with connection(patient) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nX-Line: " + b"x" * (2 * HEAD))
+        said = rest(client)
+    assert said.startswith(b"HTTP/1.1 431 ")
+    error = json.loads(said.partition(b"\r\n\r\n")[2])["error"]
+    assert error["message"] == f"the headers are larger than {HEAD} bytes"
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("part", [b"0\r\nX-Trailer: ", b"3;extension="], ids=["trailer", "chunk"])
+def test_what_surrounds_a_chunked_body_has_the_same_bound(patient: Running, part: bytes) -> None:
+    with connection(patient) as client:
+        client.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n" + part)
+        try:
+            for _ in range(50):
+                client.sendall(b"x" * HEAD)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        assert not rest(client).startswith(b"HTTP/1.1 200")
+
+
+def test_large_bodies_and_trailers_are_read(patient: Running) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "user": "u" * 15000}).encode()
+    assert ask(patient, POST, f"Content-Length: {len(body)}\r\n\r\n".encode(), body)[0] == 200
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(body[i : i + 100]), body[i : i + 100]) for i in range(0, len(body), 100))
+    trailer = b"0\r\nHost: evil.example\r\n\r\n"
+    assert ask(patient, POST, b"Transfer-Encoding: chunked\r\n\r\n", chunks, trailer)[0] == 200
+
+
+# ------------------------------------------------------------------------------------------------------------- time
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /health HTTP/1.1\r\nHost: loc", b"\r\n"])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_head_has_its_time(hasty: Running, start: bytes, first: bool) -> None:
+    """The connection ends without anything more from the client: the socket would wait for 30 s."""
+    with connection(hasty) as client:
+        if first:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert answer(client)[0] == 200
+        client.sendall(start)
+        said = rest(client)
+        assert said.startswith(b"HTTP/1.1 408 ") if start else said == b""
+
+
+def test_drops_of_a_head_do_not_extend_it(hasty: Running) -> None:
+    with connection(hasty) as client:
+        client.settimeout(0.05)
+        client.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        for _ in range(400):
+            try:
+                client.sendall(b"x")
+                said = client.recv(1000)
+            except TimeoutError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                return
+            assert said == b"" or said.startswith(b"HTTP/1.1 408 ")
+            return
+        raise AssertionError("the server still waits")
+
+
+def test_a_body_that_is_no_longer_wanted_keeps_no_connection(hasty: Running) -> None:
+    """It was answered (413), and goes on arriving, drop by drop."""
+    with connection(hasty) as client:
+        client.sendall(POST + b"Content-Length: 10000000\r\n\r\n")
+        assert answer(client)[0] == 413
+        client.settimeout(0.1)
+        for _ in range(300):
+            try:
+                client.sendall(b"x")
+                assert client.recv(1000) == b""
+            except TimeoutError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                return
+            return
+        raise AssertionError("the server still reads")
+
+
+@pytest.mark.usefixtures("slow_rounds")
+def test_an_answer_may_take_longer_than_a_head(hasty: Running) -> None:
+    body = b'{"prompt": "a", "max_tokens": 60, "ignore_eos": true, "speculative": {"enabled": false}}'
+    with connection(hasty) as client:
+        for _ in range(2):  # on one connection
+            client.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            status, found = answer(client)
+            assert (status, json.loads(found)["usage"]["completion_tokens"]) == (200, 60)
+
+
+def test_who_takes_no_answer_is_left(hasty: Running) -> None:
+    """More than the system's buffers hold, and nobody reads: the connection is given up, not kept for ever."""
+    with connection(hasty) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(1000):
+                client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        here = client.getsockname()
+        for _ in range(1000):
+            if here not in [other.client for other in list(hasty.server.server_state.connections)]:
+                return
+            time.sleep(0.02)
+        raise AssertionError("the server still waits")
+
+
+# ------------------------------------------------------------------------------------------------------------- number
+
+
+def test_idle_connections_give_way(patient: Running) -> None:
+    """More unfinished ones than there may be; whoever asks is answered, and the oldest idle one has gone."""
+    patient.http.close()
+    clients = []
+    try:
+        for number in range(20):
+            client = socket.create_connection(("127.0.0.1", int(patient.url.rpartition(":")[2])), timeout=30)
+            clients.append(client)
+            client.sendall(b"GET /health HTTP/1.1\r\nX: y" if number % 2 else b"")
+            assert ask(patient, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] == 200
+            assert len(patient.server.server_state.connections) <= PATIENT.connections + 1
+        for client in clients[:10]:
+            assert rest(client) == b""
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_connections_that_are_at_work_do_not(served: LLM) -> None:
+    limits = ConnectionLimits(connections=3)
+    with run_server(served, ServerOptions(model_name="tiny", body_timeout=60.0), limits) as server:
+        server.http.close()
+        workers = []
+        for _ in range(3):
+            client = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30)
+            head = POST + f"Content-Length: {len(BODY)}\r\nExpect: 100-continue\r\n\r\n".encode()
+            client.sendall(head)
+            assert client.recv(1000).startswith(b"HTTP/1.1 100 ")  # its head has been read
+            workers.append(client)
+        with connection(server) as client:
+            said = rest(client)
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        for client in workers:
+            client.sendall(BODY)
+            assert answer(client)[0] == 200
+            client.close()
+
+
+def test_the_system_must_allow_so_many() -> None:
+    code = (
+        "import resource; from forerun.serve.run import allow_files; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 900)); allow_files(500); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)); allow_files(1000)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stdout == "(628, 900)\n"
+    assert (
+        "1000 connections need 1128 open files and this process may have 900: lower --max-connections" in ended.stderr
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"head_bytes": 10}, {"head_timeout": 0.0}, {"connections": 0}])
+def test_limits_that_are_none(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be at least"):
+        ConnectionLimits(**wrong)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("GET /health HTTP/1.1\r\nHost: localhost\r\n", 200),
+        ("GET /health HTTP/1.1\r\nHost:  LocalHost.:8000\t\r\n", 200),
+        ("GET /health HTTP/1.1\r\nHost: [::1]:8000\r\n", 200),
+        ("GET /health HTTP/1.1\r\nHost: 127.0.0.1:\r\n", 200),
+        ("GET http://localhost:80/health HTTP/1.1\r\nHost: localhost\r\n", 200),
+        ("GET http://localhost/health HTTP/1.1\r\nHost: evil.example\r\n", 200),  # the URL's name counts
+        ("GET http://localhost/health?x=http://evil.example HTTP/1.1\r\nHost: localhost\r\n", 200),
+        ("GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n", 400),
+        ("GET /health HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\n", 400),
+        ("GET /health HTTP/1.1\r\nHost: localhost\r\nhOST: localhost\r\n", 400),
+        ("GET /health HTTP/1.1\r\n", 400),
+        ("GET /health HTTP/1.0\r\n", 403),
+        ("GET /health HTTP/1.0\r\nHost: localhost\r\n", 200),
+        ("GET /health HTTP/1.1\r\nHost: localhost:80@evil.example\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: localhost@evil.example\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: evil.example@localhost\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: localhost:evil.example\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: localhost/evil.example\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: localhost, evil.example\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: localhost evil.example\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: localhost%00.evil.example\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: [::1]evil.example\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: [::1].evil.example\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: [::1%evil.example]\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: 127.0.0.1%evil.example\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: localhost..\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: \r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: evil.example\r\nX-Forwarded-Host: localhost\r\n", 403),
+        ("GET /health HTTP/1.1\r\nHost: evil.example\r\nForwarded: host=localhost\r\n", 403),
+        ("GET http://evil.example/health HTTP/1.1\r\nHost: localhost\r\n", 403),
+        ("GET HTTP://evil.example:80/health HTTP/1.1\r\nHost: localhost\r\n", 403),
+        ("GET http://localhost@evil.example/health HTTP/1.1\r\nHost: localhost\r\n", 403),
+        ("GET http://evil.example?localhost HTTP/1.1\r\nHost: localhost\r\n", 400),
+        ("GET http://evil.example/health HTTP/1.0\r\n", 403),
+        ("CONNECT evil.example:443 HTTP/1.1\r\nHost: localhost\r\n", 400),
+        ("OPTIONS * HTTP/1.1\r\nHost: evil.example\r\n", 403),
+    ],
+)
+def test_the_name_that_a_request_is_sent_to(patient: Running, head: str, status: int) -> None:
+    with connection(patient) as client:
+        client.sendall(f"{head}Connection: close\r\n\r\n".encode())
+        said = rest(client)
+    assert int(said.split()[1]) == status, said
+    if status == 403:
+        assert b"does not answer to the name" in said
+
+
+def test_one_host_wherever_it_may_be_any(served: LLM) -> None:
+    with run_server(served, ServerOptions(model_name="tiny", allowed_hosts=None)) as public:
+        assert ask(public, b"GET /health HTTP/1.1\r\nHost: any.example\r\n\r\n")[0] == 200
+        assert ask(public, b"GET /health HTTP/1.0\r\n\r\n")[0] == 200
+        status, body = ask(public, b"GET /health HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n")
+        assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_host")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "http://localhost", "b\xfccher.example", "a@b", "[::1", "fe80::1%eth0"])
+def test_a_name_that_no_request_can_have_is_refused(name: str) -> None:
+    assert host_name(name) is None
+    with pytest.raises(ConfigError, match="is no name that a request may be sent to"):
+        ServerOptions(allowed_hosts=[name])
