@@ -12,6 +12,7 @@ if typing.TYPE_CHECKING:
     from forerun.core.tree import Draft, Verdict
     from forerun.engine.config import EngineConfig, SpeculativeConfig
     from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
+    from forerun.engine.logprobs import Logprob
     from forerun.engine.metrics import RequestMetrics
     from forerun.sampling.params import SamplingParams, StructuredOutputsParams
     from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
@@ -53,6 +54,7 @@ __all__ = [
     "DrafterConfig",
     "EngineConfig",
     "ForerunError",
+    "Logprob",
     "ModelError",
     "Needs",
     "NumericsError",
