@@ -30,6 +30,7 @@ _HOMES = {
     "DrafterConfig": "speculate.draft.base",
     "EngineConfig": "engine.config",
     "ForerunError": "core.errors",
+    "Logprob": "engine.logprobs",
     "ModelError": "core.errors",
     "Needs": "speculate.draft.base",
     "NumericsError": "core.errors",

@@ -57,6 +57,8 @@ def budget(given: int | None, utilization: float | None, device: torch.device) -
             stacklevel=2,
         )
         return given
+    import torch
+
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(utilization * total) - (total - free))
 
