@@ -12,6 +12,7 @@ if typing.TYPE_CHECKING:
     from forerun.core.tree import Draft, Verdict
     from forerun.engine.config import EngineConfig, SpeculativeConfig
     from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
+    from forerun.engine.logprobs import Logprob
     from forerun.engine.metrics import RequestMetrics
     from forerun.sampling.params import SamplingParams, StructuredOutputsParams
     from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
@@ -29,6 +30,7 @@ _HOMES = {
     "DrafterConfig": "speculate.draft.base",
     "EngineConfig": "engine.config",
     "ForerunError": "core.errors",
+    "Logprob": "engine.logprobs",
     "ModelError": "core.errors",
     "Needs": "speculate.draft.base",
     "NumericsError": "core.errors",
@@ -53,6 +55,7 @@ __all__ = [
     "DrafterConfig",
     "EngineConfig",
     "ForerunError",
+    "Logprob",
     "ModelError",
     "Needs",
     "NumericsError",

@@ -14,6 +14,8 @@ def edited(
 ) -> numpy.ndarray:
     """Bias, bans and penalties: what greedy requests take the argmax of."""
     values = numpy.array(logits, dtype=numpy.float64)
+    if params.allowed_token_ids:
+        values[[token for token in range(len(values)) if token not in params.allowed_token_ids]] = -numpy.inf
     for token, bias in (params.logit_bias or {}).items():
         values[token] += bias
     for word in params.bad_words_ids:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun import EngineConfig, SamplingParams, drafters
-from forerun.cli.main import run
+from forerun.cli.main import load, run
 from forerun.cli.options import field_comments, speculative_config
 from forerun.cli.trace import KINDS
 from forerun.core.errors import ConfigError
@@ -76,7 +76,7 @@ def test_json_is_the_contract_and_the_text_is_transformers_own(forerun, pair, ti
 
 
 def test_without_drafts_counts_are_zero_and_rates_null(forerun, pair):
-    _, out, _ = forerun("generate", PROMPT, *pair[:2], "--max-tokens", "5", "--json")
+    _, out, _ = forerun("generate", PROMPT, *pair[:2], "--spec-method", "none", "--max-tokens", "5", "--json")
     metrics = json.loads(out)["metrics"]
     assert (metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]) == (0, 0)
     assert (metrics["alpha"], metrics["draft_acceptance_rate"], metrics["mean_acceptance_length"]) == (None,) * 3
@@ -173,7 +173,7 @@ REFUSED = {
     "unknown rule": ["generate", "x", "--accept", "all"],
     "zero drafted tokens": ["generate", "x", "--spec-method", "ngram", "--spec-tokens", "0"],
     "given twice": ["generate", "x", "--speculative-config", '{"method": "ngram"}', "--spec-method", "suffix"],
-    "rule without a method": ["generate", "x", "--model", "forerun:target", "--accept", "token"],
+    "unknown rule without a method": ["generate", "x", "--model", "forerun:target", "--accept", "tokens"],
     "bad bias": ["generate", "x", "--logit-bias", '{"a": 1}'],
     "a trace of several answers": ["generate", "x", "--n", "2", "--trace-html", "page.html"],
     "a mode of nothing": ["generate", "x", "--logprobs-mode", "raw_logprobs"],
@@ -218,7 +218,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_model_runs(
 def test_errors_are_one_line_and_exit_code_2(forerun, case, tiny_target):
     arguments = REFUSED[case]
     if arguments[0] in ("generate", "bench", "check", "plan") and not {"--model", "--random-shape"} & set(arguments):
-        arguments = [*arguments, *(["--model", tiny_target] if case != "rule without a method" else [])]
+        arguments = [*arguments, *(["--model", tiny_target] if case != "unknown rule without a method" else [])]
     code, out, err = forerun(*arguments)
     assert code == 2
     assert out == ""
@@ -274,6 +274,25 @@ def test_help_is_plain_text(forerun, monkeypatch):
         assert "``" not in forerun(command, "--help")[1]
 
 
+COMMANDS = ["generate", "chat", "bench", "plan", "check", "serve", "train target", "train eagle"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_cuts_no_name_in_80_columns(forerun, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = forerun(*command.split(), "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\u2026" not in out
+    first, *rest = command.split()
+    found = load(first)
+    for name in rest:
+        found = found.commands[name]
+    names = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert len(names) > 10
+    assert {name for name in names if name.startswith("--") and not re.search(rf"{name}(?![\w-])", out)} == set()
+
+
 def test_help_names_every_engine_option_method_and_command(forerun, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     _, out, _ = forerun("generate", "--help")
@@ -310,9 +329,11 @@ def test_a_server_has_a_seed_for_requests_that_name_none(forerun, tiny_target, m
     assert (code, err) == (2, f"error: seed must be an integer from -2^63 to 2^64 - 1, not {2**64}\n")
 
 
-def test_the_bundled_pair_speculates_by_default_and_other_models_when_asked():
+def test_the_bundled_pair_speculates_by_default_and_other_models_from_the_text_as_far_as_it_pays():
     assert speculative_config({}, {}) == {"method": "draft_model"}
-    assert speculative_config({}, {"model": "folder"}) is None
+    assert speculative_config({}, {"model": "folder"}) == {"method": "ngram", "length": "adaptive"}
+    assert speculative_config({"accept": "token"}, {"model": "folder"}) == {"method": "ngram", "accept": "token"}
+    assert speculative_config({"spec_method": "none"}, {"model": "folder"}) == {"method": "none"}
     assert speculative_config({"spec_tokens": 2, "accept": "token"}, {}) == {
         "method": "draft_model",
         "num_speculative_tokens": 2,
@@ -324,6 +345,23 @@ def test_the_bundled_pair_speculates_by_default_and_other_models_when_asked():
     }
     with pytest.raises(ConfigError, match="--spec-tokens"):
         speculative_config({"speculative_config": {"num_speculative_tokens": 3}, "spec_tokens": 4}, {})
+
+
+def test_a_method_that_nobody_named_is_told(forerun, pair):
+    options = [*pair[:2], "--max-tokens", "24"]
+    lines = re.findall(r"^speculation +(.*)$", forerun("generate", PROMPT, *options)[1], re.MULTILINE)
+    assert len(lines) == 1
+    assert re.match(r"ngram, as no --spec-method was given(, \d+ rounds|: nothing was drafted in \d+ rounds)", lines[0])
+    assert "as no" not in forerun("generate", PROMPT, *options, "--spec-method", "ngram")[1]
+    assert "speculation" not in forerun("generate", PROMPT, *options, "--spec-method", "none")[1]
+
+
+def test_fewer_tokens_than_were_asked_for_are_told(forerun, pair):
+    short = ["generate", "x" * 100, *pair[:2], "--max-model-len", "120", "--ignore-eos", "--json"]
+    _, out, err = forerun(*short, "--max-tokens", "30")
+    assert json.loads(out)["completion_tokens"] == 20
+    assert re.fullmatch(r"warning: the answer ended after 20 tokens, before max_tokens 30: .* 120 tokens\n", err)
+    assert forerun(*short, "--max-tokens", "20")[2] == ""
 
 
 def test_help_texts_come_from_the_fields_comments():

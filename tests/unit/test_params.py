@@ -14,64 +14,68 @@ from forerun.speculate.accept import rules
 from forerun.speculate.accept.lenient import LenientConfig
 from forerun.speculate.accept.recursive import TreeRuleConfig
 
+OUT_OF_RANGE = [
+    ("n", 0),
+    ("n", 1.5),
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "hot"),
+    ("temperature", 1e39),
+    ("top_k", -2),
+    ("top_k", 2.0),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("seed", 1.0),
+    ("seed", True),
+    ("seed", -(2**63) - 1),
+    ("seed", 2**64),
+    ("max_tokens", 0),
+    ("min_tokens", -1),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", 1e-46),
+    ("repetition_penalty", 1e39),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", True),
+    ("logprobs", -1),
+    ("prompt_logprobs", -1),
+    ("stop", [""]),
+    ("stop", [3]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["a"]),
+    ("logit_bias", {"x": 1.0}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {1: math.nan}),
+    ("logit_bias", {1: 10**400}),
+    ("logit_bias", {1: math.inf}),
+    ("logit_bias", {1: 1e39}),
+    ("logit_bias", {1.7: 1.0}),
+    ("logit_bias", {True: 1.0}),
+    ("logit_bias", {" 1": 1.0}),
+    ("logit_bias", {"1_0": 1.0}),
+    ("logit_bias", {"01": 5.0, "1": -5.0}),
+    ("logit_bias", {1: 5.0, "1": 5.0}),
+    ("bad_words", [""]),
+    ("bad_words_ids", [1]),
+    ("bad_words_ids", [[]]),
+    ("bad_words_ids", [["a"]]),
+    ("bad_words_ids", [[-1]]),
+    ("bad_words_ids", "ab"),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", "ab"),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
+    ("include_stop_str_in_output", None),
+    ("ignore_eos", 1),
+    ("skip_special_tokens", "no"),
+]
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n", 0),
-        ("n", 1.5),
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", "hot"),
-        ("temperature", 1e39),
-        ("top_k", -2),
-        ("top_k", 2.0),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("seed", 1.0),
-        ("seed", True),
-        ("seed", -(2**63) - 1),
-        ("seed", 2**64),
-        ("max_tokens", 0),
-        ("min_tokens", -1),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", 1e-46),
-        ("repetition_penalty", 1e39),
-        ("presence_penalty", 2.1),
-        ("frequency_penalty", -2.1),
-        ("frequency_penalty", True),
-        ("logprobs", -1),
-        ("prompt_logprobs", -1),
-        ("stop", [""]),
-        ("stop", [3]),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", ["a"]),
-        ("logit_bias", {"x": 1.0}),
-        ("logit_bias", {-1: 1.0}),
-        ("logit_bias", {1: math.nan}),
-        ("logit_bias", {1: 10**400}),
-        ("logit_bias", {1: math.inf}),
-        ("logit_bias", {1: 1e39}),
-        ("logit_bias", {1.7: 1.0}),
-        ("logit_bias", {True: 1.0}),
-        ("logit_bias", {" 1": 1.0}),
-        ("logit_bias", {"1_0": 1.0}),
-        ("logit_bias", {"01": 5.0, "1": -5.0}),
-        ("logit_bias", {1: 5.0, "1": 5.0}),
-        ("bad_words", [""]),
-        ("bad_words_ids", [1]),
-        ("bad_words_ids", [[]]),
-        ("bad_words_ids", [["a"]]),
-        ("bad_words_ids", [[-1]]),
-        ("bad_words_ids", "ab"),
-        ("include_stop_str_in_output", None),
-        ("ignore_eos", 1),
-        ("skip_special_tokens", "no"),
-    ],
-)
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
 def test_out_of_range(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
         SamplingParams(**{name: value})
@@ -110,6 +114,16 @@ def test_a_temperature_below_the_bound_is_zero(temperature: float) -> None:
     assert SamplingParams(temperature=1e-5).temperature == 1e-5
     with pytest.raises(ConfigError, match="draft_temperature must be a number from 1e-05 to 1e"):
         SpeculativeConfig.parse({"method": "ngram", "counts_as_q": True, "draft_temperature": temperature})
+
+
+def test_a_clone_is_equal_and_may_differ_in_what_is_named() -> None:
+    params = SamplingParams(temperature=0.5, stop="a", allowed_token_ids=[3, 4, 3])
+    assert params.clone() == params
+    assert params.clone(temperature=0.7) == SamplingParams(temperature=0.7, stop="a", allowed_token_ids=(3, 4))
+    with pytest.raises(ConfigError, match="top_p"):
+        params.clone(top_p=3)
+    with pytest.raises(ConfigError, match="no field 'heat'"):
+        params.clone(heat=1)
 
 
 def test_defaults_are_off() -> None:

@@ -99,6 +99,14 @@ def write_file(path: Path, text: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
+def read_file(path: Path) -> str:
+    """Raises ConfigError where the file cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+
+
 def set_threads(count: int | None) -> None:
     if count is None:
         return

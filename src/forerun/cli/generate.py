@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,14 +15,13 @@ from rich.text import Text
 from forerun.cli import logprobs
 from forerun.cli import trace as tracing
 from forerun.cli.console import check_file, out, print_json, set_threads, warn, write_file
-from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, speculative_config, takes
+from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, names_method, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.memory import megabytes
 from forerun.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
-    from forerun.engine.logprobs import TokenLogprobs
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 128, "seed": 0}
 METRICS = (
@@ -65,6 +64,7 @@ def generate(
     text = read_prompt(prompt)
     from forerun.engine.llm import LLM
 
+    named = "model" not in engine or names_method(speculative)
     set_threads(threads)
     llm = LLM(**{**engine, "speculative_config": speculative_config(speculative, engine), "trace": True})
     answer = llm.generate([text], params, use_tqdm=False)[0]
@@ -72,22 +72,37 @@ def generate(
     for output in answer.outputs:
         if output.finish_reason == "error":
             raise RequestError(f"the generation failed: {output.stop_reason}")
-    if answer.metrics.draft_error is not None:
-        warn(f"the drafter failed, decoding went on without it: {answer.metrics.draft_error}")
-    if llm.engine.rule.lossless is False and llm.speculative.drafter is not None and llm.speculative.synthetic is None:
-        warn(f"rule {llm.speculative.accept} is not lossless: drafts may change what the model says")
-    elif not (llm.engine.rule.identity or llm.engine.policy.reproducible or params.greedy):
-        rule, policy = llm.speculative.accept, llm.speculative.length
-        warn(
-            f"rule {rule} with {policy} lengths, which follow the clock: the law is exact, but the seed repeats nothing"
-        )
+    for message in remarks(llm, answer, params):
+        warn(message)
     if trace_html is not None:
-        page = tracing.page(answer.outputs[0].trace or [], llm.tokenizer, text, facts(llm, answer))
+        page = tracing.page(answer.outputs[0].trace or [], llm.tokenizer, text, facts(llm, answer, named=named))
         write_file(trace_html, page)
     if as_json:
-        print_json(as_object(answer, llm.tokenizer))
+        print_json(as_object(answer, params))
     else:
-        show(out(), llm, answer, trace=trace, echo=prompt != "-")
+        show(out(), llm, answer, params, trace=trace, echo=prompt != "-", named=named)
+
+
+def remarks(llm: LLM, answer: RequestOutput, params: SamplingParams) -> Iterator[str]:
+    """What the user should know beside the answer, a line each."""
+    metrics, config = answer.metrics, llm.speculative
+    if metrics.draft_error is not None:
+        yield f"the drafter failed, decoding went on without it: {metrics.draft_error}"
+    if llm.engine.rule.lossless is False and config.drafter is not None and config.synthetic is None:
+        yield f"rule {config.accept} is not lossless: drafts may change what the model says"
+    elif not (llm.engine.rule.identity or llm.engine.policy.reproducible or params.greedy):
+        yield (
+            f"rule {config.accept} with {config.length} lengths, which follow the clock: the law is exact, but the "
+            "seed repeats nothing"
+        )
+    from forerun.engine.stop import LENGTH
+
+    cut = [len(output.token_ids) for output in answer.outputs if output.finish_reason == LENGTH]
+    if cut and params.max_tokens is not None and min(cut) < params.max_tokens:
+        yield (
+            f"the answer ended after {min(cut)} tokens, before max_tokens {params.max_tokens}: prompt and answer have "
+            f"room for {llm.engine.max_model_len} tokens"
+        )
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -103,7 +118,7 @@ def read_prompt(prompt: str | None) -> str:
     return text
 
 
-def as_object(answer: RequestOutput, tokenizer: Any) -> dict[str, Any]:
+def as_object(answer: RequestOutput, params: SamplingParams) -> dict[str, Any]:
     """What ``--json`` prints: the first answer's fields, and all answers as ``outputs`` where there are several."""
     found = answer.metrics.as_dict()
     metrics = {name: found[name] for name in METRICS}
@@ -112,7 +127,7 @@ def as_object(answer: RequestOutput, tokenizer: Any) -> dict[str, Any]:
     def one(output: CompletionOutput) -> dict[str, Any]:
         given: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids}
         if output.logprobs is not None:
-            given["logprobs"] = logprobs.as_objects(output.logprobs, tokenizer)
+            given["logprobs"] = logprobs.as_objects(output.token_ids, output.logprobs, params.logprobs or 0)
         return given | {"finish_reason": output.finish_reason}
 
     shown = one(answer.outputs[0]) | {
@@ -123,23 +138,26 @@ def as_object(answer: RequestOutput, tokenizer: Any) -> dict[str, Any]:
     if len(answer.outputs) > 1:
         shown["outputs"] = [one(output) for output in answer.outputs]
     if answer.prompt_logprobs is not None:
-        shown["prompt_logprobs"] = logprobs.as_objects(answer.prompt_logprobs, tokenizer)
+        ids, count = answer.prompt_token_ids, params.prompt_logprobs or 0
+        shown["prompt_logprobs"] = logprobs.as_objects(ids, answer.prompt_logprobs, count)
     return shown
 
 
-def facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:
-    """The figures below the text, by name."""
+def facts(llm: LLM, answer: RequestOutput, *, named: bool = True) -> dict[str, str]:
+    """The figures below the text, by name; ``named``: the user said who drafts, or runs the bundled pair."""
     metrics, count = answer.metrics, sum(len(output.token_ids) for output in answer.outputs)
     mode = "invariant" if llm.model.invariant else "not invariant"
     info = llm.model.info
     found = {"model": f"{info.name} ({info.path}, {mode}), {megabytes(info.weight_bytes)}"}
     rate = metrics.tokens_per_second
     found["speed"] = f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")
+    method = llm.speculative.method + ("" if named else ", as no --spec-method was given")
+    if llm.speculative.drafter is not None and not metrics.num_drafts:
+        found["speculation"] = f"{method}: nothing was drafted in {metrics.rounds} rounds"
     if metrics.num_drafts:
         share, alpha = metrics.draft_acceptance_rate or 0.0, metrics.alpha
         found["speculation"] = (
-            f"{llm.speculative.method}, {metrics.rounds} rounds, "
-            f"mean acceptance length {metrics.mean_acceptance_length:.2f}"
+            f"{method}, {metrics.rounds} rounds, mean acceptance length {metrics.mean_acceptance_length:.2f}"
         )
         if metrics.synthetic:
             found["synthetic"] = "drafts were accepted at given rates: this is not the model's text"
@@ -150,7 +168,16 @@ def facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:
     return found
 
 
-def show(console: Console, llm: LLM, answer: RequestOutput, *, trace: bool, echo: bool) -> None:
+def show(
+    console: Console,
+    llm: LLM,
+    answer: RequestOutput,
+    params: SamplingParams,
+    *,
+    trace: bool,
+    echo: bool,
+    named: bool,
+) -> None:
     """The texts, the figures, and one round or all of them."""
     rounds = answer.outputs[0].trace or []
     plain = tracing.plain_terminal(console)
@@ -161,8 +188,8 @@ def show(console: Console, llm: LLM, answer: RequestOutput, *, trace: bool, echo
         if echo and answer.prompt is not None:
             console.file.write(answer.prompt if plain else f"\x1b[2m{answer.prompt}\x1b[0m")
         console.file.write(f"{output.text}\n\n")  # not through rich, which would expand tabs
-    show_logprobs(console, llm.tokenizer, answer)
-    found = facts(llm, answer)
+    show_logprobs(console, llm.tokenizer, answer, params)
+    found = facts(llm, answer, named=named)
     width = max(map(len, found))
     for name, value in found.items():
         console.print(Text(f"{name:<{width}}  {value}"), soft_wrap=True)
@@ -179,14 +206,14 @@ def show(console: Console, llm: LLM, answer: RequestOutput, *, trace: bool, echo
         console.print(Text.assemble(" " * (width + 2), Text("  ").join(key), "  (all rounds: --trace)"), soft_wrap=True)
 
 
-def show_logprobs(console: Console, tokenizer: Any, answer: RequestOutput) -> None:
+def show_logprobs(console: Console, tokenizer: Any, answer: RequestOutput, params: SamplingParams) -> None:
     """The prompt's and the answers', as far as they were asked for."""
-    tables: list[tuple[str, Seq[int], Seq[TokenLogprobs | None] | None]]
-    tables = [("prompt", answer.prompt_token_ids, answer.prompt_logprobs)]
+    tables: list[tuple[str, Seq[int], Seq[logprobs.Position | None] | None, int | None]]
+    tables = [("prompt", answer.prompt_token_ids, answer.prompt_logprobs, params.prompt_logprobs)]
     for output in answer.outputs:
         name = "answer" if len(answer.outputs) == 1 else f"answer {output.index + 1}"
-        tables.append((name, output.token_ids, output.logprobs))
-    for name, tokens, found in tables:
+        tables.append((name, output.token_ids, output.logprobs, params.logprobs))
+    for name, tokens, found, count in tables:
         if found is not None:
-            text = "\n".join(logprobs.lines(tokens, found, tokenizer))
+            text = "\n".join(logprobs.lines(tokens, found, count or 0, tokenizer))
             console.file.write(f"log-probabilities, {name}\n{text}\n\n")

@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.engine.logprobs import TokenLogprobs
+    from forerun.engine.logprobs import Logprob
+
+Position = Mapping[int, "Logprob"]
 
 
-def as_objects(found: Seq[TokenLogprobs | None], tokenizer: Any) -> list[dict[str, Any] | None]:
+def likeliest(item: Position, count: int) -> dict[int, Logprob]:
+    """Those that were asked for: the token itself is there even if it is not among them."""
+    ranked = sorted(item.items(), key=lambda pair: pair[1].rank)
+    return dict(pair for pair in ranked if pair[1].rank <= count)
+
+
+def as_objects(tokens: Seq[int], found: Seq[Position | None], count: int) -> list[dict[str, Any] | None]:
     """What ``--json`` prints of them; null for the prompt's first token, which nothing comes before. A token that
     cannot come has ``LOWEST``, as over HTTP."""
 
     from forerun.engine.logprobs import finite
 
-    def one(item: TokenLogprobs) -> dict[str, Any]:
-        top = [{"token": t, "text": tokenizer.decode([t]), "logprob": finite(value)} for t, value in item.top.items()]
-        own = {"token": item.token, "text": tokenizer.decode([item.token]), "logprob": finite(item.logprob)}
-        return own | {"rank": item.rank, "top": top}
+    def one(token: int, value: Logprob) -> dict[str, Any]:
+        return {"token": token, "text": value.decoded_token, "logprob": finite(value.logprob)}
 
-    return [None if item is None else one(item) for item in found]
+    def whole(token: int, item: Position) -> dict[str, Any]:
+        top = [one(*pair) for pair in likeliest(item, count).items()]
+        return one(token, item[token]) | {"rank": item[token].rank, "top": top}
+
+    return [None if item is None else whole(token, item) for token, item in zip(tokens, found)]
 
 
-def lines(tokens: Seq[int], found: Seq[TokenLogprobs | None], tokenizer: Any) -> Iterator[str]:
+def lines(tokens: Seq[int], found: Seq[Position | None], count: int, tokenizer: Any) -> Iterator[str]:
     """A token a line: its text, log-probability and rank, and the likeliest ones."""
-
-    def text(token: int) -> str:
-        return repr(tokenizer.decode([token]))
-
-    width = max((len(text(token)) for token in tokens), default=0)
-    for token, item in zip(tokens, found):
+    texts = [repr(tokenizer.decode([token])) for token in tokens]
+    width = max(map(len, texts), default=0)
+    for token, text, item in zip(tokens, texts, found):
         if item is None:
-            yield f"  {text(token):<{width}}        -"
+            yield f"  {text:<{width}}        -"
             continue
-        top = "  ".join(f"{text(other)} {value:.2f}" for other, value in item.top.items())
-        yield f"  {text(token):<{width}}  {item.logprob:7.2f}  rank {item.rank:<6d} {top}".rstrip()
+        top = "  ".join(f"{each.decoded_token!r} {each.logprob:.2f}" for each in likeliest(item, count).values())
+        yield f"  {text:<{width}}  {item[token].logprob:7.2f}  rank {item[token].rank:<6d} {top}".rstrip()

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import forerun
 from forerun.cli.console import one_line, quiet
+from forerun.cli.help import PlainHelp
 from forerun.core.errors import ForerunError
 
 
@@ -28,6 +29,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "generate": Command("generate:generate", "Continue a text."),
+    "chat": Command("chat:chat", "Talk with a model in the terminal; /help there lists what can be done."),
     "fetch": Command("fetch:fetch_command", 'Bring a model to this machine, for --model NAME and LLM("NAME").'),
     "bench": Command("bench:bench", "Measure methods against plain decoding, predicted beside measured."),
     "plan": Command(
@@ -38,7 +40,7 @@ COMMANDS = {
     "serve": Command("serve:serve", "Answer OpenAI's API over HTTP; the playground is at /."),
     "train": Command("train:app", "Train a target, or what speculates for it."),
 }
-WITH_KEYS = ("generate", "bench", "serve")
+WITH_KEYS = ("generate", "chat", "bench", "serve")
 """Commands that take ``--speculative-config``."""
 
 
@@ -49,7 +51,7 @@ def load(name: str) -> Any:
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    alone.command(name, epilog=keys() if name in WITH_KEYS else None)(found)
+    alone.command(name, cls=PlainHelp, epilog=keys() if name in WITH_KEYS else None)(found)
     return typer.main.get_command(alone)
 
 

@@ -39,6 +39,8 @@ SAMPLING_HELP = {
     "presence_penalty": "subtracted once from tokens of the answer",
     "frequency_penalty": "subtracted per occurrence in the answer",
     "logit_bias": 'added to logits, as JSON: {"token id": value}',
+    "allowed_token_ids": "only these token ids may come (repeatable)",
+    "truncate_prompt_tokens": "read only so many of the prompt's last tokens; -1: as many as leave room for the answer",
     "bad_words": "text that must not appear, with or without a space before it (repeatable)",
     "structured_outputs": "what the answer must look like, as JSON: one of json, regex, choice, grammar, json_object",
     "skip_special_tokens": "leave special tokens out of the text",
@@ -196,11 +198,12 @@ SAMPLING = Flags(
         defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
     ),
 )
+DEFAULTS = "draft_model for the bundled pair, else ngram with adaptive lengths"
 SPECULATIVE = Flags(
     "speculative",
     [
         Flag("speculative_config", str, "all options of speculation as JSON, vLLM's keys", None, "Speculation", True),
-        Flag("spec_method", str, f"who drafts: {', '.join([NONE, *drafters])}", "draft_model", "Speculation"),
+        Flag("spec_method", str, f"who drafts: {', '.join([NONE, *drafters])}", DEFAULTS, "Speculation"),
         Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation"),
         Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation"),
         Flag("accept", str, f"acceptance rule: {', '.join(rules)}", "coupled", "Speculation"),
@@ -209,9 +212,10 @@ SPECULATIVE = Flags(
 )
 
 
-def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``speculative_config`` from JSON and shorthands. The bundled pair speculates by default; another model does
-    when asked. Raises ConfigError for a key that is given twice with different values."""
+def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
+    """``speculative_config`` from JSON and shorthands. Where no method is named, the bundled pair drafts with its draft
+    model, and another model from the text itself (``ngram``), as far as it pays if that changes no token. Raises
+    ConfigError for a key that is given twice with different values."""
     config = dict(given.get("speculative_config") or {})
     names = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
     for flag in ("spec_method", "spec_model", "spec_tokens", "accept", "length"):
@@ -222,8 +226,15 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
             option = flag.replace("_", "-")
             raise ConfigError(f"{key} is {config[key]!r} in --speculative-config and {value!r} in --{option}")
     if "method" not in config and "model" not in config:
-        if "model" not in engine:
-            config["method"] = "draft_model"
-        elif config:
-            raise ConfigError(f"{sorted(config)[0]!r} is an option of speculation: add --spec-method or --spec-model")
-    return config or None
+        config["method"] = "ngram" if "model" in engine else "draft_model"
+        if "model" in engine and rules[config.get("accept", "coupled")].identity:
+            config.setdefault("length", "adaptive")
+    return config
+
+
+def names_method(given: Mapping[str, Any]) -> bool:
+    """Whether the flags say who drafts."""
+    config = given.get("speculative_config") or {}
+    return any(key in given for key in ("spec_method", "spec_model")) or any(
+        key in config for key in ("method", "model")
+    )

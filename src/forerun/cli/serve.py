@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.console import all_but_one, out, set_threads, warn
-from forerun.cli.options import SERVED, SPECULATIVE, parse_json, speculative_config, takes
+from forerun.cli.console import all_but_one, out, read_file, set_threads, warn
+from forerun.cli.options import SERVED, SPECULATIVE, names_method, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.memory import megabytes
 from forerun.speculate.names import rules
@@ -87,7 +87,7 @@ def serve(
     options = ServerOptions(
         api_key=_key(api_key),
         allowed_hosts=[host.partition("%")[0], *(allowed_host or [])] if local or allowed_host else None,
-        chat_template=None if chat_template is None else _read(chat_template),
+        chat_template=None if chat_template is None else read_file(chat_template),
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
     )
@@ -117,20 +117,14 @@ def _facts(llm: LLM) -> str:
 
 def _drafters(
     speculative: Mapping[str, Any], engine: Mapping[str, Any], others: list[str]
-) -> list[dict[str, Any]] | dict[str, Any] | None:
+) -> list[dict[str, Any]] | dict[str, Any]:
     """Every drafter's config; the others take rule and length policy from the first. Drafts go as far as they pay where
     that changes no token."""
     first = speculative_config(speculative, engine)
-    if first is not None and rules[first.get("accept", "coupled")].identity:
+    if rules[first.get("accept", "coupled")].identity:
         first = {"length": "adaptive", **first}
     if not others:
         return first
-    shared = {key: value for key, value in (first or {}).items() if key in ("accept", "length")}
-    return ([first] if first else []) + [{**shared, **parse_json("also_draft", text)} for text in others]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+    shared = {key: value for key, value in first.items() if key in ("accept", "length")}
+    listed = [{**shared, **parse_json("also_draft", text)} for text in others]
+    return [first, *listed] if names_method(speculative) or "model" not in engine else listed

@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from forerun.cli.help import PlainHelp
 from forerun.cli.options import Flags, flags_of, takes
 from forerun.core.errors import ConfigError
 from forerun.train.config import (
@@ -75,20 +76,20 @@ def command(
     return start
 
 
-app.command("target")(
+app.command("target", cls=PlainHelp)(
     command(
         TargetConfig,
         "target:train_target",
         "Train a small language model and its tokenizer from a folder of text files.",
     )
 )
-app.command("draft_model")(
+app.command("draft_model", cls=PlainHelp)(
     command(
         DistillConfig, "distill:train_draft_model", "Distil a draft model from a target, the bundled one by default."
     )
 )
 for head in HEAD_NAMES:
-    app.command(head)(
+    app.command(head, cls=PlainHelp)(
         command(
             HeadTrainConfig,
             "heads:train_head",
@@ -97,7 +98,7 @@ for head in HEAD_NAMES:
             method=head,
         )
     )
-app.command("medusa2")(
+app.command("medusa2", cls=PlainHelp)(
     command(
         JointConfig,
         "joint:train_joint",

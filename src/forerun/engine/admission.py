@@ -18,6 +18,7 @@ def admit(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingPa
         banned = tuple(sorted({*banned, *_bad_words(params.bad_words, tokenizer)}))
     named = {
         "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
         "stop_token_ids": params.stop_token_ids or (),
         "bad_words": [token for word in banned for token in word],
     }
@@ -31,6 +32,14 @@ def admit(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingPa
     if (banned, top_k) == (params.bad_words_ids, params.top_k):
         return params
     return replace(params, bad_words_ids=banned, top_k=top_k)
+
+
+def truncated(prompt: Seq[int], params: SamplingParams, max_model_len: int) -> Seq[int]:
+    """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""
+    count = params.truncate_prompt_tokens
+    if count == -1:
+        count = max(1, max_model_len - (params.max_tokens or 1))
+    return prompt if count is None else prompt[-count:]
 
 
 def _bad_words(words: Seq[str], tokenizer: Any) -> set[tuple[int, ...]]:

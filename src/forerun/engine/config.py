@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from forerun.speculate.draft.base import DrafterConfig
 
 NONE = "none"
+METHODS = {"eagle3": "eagle"}
+"""vLLM's names of methods, where ours are others."""
+LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
+"""With these, vLLM's ``ngram`` is our ``prompt_lookup``."""
+INSTEAD = {
+    "speculative_token_tree": "'tree', children per node at each depth: [4, 2, 1]",
+    "disable_by_batch_size": "'length': 'adaptive', which drafts as far as it pays at the present load",
+    "rejection_sample_method": "'accept', the rule: 'token' is Leviathan et al.'s",
+    "draft_sample_method": "'draft_temperature'",
+    "parallel_drafting": "'method': 'parallel'",
+    "draft_tensor_parallel_size": "leave it out: one process computes",
+    "disable_padded_drafter_batch": "leave it out: batches are ragged",
+    "revision": "the folder of that revision as 'model'",
+}
+"""What does the work of vLLM's other keys."""
 QUANTIZATION_HELP = (
     f"the target's weights in 8 bits: {', '.join(reversed(CPU_KINDS))} (not invariant) on CPU, "
     f"{', '.join(GPU_KINDS)} on GPU; {UNQUANTIZED}: as they are"
@@ -26,7 +41,8 @@ QUANTIZATION_HELP = (
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """A parsed ``speculative_config``: vLLM's keys, plus ``accept`` (a rule) and ``length`` (a policy).
+    """A parsed ``speculative_config``: vLLM's keys, plus ``accept`` (a rule) and ``length`` (a policy). ``eagle3`` is
+    ``eagle``, and ``ngram`` with vLLM's ``prompt_lookup_max`` or ``prompt_lookup_min`` is ``prompt_lookup``.
 
     Raises ConfigError for an unknown method, rule or policy, and for a key that belongs to another method.
     """
@@ -58,6 +74,14 @@ class SpeculativeConfig:
 
         rest = dict(options)
         method = rest.pop("method", None)
+        method = METHODS.get(method, method) if isinstance(method, str) else method
+        if method == "ngram" and any(key in rest for key in LOOKUP_KEYS):
+            method = "prompt_lookup"
+        if rest.get("draft_tensor_parallel_size") == 1:
+            del rest["draft_tensor_parallel_size"]
+        for key in rest:
+            if key in INSTEAD:
+                raise ConfigError(f"speculative_config has no key {key!r} here; instead: {INSTEAD[key]}")
         if method is None:
             method = "draft_model" if "model" in rest else None
         if method is None:
@@ -136,6 +160,9 @@ class EngineConfig:
         default=None,
         metadata={"help": "bytes (or 2GiB) of all KV caches together; none: enough for all, as far as memory goes"},
     )
+    gpu_memory_utilization: float | None = field(
+        default=None, metadata={"help": "share of a GPU's memory for weights and KV caches together, above 0 to 1"}
+    )
     prefix_caching: bool | None = field(
         default=None, metadata={"help": "reuse the KV of prompts that begin alike; on by default with page_size"}
     )
@@ -170,6 +197,11 @@ class EngineConfig:
             )
         if self.kv_cache_memory is not None and self.num_pages is not None:
             raise ConfigError("kv_cache_memory and num_pages both size the KV caches: give one of them")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
+        if share is not None and (self.kv_cache_memory is not None or self.num_pages is not None):
+            raise ConfigError("gpu_memory_utilization sizes the KV caches, as kv_cache_memory or num_pages: give one")
         if self.prefix_caching and self.page_size is None:
             raise ConfigError("prefix_caching shares pages: set page_size, to 16 for example")
         _ = self.kv_cache_bytes, self.grammar_bytes

@@ -17,11 +17,11 @@ from forerun.core.errors import ConfigError, ContextLengthError, RequestError, s
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-from forerun.engine.admission import admit
+from forerun.engine.admission import admit, truncated
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.logprobs import TokenLogprobs, emitted_logprobs, prompt_logprobs
-from forerun.engine.memory import share
+from forerun.engine.memory import budget, share
 from forerun.engine.metrics import EngineStats, RequestMetrics
 from forerun.engine.scheduler import Pace, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
@@ -114,7 +114,8 @@ class Engine:
             page_size=self.config.page_size,
             slack=self.max_nodes,
         )
-        share([cache.pool, *self.router.pools()], self.config.kv_cache_bytes, self.config.num_pages)
+        memory = budget(self.config.kv_cache_bytes, self.config.gpu_memory_utilization, model.info.device)
+        share([cache.pool, *self.router.pools()], memory, self.config.num_pages)
         if self.config.max_model_len is None:
             self.max_model_len = min(self.max_model_len, cache.pool.num_tokens)
         self.target = Target(model, cache, self.router.hidden)
@@ -170,6 +171,7 @@ class Engine:
         ``method`` chooses among the loaded drafters (None: the first); ``max_draft`` bounds this request's drafted
         tokens per round; ``trace`` records its rounds. Lower values of ``priority`` go first, within bounds.
         """
+        prompt = truncated(prompt, params, self.max_model_len)
         params = self._check(prompt, params)
         drafter = self._choose(method, max_draft) if speculate else None
         wanted = params.grammar

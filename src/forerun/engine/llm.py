@@ -16,7 +16,8 @@ from forerun.core.errors import ConfigError, RequestError, shown
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine, Job, Update
 from forerun.engine.interrupts import Interrupts
-from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.keywords import understood
+from forerun.engine.logprobs import Logprob, by_token
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.progress import ProgressBar
 from forerun.engine.trace import TraceRound
@@ -38,7 +39,10 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: str | int | None = None
     """The stop string or token id that ended it; an error's text where ``finish_reason`` is ``error``."""
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    """By token id, for each token: its own, then the likeliest ones' (``SamplingParams.logprobs`` of them)."""
+    cumulative_logprob: float | None = None
+    """The sum over the answer's tokens, where ``logprobs`` were asked for."""
     trace: list[TraceRound] | None = None
 
 
@@ -50,7 +54,11 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """As ``CompletionOutput.logprobs``; None for the first token, which nothing comes before."""
+    request_id: str = ""
+    """A number that no other request of the same ``LLM`` has."""
+    finished: bool = True
 
 
 class LLM:
@@ -58,7 +66,10 @@ class LLM:
 
     ``model`` is a folder, a hub id or a fetched model's name (default: the bundled target). ``speculative_config`` has
     vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None decodes plainly. Other
-    keywords are the fields of ``EngineConfig``. Raises ForerunError subclasses for what cannot be loaded or honoured.
+    keywords are the fields of ``EngineConfig``, or vLLM's: ``block_size``, ``enable_prefix_caching``, ``revision`` and
+    ``download_dir`` mean what they mean there, ``tensor_parallel_size=1``, ``enforce_eager``,
+    ``trust_remote_code=False`` and their like say what is so anyway, and others are refused with what to do instead.
+    Raises ForerunError subclasses for what cannot be loaded or honoured.
 
     Threads may share one: their calls wait for each other, and each has the engine to itself while it runs. Prompts
     that are to be decoded together belong in one call; requests that come and go belong to ``AsyncEngine``, which an
@@ -72,7 +83,7 @@ class LLM:
         speculative_config: Mapping[str, Any] | SpeculativeConfig | Seq[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.from_options({"model": str(model), **options})
+        self.config = EngineConfig.from_options(understood({"model": str(model), **options}))
         speculative = SpeculativeConfig.parse_all(speculative_config)
         self.speculative = speculative[0]
         config = self.config
@@ -118,30 +129,32 @@ class LLM:
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
         *,
+        priority: Seq[int] | None = None,
         speculate: bool = True,
         on_update: Callable[[Update], None] | None = None,
-        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt, in order; ``max_num_seqs`` are decoded at a time.
 
-        ``sampling_params`` is one for all prompts or a list of one each. ``speculate=False`` decodes these prompts
-        plainly, for comparison. ``on_update`` sees every round's new tokens. ``use_tqdm`` shows a bar of the answers on
-        standard error; None shows it where that is a terminal. Nothing is started unless every
-        prompt is valid. Whatever ends it early, an interrupt included, leaves the engine empty; interrupts wait for
-        the end of a round.
+        ``sampling_params`` is one for all prompts or a list of one each. ``use_tqdm`` shows a bar of the answers on
+        standard error; None shows it where that is a terminal. ``priority``: one number per prompt, lower ones go
+        first. ``speculate=False`` decodes these prompts plainly, for comparison. ``on_update`` sees every round's new
+        tokens. Nothing is started unless every prompt is valid. Whatever ends it early, an interrupt included, leaves
+        the engine empty; interrupts wait for the end of a round.
         """
         batch = _batch(prompts)
         params = self._params(sampling_params, len(batch))
         if sys.stderr.isatty() if use_tqdm is None else use_tqdm:
             with ProgressBar(sum(item.n for item in params), on_update) as bar:
-                return self.generate(batch, params, speculate=speculate, on_update=bar, use_tqdm=False)
+                return self.generate(batch, params, False, priority=priority, speculate=speculate, on_update=bar)
+        turns = _priorities(priority, len(batch))
         requests: list[list[Job]] = []
         with self._alone(), Interrupts() as interrupts:
             encoded = [self.encode(prompt) for prompt in batch]
             try:
-                for (_, ids), options in zip(encoded, params):
-                    requests.append(self.engine.add(ids, options, speculate=speculate))
+                for (_, ids), options, turn in zip(encoded, params, turns):
+                    requests.append(self.engine.add(ids, options, speculate=speculate, priority=turn))
                 with torch.inference_mode():  # entered once, not in every step
                     while self.engine.busy:
                         updates = self.engine.step()
@@ -152,7 +165,7 @@ class LLM:
                 for job in [job for jobs in requests for job in jobs]:
                     self.engine.abort(job)
                 raise
-            return [self._output(text, ids, jobs) for (text, ids), jobs in zip(encoded, requests)]
+            return [self._output(text, jobs) for (text, _), jobs in zip(encoded, requests)]
 
     def chat(
         self,
@@ -221,10 +234,11 @@ class LLM:
             raise ConfigError(f"{len(several)} sampling_params for {count} prompts: give one, or one each")
         return several
 
-    def _output(self, text: str | None, ids: list[int], jobs: list[Job]) -> RequestOutput:
-        outputs = []
+    def _output(self, text: str | None, jobs: list[Job]) -> RequestOutput:
+        outputs, sequence = [], jobs[0].sequence
         for job in jobs:
             assert job.finish is not None
+            logprobs = job.logprobs if sequence.params.logprobs is not None else None
             outputs.append(
                 CompletionOutput(
                     index=job.index,
@@ -232,13 +246,27 @@ class LLM:
                     token_ids=job.output_ids,
                     finish_reason=job.finish.reason,
                     stop_reason=job.finish.stopped_by,
-                    logprobs=job.logprobs if job.sequence.params.logprobs is not None else None,
+                    logprobs=None if logprobs is None else [by_token(item, self.tokenizer) for item in logprobs],
+                    cumulative_logprob=None if logprobs is None else sum(item.logprob for item in logprobs),
                     trace=job.trace if self.config.trace else None,
                 )
             )
+        asked = jobs[0].prompt_logprobs
         return RequestOutput(
-            text, ids, outputs, RequestMetrics.merged([job.metrics for job in jobs]), jobs[0].prompt_logprobs
+            text,
+            sequence.tokens[: sequence.num_prompt],
+            outputs,
+            RequestMetrics.merged([job.metrics for job in jobs]),
+            None if asked is None else [by_token(item, self.tokenizer) if item else None for item in asked],
+            str(sequence.id),
         )
+
+
+def _priorities(given: Seq[int] | None, count: int) -> list[int]:
+    several = [0] * count if given is None else list(given)
+    if len(several) != count or any(not isinstance(value, int) for value in several):
+        raise ConfigError(f"priority must list one integer for each of the {count} prompts, not {given!r}")
+    return several
 
 
 def _batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,22 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """vLLM's: a log-probability (natural log), the token's rank (1: the likeliest), and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+def by_token(item: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
+    """One position as vLLM gives it: by id, the token itself first, then the likeliest ones."""
+    ranked = [(token, value, rank) for rank, (token, value) in enumerate(item.top.items(), start=1)]
+    ordered = [(item.token, item.logprob, item.rank), *(each for each in ranked if each[0] != item.token)]
+    return {token: Logprob(value, rank, tokenizer.decode([token])) for token, value, rank in ordered}
 
 
 def finite(value: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,23 @@ def spare_bytes(device: torch.device) -> int | None:
     return int(found[1]) * 1024 // 2 if found is not None else None
 
 
+def budget(given: int | None, utilization: float | None, device: torch.device) -> int | None:
+    """Bytes for the KV caches: those given, or, of a GPU, its share less what is in use. None: as ``spare_bytes``."""
+    if utilization is None:
+        return given
+    if device.type != "cuda":
+        warnings.warn(
+            "gpu_memory_utilization says nothing where the model is not on a GPU: kv_cache_memory bounds the KV caches",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return given
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(utilization * total) - (total - free))
+
+
 def share(pools: Seq[Pool], budget: int | None, num_pages: int | None) -> None:
     """Give every pool the same number of pages, hence of tokens: ``num_pages``, or as many as ``budget`` bytes (None:
     ``spare_bytes``) pay for in all of them; none gets more than it has, which is enough for everybody. Raises
@@ -57,7 +75,7 @@ def share(pools: Seq[Pool], budget: int | None, num_pages: int | None) -> None:
     if num_pages is not None and num_pages < 1:
         raise ConfigError(
             f"{budget} bytes for KV caches are less than one page of every one of them ({each} bytes): raise "
-            "kv_cache_memory, lower max_model_len, or set page_size to a smaller one"
+            "kv_cache_memory or gpu_memory_utilization, lower max_model_len, or set page_size to a smaller one"
         )
     for pool in pools:
         if num_pages is not None and num_pages < pool.num_pages:

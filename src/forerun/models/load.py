@@ -33,12 +33,18 @@ DTYPES = {
 }
 BUNDLED = "forerun:"
 PATHS = ("auto", "native", "hf")
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""What is downloaded of a checkpoint."""
 
 
-def resolve(path_or_id: str | Path) -> Path:
+def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The checkpoint's folder: a local one, a bundled one (``forerun:target``), a fetched one (``smollm2``; a folder of
-    that name is ``./smollm2``), or a hub download (config, tokenizer and safetensors only). Raises ModelError."""
+    that name is ``./smollm2``), or a hub download (config, tokenizer and safetensors only), of a ``revision`` and to a
+    folder where those are given. Raises ModelError, and ConfigError for a revision of what is here already."""
     text = str(path_or_id)
+    here = text.startswith(BUNDLED) or text in SOURCES or Path(text).expanduser().is_dir()
+    if here and (revision or download_dir):
+        raise ConfigError(f"revision and download_dir are for models of the hub; {text} is here: leave them out")
     if text.startswith(BUNDLED):
         return pretrained.path(text.removeprefix(BUNDLED))
     if text in SOURCES:
@@ -51,14 +57,14 @@ def resolve(path_or_id: str | Path) -> Path:
     if not folder.is_dir():
         if folder.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
             raise ModelError(f"no checkpoint folder at {text}")
-        folder = _download(text)
+        folder = _download(text, revision, download_dir)
     checkpoint.check_kind(folder)
     return folder
 
 
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None, download_dir: str | None) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+        return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(f"no folder {name!r} here, and the hub has no such model or cannot be reached: "
                          f"{one_line(error)}") from error  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from json import dumps
 from numbers import Integral
@@ -128,8 +128,8 @@ def _structured(given: Mapping[str, Any] | StructuredOutputsParams | None) -> St
 class SamplingParams:
     """How to sample one request. Every option works under speculation.
 
-    Order of the transforms, as in vLLM: logit bias, bad words and min_tokens; penalties (repetition over prompt
-    and output, presence and frequency over output); temperature; min-p; top-k; top-p. ``temperature`` 0 is
+    Order of the transforms, as in vLLM: allowed ids, logit bias, bad words and min_tokens; penalties (repetition over
+    prompt and output, presence and frequency over output); temperature; min-p; top-k; top-p. ``temperature`` 0 is
     greedy, and so is one below 1e-5, which is stored as 0.0. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh
     one; others have 64 bits, from -2^63 to 2^64 - 1, a negative one standing for itself plus 2^64. Raises ConfigError
     for a value out of range.
@@ -151,11 +151,15 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    """The only ids that may come; None: all. The end of the text is not among them unless it is named."""
     bad_words: Sequence[str] | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear; the engine, which has the tokenizer, adds those of ``bad_words``."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    """Read only so many of the prompt's last tokens; -1: as many as leave room for ``max_tokens`` (None: for one)."""
     skip_special_tokens: bool = True
     structured_outputs: Mapping[str, Any] | StructuredOutputsParams | None = None
     """What the answer must look like; a mapping of ``StructuredOutputsParams``' fields will do."""
@@ -178,6 +182,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0)
+        if self.truncate_prompt_tokens not in (None, -1):
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {shown(getattr(self, name))}")
@@ -191,6 +197,13 @@ class SamplingParams:
         ids = _tuple("stop_token_ids", self.stop_token_ids)
         for token in ids:
             _integer("stop_token_ids", token, 0)
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            allowed = tuple(dict.fromkeys(_tuple("allowed_token_ids", allowed)))
+            for token in allowed:
+                _integer("allowed_token_ids", token, 0)
+            if not allowed:
+                raise ConfigError("allowed_token_ids is empty, so that no token may come: name some, or leave it out")
         object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         words = _tuple("bad_words", self.bad_words)
         if any(not isinstance(word, str) or not word for word in words):
@@ -207,6 +220,7 @@ class SamplingParams:
             ("stop", stop),
             ("stop_token_ids", ids),
             ("logit_bias", _bias(self.logit_bias or {}) or None),
+            ("allowed_token_ids", allowed),
             ("bad_words", words),
             ("bad_words_ids", banned),
         ]
@@ -230,13 +244,22 @@ class SamplingParams:
     @cached_property
     def edits(self) -> bool:
         """Whether raw logits are changed before the temperature."""
-        if self.penalised or self.logit_bias or self.bad_words_ids:
+        if self.penalised or self.logit_bias or self.bad_words_ids or self.allowed_token_ids:
             return True
         return self.min_tokens > 0 or self.structured_outputs is not None
 
     @cached_property
     def filters(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy, with other values for some fields: the fields themselves do not change. Raises ConfigError."""
+        unknown = set(changes) - set(self.names())
+        if unknown:
+            raise ConfigError(
+                f"SamplingParams has no field {sorted(unknown)[0]!r}: there are {', '.join(self.names())}"
+            )
+        return replace(self, **changes)
 
     @classmethod
     def names(cls) -> list[str]:

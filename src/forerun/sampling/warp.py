@@ -74,7 +74,7 @@ def _restrict(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
 
 
 def edit(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
-    """Logit bias, bans, penalties and grammars, for the rows whose requests ask for them."""
+    """Allowed ids, logit bias, bans, penalties and grammars, for the rows whose requests ask for them."""
     for i, row in enumerate(rows):
         params = row.sequence.params
         if params.edits:
@@ -107,6 +107,10 @@ def _constrain(logits: torch.Tensor, rows: Seq[Row]) -> None:
 
 def _bias_and_ban(logits: torch.Tensor, row: Row) -> None:
     sequence, params = row.sequence, row.sequence.params
+    if params.allowed_token_ids:
+        ids = torch.tensor([t for t in params.allowed_token_ids if t < logits.shape[0]], device=logits.device)
+        kept = logits[ids]
+        logits.fill_(NEG_INF)[ids] = kept
     if params.logit_bias:
         ids = torch.tensor([t for t in params.logit_bias if t < logits.shape[0]], device=logits.device)
         values = [params.logit_bias[int(t)] for t in ids.tolist()]

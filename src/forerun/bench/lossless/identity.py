@@ -26,7 +26,7 @@ MIXES: tuple[dict[str, Any], ...] = (
     {"min_p": 0.05, "logit_bias": {7: 1.0, 11: -5.0}},
     {"bad_words": ["self", "e", "return"]},
     {"logprobs": 3, "top_p": 0.95},
-    {"n": 2, "top_k": 50},
+    {"n": 2, "top_k": 50, "allowed_token_ids": range(3, 60)},
     {"stop": ["):", "\n\n"], "min_tokens": 4},
     {"frequency_penalty": -0.3, "prompt_logprobs": 2, "logprobs": 0},
     {"top_p": 0.7, "stop": ["="], "include_stop_str_in_output": True, "logit_bias": {3: -100.0}},

@@ -1,0 +1,230 @@
+"""What ``forerun chat`` remembers, and the commands that change it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from forerun.cli.console import check_file, read_file, write_file
+from forerun.core.errors import ConfigError, RequestError
+from forerun.sampling.params import SamplingParams
+
+SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+NOT_HERE = ("n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "bad_words_ids")
+"""Sampling options that a conversation has no place for."""
+SETTABLE = [name for name in SamplingParams.names() if name not in NOT_HERE]
+
+
+@dataclass
+class Conversation:
+    """The messages so far, and how the next answer is made."""
+
+    params: SamplingParams
+    defaults: Mapping[str, Any]
+    """What ``/set NAME`` alone goes back to, where that is not the class's own default."""
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+    """User and assistant by turns."""
+    trace: bool = False
+
+    def messages(self) -> list[dict[str, str]]:
+        head = [{"role": SYSTEM, "content": self.system}] if self.system else []
+        return [*head, *self.turns]
+
+    def say(self, role: str, text: str) -> None:
+        self.turns.append({"role": role, "content": text})
+
+    def take_back(self) -> bool:
+        """Forget the last message of the user and what came after it; False: there is none."""
+        while self.turns:
+            if self.turns.pop()["role"] == USER:
+                return True
+        return False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a command leads to: a text to show, an answer to make, the end."""
+
+    text: str = ""
+    ask: bool = False
+    end: bool = False
+
+
+@dataclass(frozen=True)
+class Command:
+    usage: str
+    help: str
+    run: Callable[[Commands, str], Reply]
+
+
+class Commands:
+    """The lines that begin with a slash. ``facts`` are what ``/show`` tells of the model."""
+
+    def __init__(self, talk: Conversation, facts: Mapping[str, str]) -> None:
+        self.talk = talk
+        self.facts = facts
+
+    def run(self, line: str) -> Reply:
+        """Raises ForerunError for what cannot be done; nothing has changed then."""
+        name, _, rest = line.removeprefix("/").partition(" ")
+        command = COMMANDS.get(name)
+        if command is None:
+            raise ConfigError(f"there is no command /{name}: /help lists them; put a space before a message like this")
+        rest = rest.strip()
+        if rest and command.usage == name:
+            raise ConfigError(f"/{name} takes nothing behind it")
+        return command.run(self, rest)
+
+    def help(self, rest: str) -> Reply:
+        shown = table({f"/{command.usage}": command.help for command in COMMANDS.values()})
+        return Reply(
+            f"{shown}\n\n"
+            'A line that ends with a backslash goes on in the next; """ begins and ends several lines.\n'
+            "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, ends the program."
+        )
+
+    def reset(self, rest: str) -> Reply:
+        self.talk.turns.clear()
+        return Reply("a new conversation")
+
+    def set_system(self, rest: str) -> Reply:
+        self.talk.system = rest or None
+        return Reply("the system prompt is set" if rest else "there is no system prompt")
+
+    def set(self, rest: str) -> Reply:
+        """``NAME VALUE``; a value that is JSON is read as such. ``NAME`` alone: back to its default."""
+        talk = self.talk
+        name, _, text = rest.partition(" ")
+        if not name:
+            return Reply(self._sampling())
+        name = name.replace("-", "_")
+        if name not in SETTABLE:
+            raise ConfigError(f"there is no sampling option {name!r} here: there are {', '.join(SETTABLE)}")
+        value = _parse(text.strip()) if text.strip() else talk.defaults.get(name, DEFAULTS[name])
+        talk.params = replace(talk.params, **{name: value})
+        return Reply(f"{name} is {json.dumps(value, default=list)}")
+
+    def _sampling(self) -> str:
+        params = self.talk.params
+        return ", ".join(f"{name} {json.dumps(getattr(params, name), default=list)}" for name in self._changed())
+
+    def _changed(self) -> list[str]:
+        """Sampling options worth showing: the usual ones, and those that are not as they come."""
+        usual = ("temperature", "seed", "max_tokens")
+        return [n for n in SETTABLE if n in usual or getattr(self.talk.params, n) != getattr(PLAIN, n)]
+
+    def show(self, rest: str) -> Reply:
+        talk = self.talk
+        found = {**self.facts, "sampling": self._sampling(), "system": talk.system or "none"}
+        found["messages"] = str(len(talk.turns))
+        found["colours"] = "on" if talk.trace else "off"
+        return Reply(table(found))
+
+    def trace(self, rest: str) -> Reply:
+        if rest not in ("on", "off"):
+            raise ConfigError("/trace takes on or off")
+        self.talk.trace = rest == "on"
+        return Reply()
+
+    def undo(self, rest: str) -> Reply:
+        if not self.talk.take_back():
+            raise RequestError("there is nothing to undo")
+        return Reply("the last message and its answer are forgotten")
+
+    def retry(self, rest: str) -> Reply:
+        talk = self.talk
+        if not talk.turns:
+            raise RequestError("there is nothing to answer again")
+        if talk.turns[-1]["role"] == ASSISTANT:
+            talk.turns.pop()
+        params = talk.params
+        if params.greedy:
+            return Reply("temperature 0 answers alike again: /set temperature 0.7 makes it vary", ask=True)
+        if params.seed is None:
+            return Reply(ask=True)
+        talk.params = replace(params, seed=params.seed + 1)
+        return Reply(f"seed is {params.seed + 1}", ask=True)
+
+    def save(self, rest: str) -> Reply:
+        path = _path("save", rest)
+        check_file(path)
+        write_file(path, json.dumps(self.talk.messages(), ensure_ascii=False, indent=2) + "\n")
+        return Reply(f"{len(self.talk.messages())} messages are in {path}")
+
+    def load(self, rest: str) -> Reply:
+        path = _path("load", rest)
+        messages = read_messages(path)
+        first = messages[0]["role"] if messages else None
+        self.talk.system = messages[0]["content"] if first == SYSTEM else None
+        self.talk.turns = messages[1:] if first == SYSTEM else messages
+        return Reply(f"{len(messages)} messages are back")
+
+    def exit(self, rest: str) -> Reply:
+        return Reply(end=True)
+
+
+COMMANDS = {
+    "help": Command("help", "this list", Commands.help),
+    "reset": Command("reset", "forget the conversation; the system prompt stays", Commands.reset),
+    "system": Command("system [TEXT]", "set the system prompt, or remove it", Commands.set_system),
+    "set": Command("set [NAME [VALUE]]", "show or change sampling options: /set temperature 0.7", Commands.set),
+    "show": Command("show", "the model, the options and the length of the conversation", Commands.show),
+    "trace": Command("trace on|off", "colour each token by what became of its draft", Commands.trace),
+    "undo": Command("undo", "forget the last message and its answer", Commands.undo),
+    "retry": Command("retry", "answer the last message again, with the next seed", Commands.retry),
+    "save": Command("save FILE", "write the messages as JSON", Commands.save),
+    "load": Command("load FILE", "go on with messages that were saved", Commands.load),
+    "exit": Command("exit", "end the program", Commands.exit),
+}
+PLAIN = SamplingParams()
+DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
+
+
+def table(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _path(command: str, text: str) -> Path:
+    """A file's name, which may be quoted."""
+    try:
+        parts = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"/{command}: {error}") from None
+    if len(parts) != 1:
+        raise ConfigError(f"/{command} takes one file name, in quotes if it has spaces")
+    return Path(parts[0]).expanduser()
+
+
+def read_messages(path: Path) -> list[dict[str, str]]:
+    """Messages that ``/save`` wrote. Raises ConfigError for anything else."""
+    try:
+        found = json.loads(read_file(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    good = isinstance(found, list) and all(
+        isinstance(item, dict)
+        and set(item) == {"role", "content"}
+        and item["role"] in (SYSTEM, USER, ASSISTANT)
+        and isinstance(item["content"], str)
+        for item in found
+    )
+    roles = [item["role"] for item in found] if good else []
+    turns = roles[1:] if roles[:1] == [SYSTEM] else roles
+    if not good or turns != [(USER, ASSISTANT)[i % 2] for i in range(len(turns))] or len(turns) % 2:
+        raise ConfigError(
+            f"{path} is not a saved conversation: a list of messages with role and content, user and assistant by turns"
+        )
+    return found

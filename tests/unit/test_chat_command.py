@@ -1,0 +1,333 @@
+"""``forerun chat``: what it answers, what it remembers, its commands, and how it looks in a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+
+import pytest
+from chat_model import save_chat_model
+from markdown_it import MarkdownIt
+from rich.console import Console
+
+from forerun import SamplingParams
+from forerun.cli.answers import MarkdownView, PlainView, TraceView, answer, split
+from forerun.cli.chat import PAGE_SIZE
+from forerun.cli.conversation import COMMANDS, NOT_HERE, Commands, Conversation, read_messages
+from forerun.cli.main import load, run
+from forerun.cli.talking import read_message
+from forerun.core.errors import ConfigError, ForerunError, RequestError
+from forerun.models.native import NativeModel
+
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_chat_model(tmp_path_factory.mktemp("chat_model"))
+
+
+@pytest.fixture
+def chat(capsys, monkeypatch, chat_model) -> Callable[..., tuple[int, str, str]]:
+    """Run ``forerun chat`` without a terminal on these lines: exit code, stdout, stderr."""
+
+    def call(text: str, *options: str, model: str = chat_model) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        code = run(["chat", "--model", model, "--max-tokens", str(LENGTH), *options])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def told(llm, chat_model) -> Callable[..., str]:
+    """The answer to a prompt by plain decoding."""
+
+    def get(prompt: str, **options) -> str:
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": LENGTH, "seed": 0, **options})
+        return llm(model=chat_model).generate(prompt, params)[0].outputs[0].text
+
+    return get
+
+
+def test_each_line_is_a_message_and_answers_are_all_of_stdout(chat, told):
+    first = told("u:hello;a:")
+    second = told(f"u:hello;a:{first};u:more;a:")
+    code, out, err = chat("hello\n\nmore\n/exit\nnever\n")
+    assert (code, out) == (0, f"{first}\n{second}\n")
+    lines = err.splitlines()
+    assert len(lines) == 2
+    assert all(re.match(rf"{LENGTH} tokens, \d+ tokens/s · .*\(ngram.*prompt tokens read", line) for line in lines)
+    assert chat("hello\nmore")[:2] == (0, out)  # the end of the input ends it too
+
+
+def test_the_system_prompt_and_a_template_of_ones_own(chat, told, tmp_path):
+    assert chat("hello\n", "--system", "be kind")[1] == told("s:be kind;u:hello;a:") + "\n"
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[-1]['content'] }}!", encoding="utf-8")
+    assert chat("hello\n", "--chat-template", str(file))[1] == told("hello!") + "\n"
+
+
+def test_a_model_without_a_template_is_one_line(chat, tiny_target):
+    code, out, err = chat("hello\n", model=tiny_target)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"error: .* has no chat template: .*--chat-template.*\n", err)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("/nope\n", "there is no command /nope"),
+        ("/set heat 1\n", "no sampling option 'heat'"),
+        ("/set top_p 3\n", "top_p must be"),
+        ("/set n 2\n", "no sampling option 'n'"),
+        ("/undo\n", "nothing to undo"),
+        ("/retry\n", "nothing to answer"),
+        ("/trace maybe\n", "on or off"),
+        ("/load /no/such/file\n", "cannot read"),
+        ("/save\n", "one file name"),
+        ("/exit now\n", "takes nothing"),
+    ],
+)
+def test_without_a_terminal_what_cannot_be_done_ends_it(chat, lines, words):
+    code, out, err = chat(lines)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"error: .*\n", err)
+    assert words in err
+
+
+def test_a_conversation_that_fills_the_context_says_so(chat):
+    code, out, err = chat("hello\n" + "x" * 60 + "\n", "--max-model-len", "64")
+    assert (code, len(out.splitlines())) == (2, 1)
+    assert "max_model_len 64 leaves no room" in err
+    assert "context of 20 tokens full" in chat("hello\n", "--max-model-len", "20")[2]
+    assert f"ended by max_tokens {LENGTH}" in chat("hello\n")[2]
+
+
+def test_a_second_turn_reads_only_what_is_new(chat, monkeypatch):
+    """Counted at the target: a plain round feeds one row, whatever else it is fed is prompt."""
+    fed: list[int] = []
+    forward = NativeModel.forward
+
+    def count(self, batch, cache):
+        fed.append(sum(span.count for span in batch.spans))
+        return forward(self, batch, cache)
+
+    monkeypatch.setattr(NativeModel, "forward", count)
+    message = "the cat sat on the mat. " * 8
+    code, out, err = chat(f"{message}\nand then?\n", "--spec-method", "none", "--no-invariant")
+    assert code == 0
+    prompts = [rows for rows in fed if rows > 1]
+    whole = len(f"u:{message};a:{out.splitlines()[0]};u:and then?;a:")
+    assert prompts[0] == len(f"u:{message};a:")
+    assert prompts[1] <= len("a;u:and then?;a:") + PAGE_SIZE < whole / 4
+    assert [line.split(" · ")[-2] for line in err.splitlines()] == [
+        f"{rows} of {total} prompt tokens read" for rows, total in zip(prompts, (prompts[0], whole))
+    ]
+
+
+TEXT = """# Fruits
+
+Here are *two*:
+
+1. an apple
+
+   with a second paragraph
+2. a pear
+- and a list
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+def f():
+
+    return 1
+```
+Setext
+------
+The end.
+"""
+
+
+def test_blocks_that_are_printed_for_good_are_those_of_the_whole_text():
+    """Fed a character at a time, against a parse of everything."""
+    blocks, rest = [], ""
+    for letter in TEXT:
+        complete, rest = split(rest + letter)
+        if complete:
+            blocks.append(complete)
+    blocks.append(rest)
+
+    def kinds(text: str) -> list[str]:
+        return [token.type for token in MarkdownIt().enable("table").parse(text) if token.level == 0]
+
+    assert "".join(blocks) == TEXT
+    assert [kind for block in blocks for kind in kinds(block)] == kinds(TEXT)
+    assert len(blocks) == 8
+
+
+def screen(width: int = 60, **options) -> Console:
+    return Console(file=io.StringIO(), width=width, height=10, highlight=False, **options)
+
+
+def test_markdown_is_rendered_and_control_characters_are_not_obeyed():
+    console = screen(color_system=None)
+    view = MarkdownView(console)
+    view.INTERVAL = 0.0
+    for letter in TEXT + "\nbell\a and \x1b[31mred":
+        view.add("plain", letter)
+    view.end()
+    shown = console.file.getvalue()
+    assert "Fruits" in shown
+    assert "#" not in shown
+    assert "    return 1" in shown
+    assert "bell\u2407 and \u241b[31mred" in shown
+    assert "\x1b" not in shown
+    assert "\a" not in shown
+
+
+def test_colours_show_what_became_of_every_token(llm, chat_model):
+    model = llm({"method": "ngram"}, model=chat_model)
+    prompt = model.tokenizer.encode("u:abc abc abc abc;a:")
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    console = screen(width=1000, color_system=None)
+    job = answer(model.engine, prompt, params, lambda: TraceView(console), trace=True)
+    marks = {"accepted": "[{}]", "corrected": "<{}>", "bonus": "+{}+", "plain": "{}"}
+    pairs = [pair for round_ in job.trace for pair in zip(round_.origins, round_.tokens)]
+    texts = [(kind, model.tokenizer.decode([token], skip_special_tokens=True)) for kind, token in pairs]
+    assert {"accepted", "corrected"} <= {kind for kind, _ in pairs}
+    assert console.file.getvalue() == "".join(marks[kind].format(text) for kind, text in texts if text) + "\n"
+
+
+def test_an_answer_that_is_stopped_keeps_what_was_said(llm, chat_model):
+    model = llm({"method": "ngram"}, model=chat_model)
+    file = io.StringIO()
+    asked = iter([False] * 5 + [True] * 9)
+    prompt = model.tokenizer.encode("u:hello;a:")
+    params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    job = answer(model.engine, prompt, params, lambda: PlainView(file), stopped=lambda: next(asked))
+    whole = model.generate("u:hello;a:", params)[0].outputs[0].text
+    assert job.finish.reason == "abort"
+    assert 0 < len(job.text) < len(whole)
+    assert whole.startswith(job.text)
+    assert file.getvalue() == job.text + "\n"
+    model.engine.check()
+
+
+def talk(**options) -> Commands:
+    return Commands(
+        Conversation(SamplingParams(temperature=0.0, seed=0), {"temperature": 0.0}, **options), {"model": "m"}
+    )
+
+
+def test_commands_change_options_and_history(tmp_path):
+    commands = talk(system="be kind")
+    state = commands.talk
+    state.say("user", "one")
+    state.say("assistant", "two")
+    commands.run("/set temperature 0.7")
+    commands.run("/set stop END")
+    commands.run('/set logit-bias {"5": -1.5}')
+    assert (state.params.temperature, state.params.stop, state.params.logit_bias) == (0.7, ("END",), {5: -1.5})
+    with pytest.raises(ConfigError, match="top_k"):
+        commands.run("/set top_k many")
+    shown = commands.run("/show").text
+    assert "temperature 0.7" in shown
+    assert "be kind" in shown
+    assert "model" in shown
+    commands.run("/set temperature")
+    commands.run("/set stop")
+    assert (state.params.temperature, state.params.stop) == (0.0, ())
+
+    file = tmp_path / "a talk.json"
+    assert "3 messages" in commands.run(f"/save '{file}'").text
+    assert json.loads(file.read_text(encoding="utf-8")) == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+    ]
+    commands.run("/undo")
+    assert state.turns == []
+    commands.run("/system")
+    assert state.messages() == []
+    commands.run(f'/load "{file}"')
+    assert state.messages() == read_messages(file)
+    commands.run("/system be brief\nvery brief")
+    assert state.messages()[0] == {"role": "system", "content": "be brief\nvery brief"}
+    commands.run("/trace on")
+    assert state.trace
+    commands.run("/reset")
+    assert [message["role"] for message in state.messages()] == ["system"]
+    assert commands.run("/exit").end
+    listed = commands.run("/help").text
+    assert all(f"/{command.usage}" in listed for command in COMMANDS.values())
+
+
+def test_retry_takes_the_next_seed_where_one_matters(chat, told):
+    commands = talk()
+    commands.talk.say("user", "one")
+    commands.talk.say("assistant", "two")
+    reply = commands.run("/retry")
+    assert (reply.ask, commands.talk.params.seed, len(commands.talk.turns)) == (True, 0, 1)
+    assert "temperature 0" in reply.text
+    hot = {"temperature": 0.9}
+    wanted = [told("u:hello;a:", **hot), told("u:hello;a:", **hot, seed=1)]
+    assert chat("hello\n/retry\n", "--temperature", "0.9")[1].splitlines() == wanted
+    assert wanted[0] != wanted[1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "{}", '[{"role": "user"}]', '[{"role": "user", "content": "x"}]', '[{"role": "assistant", "content": "x"}]'],
+)
+def test_a_file_that_is_no_conversation_changes_nothing(tmp_path, content):
+    file = tmp_path / "file.json"
+    file.write_text(content, encoding="utf-8")
+    commands = talk(system="be kind", turns=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    with pytest.raises(ForerunError, match=r"file\.json"):
+        commands.run(f"/load {file}")
+    assert len(commands.talk.messages()) == 3
+
+
+def test_a_failed_answer_leaves_the_messages_as_they_were(chat, monkeypatch):
+    def fail(*arguments, **named):
+        raise RequestError("no")
+
+    monkeypatch.setattr("forerun.cli.talking.answer", fail)
+    seen: list[Conversation] = []
+    made = Conversation.__init__
+    monkeypatch.setattr(Conversation, "__init__", lambda self, *a, **n: (made(self, *a, **n), seen.append(self))[0])
+    assert chat("hello\n")[0] == 2
+    assert seen[0].turns == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["one"], "one"),
+        (["one\\", "two\\", "three"], "one\ntwo\nthree"),
+        (['"""one', "two", "", 'three"""'], "one\ntwo\n\nthree"),
+        (['"""', "one \\", '"""'], "one \\"),
+        (['"""one"""'], "one"),
+        (["pasted\nlines"], "pasted\nlines"),
+    ],
+)
+def test_messages_of_several_lines(lines, message):
+    left = iter(lines)
+    assert read_message(lambda prompt: next(left)) == message
+    assert next(left, None) is None
+
+
+def test_the_flags_are_those_of_generate():
+    def flags(command: str) -> set[str]:
+        return {option for parameter in load(command).params for option in parameter.opts}
+
+    missing = {f"--{name.replace('_', '-')}" for name in NOT_HERE if name != "bad_words_ids"}
+    assert flags("generate") - flags("chat") == missing | {"prompt", "--json", "--trace-html", "--logprobs-mode"}
+    assert flags("chat") - flags("generate") == {"--system", "--chat-template"}

@@ -1,0 +1,121 @@
+"""``forerun chat`` on a pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from chat_model import save_chat_model
+
+from forerun.cli.conversation import read_messages
+
+
+class Screen:
+    """``forerun chat`` on a pseudo-terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "forerun", "chat", "--threads", "1", *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, preexec_fn=_adopt
+        )
+        os.close(slave)
+        self.text = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait(self, pattern: str, seconds: float = 120) -> str:
+        """Everything up to what matches, which is then forgotten."""
+        end = monotonic() + seconds
+        while (found := re.search(pattern, self.text, re.DOTALL)) is None:
+            assert select.select([self.master], [], [], max(0.0, end - monotonic()))[0], self.text
+            try:
+                self.text += os.read(self.master, 4096).decode(errors="replace")
+            except OSError:  # the other side is closed
+                raise AssertionError(self.text) from None
+        before, self.text = self.text[: found.end()], self.text[found.end() :]
+        return before
+
+
+def _adopt() -> None:
+    """Make the terminal the controlling one, so that Ctrl-C is a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_chat_model(tmp_path_factory.mktemp("chat_model"))
+
+
+@pytest.fixture
+def terminal(chat_model) -> Iterator[Callable[..., Screen]]:
+    opened: list[Screen] = []
+
+    def start(*arguments: str) -> Screen:
+        opened.append(Screen("--model", chat_model, *arguments))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.process.kill()
+        one.process.wait()
+        os.close(one.master)
+
+
+def test_in_a_terminal(terminal):
+    """Ctrl-C stops an answer and not the program, a command works, several lines are one message, Ctrl-D ends it."""
+    shown = terminal("--max-tokens", "30000", "--ignore-eos")
+    shown.wait(r"/help lists the commands.*>>> ")
+    shown.type("hello\r")
+    shown.wait(r"hello\r\n.*?\w")
+    shown.type("\x03")
+    assert "prompt tokens read" in shown.wait(r"stopped.*?>>> ")
+    shown.type("/show\r")
+    assert re.search(r"messages +2", shown.wait(r"messages.*?>>> "))
+    shown.type("/set max_tokens 5\r")
+    shown.wait(r"max_tokens is 5.*?>>> ")
+    shown.type("one\\\r")
+    shown.wait(r"\.\.\. ")
+    shown.type("two\r")
+    shown.wait(r"m5 tokens.*?ended by max_tokens 5.*?>>> ")
+    shown.type("/nope\r")
+    shown.wait(r"error: there is no command /nope.*?>>> ")
+    shown.type("\x03")
+    shown.wait(r"Ctrl-C again, Ctrl-D or /exit ends.*?>>> ")
+    shown.type("/trace on\r")
+    shown.wait(r"drafted and accepted.*?>>> ")
+    shown.type("\x04")
+    assert shown.process.wait(30) == 0
+
+
+def test_ctrl_c_twice_at_the_prompt_ends_it(terminal):
+    shown = terminal()
+    shown.wait(r"/help lists the commands.*>>> ")
+    shown.type("\x03")
+    shown.wait(r"Ctrl-C again.*?>>> ")
+    shown.type("\x03")
+    assert shown.process.wait(30) == 0
+
+
+def test_pasted_lines_are_one_message(terminal, tmp_path):
+    shown = terminal("--max-tokens", "3")
+    shown.wait(r"/help lists the commands.*>>> ")
+    shown.type("\x1b[200~first\rsecond\x1b[201~\r")
+    shown.wait(r"m3 tokens.*?>>> ")
+    shown.type(f"/save {tmp_path}/saved.json\r")
+    shown.wait(r"2 messages.*?>>> ")
+    saved = read_messages(Path(tmp_path) / "saved.json")
+    assert saved[0]["content"].split() == ["first", "second"]

@@ -1,0 +1,80 @@
+"""What README and docs name is there: commands and their flags, files, and what is imported from the package."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.cli.conversation import COMMANDS
+from forerun.cli.main import COMMANDS as PROGRAMS
+from forerun.cli.main import load
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+HISTORY = {"log.md", "results.md", "complaints.md"}
+"""Pages that tell what was: flags of earlier days, and of other projects."""
+PYTEST = {"--full", "--conformance-table"}
+MADE = {"OUT/run/run.json", "my_drafter.py", "pyproject.toml", "answer.json", "config.json", "chat.jinja"}
+"""Files that a reader makes, or a checkpoint has."""
+
+
+def pages(*, history: bool = True) -> list[Any]:
+    return [pytest.param(page, id=page.name) for page in PAGES if history or page.name not in HISTORY]
+
+
+def options(command: Any) -> set[str]:
+    """Flags of a command, or of a group's commands together."""
+    if hasattr(command, "commands"):
+        return set().union(*(options(each) for each in command.commands.values()))
+    return {option for each in command.params for option in (*each.opts, *each.secondary_opts)} | {"--help"}
+
+
+def commands(text: str) -> list[str]:
+    """Command lines of ``forerun`` in blocks and in quoted code, continued lines joined."""
+    quoted = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.DOTALL)
+    lines = [*quoted, *"\n".join(blocks).replace("\\\n", " ").splitlines()]
+    return [line.split("forerun ", 1)[1] for line in lines if re.search(r"(^|[ /])forerun [a-z]", line)]
+
+
+@pytest.mark.parametrize("page", pages(history=False))
+def test_commands_and_their_flags_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for line in commands(text):
+        name = line.split()[0]
+        assert name in PROGRAMS, line
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= options(load(name)), line
+    everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | {"--version"} | PYTEST
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - everywhere == set()
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", pages(history=False))
+def test_files_that_are_named_exist(page: Path) -> None:
+    for name in re.findall(r"`([\w./-]+\.(?:py|md|json|jinja|toml))`", page.read_text(encoding="utf-8")):
+        found = [*(ROOT / "src").rglob(Path(name).name), *(ROOT / "tests").rglob(Path(name).name), ROOT / name]
+        assert name in MADE or any(str(file).endswith(f"/{name}") and file.exists() for file in found), name
+
+
+@pytest.mark.parametrize("page", pages())
+def test_python_imports_what_is_there(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "forerun":
+                module = importlib.import_module(node.module or "")
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+def test_the_commands_of_a_conversation_are_all_listed() -> None:
+    page = (ROOT / "docs/chat.md").read_text(encoding="utf-8").replace("\\|", "|")
+    assert set(re.findall(r"^\| `/([^`]+)` \|", page, re.MULTILINE)) == {each.usage for each in COMMANDS.values()}
