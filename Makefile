@@ -1,7 +1,10 @@
 PYTHON ?= python3
 RUN = .venv/bin/python -m
+SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_linear.py tests/unit/test_attention.py \
+	tests/unit/test_sampling_draw.py tests/unit/test_sampling_warp.py tests/unit/test_drafted_chains.py \
+	tests/unit/test_left.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
 
-.PHONY: setup check quick test bench
+.PHONY: setup check quick test sanitize bench
 
 setup:  ## virtual environment with everything that development needs
 	$(PYTHON) -m venv .venv
@@ -18,6 +21,10 @@ quick:  ## the parts one by one and the rules by enumeration: a minute
 
 test:  ## the whole suite
 	$(RUN) pytest
+
+sanitize:  ## tests that call the kernels, with the kernels built for AddressSanitizer and UndefinedBehaviorSanitizer
+	FORERUN_SANITIZE=1 PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:log_path=/dev/stderr \
+	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(RUN) pytest -p no:cacheprovider --timeout 0 -s $(SANITIZED)
 
 bench:  ## both drafters of the bundled pair against plain decoding and transformers
 	.venv/bin/forerun bench --peers transformers

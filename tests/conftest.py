@@ -18,10 +18,12 @@ if not torch.cuda.is_available():
 
 from transformers import LlamaForCausalLM
 
-from forerun import LLM
+from forerun import LLM, kernels
 from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
 
 torch.set_num_threads(1)
+
+collect_ignore = [] if kernels.library() is not None else ["unit/test_kernel_arguments.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

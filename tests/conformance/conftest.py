@@ -16,7 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.draft import drafters
-from tiny import NARROW, save_tokenizer, tiny_llama
+from tiny import WIDE, save_tokenizer, tiny_llama
 
 COLLECTED = pytest.StashKey[int]()
 
@@ -28,10 +28,10 @@ def parts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def narrow_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+def wide_target(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a ``tiny_target`` with heads that the attention kernel does not serve."""
-    folder = tmp_path_factory.mktemp("narrow_target")
-    tiny_llama(head_dim=NARROW).save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("wide_target")
+    tiny_llama(head_dim=WIDE).save_pretrained(folder)
     save_tokenizer(folder)
     return str(folder)
 

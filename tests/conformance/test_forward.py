@@ -17,7 +17,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.tree import Draft
 from forerun.models.base import Model, new_cache
 from forerun.models.load import load_model
-from tiny import HEAD, NARROW
+from tiny import HEAD, WIDE
 
 PROMPT = 23
 LAYOUTS = [None, 4, 16]
@@ -28,8 +28,8 @@ def some_tokens(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_target: str, narrow_target: str) -> Callable[[str, bool, int], Model]:
-    folders = {HEAD: tiny_target, NARROW: narrow_target}
+def model(tiny_target: str, wide_target: str) -> Callable[[str, bool, int], Model]:
+    folders = {HEAD: tiny_target, WIDE: wide_target}
     loaded: dict[tuple[str, bool, int], Model] = {}
 
     def get(path: str, invariant: bool, head: int) -> Model:
@@ -67,7 +67,7 @@ class Feeder:
         return fresh.decode(0, start, tokens[start:])
 
 
-@pytest.fixture(params=[*product(PATHS, (True, False), (HEAD,)), ("native", True, NARROW)], ids=str)
+@pytest.fixture(params=[*product(PATHS, (True, False), (HEAD,)), ("native", True, WIDE)], ids=str)
 def backend(request) -> tuple[str, bool, int]:
     """How the model is run, whether to the bit, and its heads' width."""
     return request.param
@@ -128,10 +128,10 @@ def behind(key: int, start: int, last: int, draft: Draft) -> Span:
 
 def test_the_models_take_the_paths_that_they_are_for(model):
     """All layers in one call where there are kernels for it, otherwise one layer after the other."""
-    wide, narrow = (model("native", True, head) for head in (HEAD, NARROW))
-    assert isinstance(new_cache(wide, max_seqs=1, max_len=8), StreamedAttention) == kernels.has("decode_float32")
-    assert (wide.fused is not None) == kernels.has("decode_float32")
-    assert not isinstance(new_cache(narrow, max_seqs=1, max_len=8), StreamedAttention)
+    served, wide = (model("native", True, head) for head in (HEAD, WIDE))
+    assert isinstance(new_cache(served, max_seqs=1, max_len=8), StreamedAttention) == kernels.has("decode_float32")
+    assert (served.fused is not None) == kernels.has("decode_float32")
+    assert not isinstance(new_cache(wide, max_seqs=1, max_len=8), StreamedAttention)
 
 
 @pytest.mark.parametrize("page_size", LAYOUTS)

@@ -12,7 +12,7 @@ from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
 from tiny import ALPHABET
 
-NARROW_CASES = [
+WIDE_CASES = [
     Case("ngram", "chain"),
     Case("draft_model", "tree"),
     Case("layerskip", "chain"),
@@ -57,12 +57,12 @@ def test_same_tokens_as_plain_decoding(engine, keys, plain, combination):
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("case", NARROW_CASES, ids=str)
-def test_heads_that_no_kernel_serves(engine, narrow_target, tmp_path, case: Case, page_size):
+@pytest.mark.parametrize("case", WIDE_CASES, ids=str)
+def test_heads_that_no_kernel_serves(engine, wide_target, tmp_path, case: Case, page_size):
     """A target, and what drafts with its heads or layers, that runs layer by layer."""
-    config = {"method": case.method, **drafters[case.method].example(Path(narrow_target), tmp_path)}
-    wanted = answers(run(engine(model=narrow_target, max_num_seqs=1), SHORT))
-    jobs = run(engine({**config, **SHAPES[case.shape]}, model=narrow_target, page_size=page_size), SHORT)
+    config = {"method": case.method, **drafters[case.method].example(Path(wide_target), tmp_path)}
+    wanted = answers(run(engine(model=wide_target, max_num_seqs=1), SHORT))
+    jobs = run(engine({**config, **SHAPES[case.shape]}, model=wide_target, page_size=page_size), SHORT)
     assert answers(jobs) == wanted
     assert sum(job.metrics.num_accepted_draft_tokens for job in jobs) > 0
 

@@ -214,7 +214,8 @@ def test_a_forward_without_logits(checkpoints):
     assert run(model, cache, [Span(0, 0, ids(5))]).logits.shape == (0, 101)
 
 
-ONE_CALL = where(lambda d: kernels.has(f"decode_{kernels.dtype_name(d)}"), (torch.float32, torch.bfloat16))
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+ONE_CALL = where(lambda d: kernels.has(f"decode_{kernels.dtype_name(d)}"), TYPES)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8_rows"])

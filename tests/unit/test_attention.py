@@ -15,7 +15,8 @@ from forerun.core.batch import Batch, Span
 from here import where
 
 CPU = torch.device("cpu")
-DTYPES = where(lambda d: can_attend(d, CPU, (KVShape(1, 64, 64),)), (torch.float32, torch.bfloat16))
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = where(lambda d: can_attend(d, CPU, (KVShape(1, 64, 64),)), TYPES)
 """What this processor runs."""
 
 
@@ -85,12 +86,13 @@ class Case:
         q, k, v = self.rows(sum(span.count for span in spans))
         got = self.run(spans, q, k, v, **options)
         wanted = self.wanted(spans, q, **options)
-        rounding = 2e-5 if self.dtype == torch.float32 else 2**-8 * wanted.abs() + 2e-5
+        unit = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-10}[self.dtype]
+        rounding = unit * wanted.abs() + 2e-5
         assert ((got - wanted).abs() <= rounding).all()
         return got
 
 
-SIZES = [(4, 4, 16), (6, 2, 64), (4, 1, 80), (8, 2, 128)]
+SIZES = [(4, 4, 16), (6, 2, 64), (4, 1, 80), (8, 2, 128), (4, 2, 100), (5, 1, 40), (2, 2, 2), (2, 1, 512)]
 
 
 @pytest.mark.parametrize("page_size", [128, 5, 16])
@@ -134,12 +136,12 @@ def test_windows_and_soft_caps(dtype, options):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("window", [None, 21, 150])
+@pytest.mark.parametrize(("window", "width"), [(None, 64), (21, 64), (150, 64), (None, 32), (None, 100), (21, 46)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_depend_on_the_row_alone(dtype, window, threads):
+def test_bits_depend_on_the_row_alone(dtype, window, width, threads):
     """Decoded one by one, in ragged chunks, beside others, in pages or not, as a path of a tree: the same bits."""
     count, start, before = 300, 250, torch.get_num_threads()
-    whole = Case(dtype, 6, 2, 64, 128)
+    whole = Case(dtype, 6, 2, width, 128)
     q, k, v = whole.rows(count)
 
     def feed(case, begin, end, *more, **span):
@@ -150,12 +152,12 @@ def test_bits_depend_on_the_row_alone(dtype, window, threads):
     wanted = feed(whole, 0, count)
     torch.set_num_threads(threads)
     try:
-        singly, ragged = Case(dtype, 6, 2, 64, 128), Case(dtype, 6, 2, 64, 5, seed=1)
+        singly, ragged = Case(dtype, 6, 2, width, 128), Case(dtype, 6, 2, width, 5, seed=1)
         assert torch.equal(torch.cat([feed(singly, at, at + 1) for at in range(count)]), wanted)
         cuts = [0, 3, 4, 40, 57, 58, 126, 130, 257, 258, count]
         parts = [feed(ragged, a, b, Span(1, at * 2, [1] * 2)) for at, (a, b) in enumerate(pairwise(cuts))]
         assert torch.equal(torch.cat(parts), wanted)
-        tree = Case(dtype, 6, 2, 64, 16, seed=2)
+        tree = Case(dtype, 6, 2, width, 16, seed=2)
         feed(tree, 0, start)
         order = [0, 0, 1, 1, 2, 2, 3, 3, 4]  # each row of the path, and a sibling of all but the last
         parents = [-1, -1, 0, 0, 2, 2, 4, 4, 6]
@@ -181,7 +183,8 @@ def test_nan_shows_and_stays_in_its_row(dtype):
 
 
 def test_what_the_kernel_does_not_serve():
-    assert not can_attend(torch.float16, CPU, (KVShape(2, 64, 64),))
-    assert not can_attend(torch.float32, CPU, (KVShape(2, 64, 64), KVShape(2, 12, 12)))
+    assert not can_attend(torch.float64, CPU, (KVShape(2, 64, 64),))
+    assert not can_attend(torch.float32, CPU, (KVShape(2, 64, 64), KVShape(2, 13, 13)))
+    assert not can_attend(torch.float32, CPU, (KVShape(2, 514, 514),))
     assert not can_attend(torch.float32, CPU, (KVShape(2, 64, 32),))
     assert not can_attend(torch.float32, torch.device("cuda"), (KVShape(2, 64, 64),))

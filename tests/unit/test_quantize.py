@@ -123,14 +123,15 @@ def test_unknown_kinds_are_refused():
 
 def test_kernels_of_ours_are_for_cpus_and_their_dtypes():
     assert quantize.ours(CPU, torch.float32) == quantize.ours(CPU, torch.bfloat16) == can_stream(torch.int8)
-    assert not quantize.ours(CPU, torch.float16)
+    assert quantize.ours(CPU, torch.float16) == can_stream(torch.int8)
+    assert not quantize.ours(CPU, torch.float64)
     assert not quantize.ours(torch.device("cuda"), torch.bfloat16)
 
 
 def test_without_fbgemm_a_wish_for_8_bits_names_the_dtype(monkeypatch):
     monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", [])
-    with pytest.raises(ConfigError, match="float16 needs FBGEMM"):
-        quantize.check("int8_rows", CPU, torch.float16, invariant=True)
+    with pytest.raises(ConfigError, match="float64 needs FBGEMM"):
+        quantize.check("int8_rows", CPU, torch.float64, invariant=True)
 
 
 def test_none_leaves_a_target_as_it_is():

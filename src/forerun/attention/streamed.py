@@ -14,27 +14,32 @@ from forerun import kernels
 from forerun.attention.base import Attention, Query
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
+from forerun.kernels import structs
 
-WIDTHS = (16, 32, 64, 80, 96, 112, 128, 256)
-"""Of a head, in numbers."""
+WIDEST = 512
+"""Numbers in a head; they are even."""
 CHAIN = -1
 
 
 def can_attend(dtype: torch.dtype, device: torch.device, shapes: tuple[KVShape, ...]) -> bool:
     """Whether the kernel is here and serves such entries."""
-    fits = all(shape.key_dim == shape.value_dim and shape.key_dim in WIDTHS for shape in shapes)
+    fits = all(shape.key_dim == shape.value_dim and _serves(shape.key_dim) for shape in shapes)
     return fits and device.type == "cpu" and kernels.has(f"attend_{kernels.dtype_name(dtype)}")
+
+
+def _serves(width: int) -> bool:
+    return 0 < width <= WIDEST and width % 2 == 0
 
 
 @dataclass(slots=True)
 class Plan:
-    """Arguments that hold for every layer of a forward; see ``Span`` and ``Plan`` in the kernel."""
+    """Arguments that hold for every layer of a forward: what ``structs.Plan`` points to, and itself."""
 
-    spans: array[int]
-    tables: array[int]
-    paths: array[int]
-    entries: array[int]
-    addresses: tuple[int, ...]
+    lists: tuple[array[int], ...]
+    plan: array[int]
+    address: int
+    begins: list[int]
+    """Where each span's pages begin in the tables."""
 
 
 class StreamedAttention(Attention):
@@ -44,7 +49,7 @@ class StreamedAttention(Attention):
         super().__init__(pool)
         self.call = getattr(kernels.library(), f"attend_{kernels.dtype_name(pool.dtype)}")
         self._keys: list[torch.Tensor] = []
-        self._sides = self._strides = array("q")
+        self._sides = self._shape = array("q")
 
     def plan(self, batch: Batch) -> Plan:
         """What ``begin`` laid out."""
@@ -52,51 +57,79 @@ class StreamedAttention(Attention):
         return plan
 
     def sides(self) -> tuple[int, int]:
-        """Addresses of every layer's keys and values, and of their strides and the page size: all layers' entries
-        have one shape."""
+        """Addresses of every layer's keys and values, and of their ``structs.Pool``: all layers' entries have one
+        shape."""
         pool = self.pool
         if self._keys is not pool.keys:  # at first, and after the pool was resized
             self._keys = pool.keys
             self._sides = array("q", (side.data_ptr() for pair in zip(pool.keys, pool.values) for side in pair))
-            key, value = pool.keys[0].stride(), pool.values[0].stride()
-            self._strides = array("q", (*key[:3], *value[:3], pool.page_size))
-        return self._sides.buffer_info()[0], self._strides.buffer_info()[0]
+            self._shape = self._lay_out(0)
+        return self._sides.buffer_info()[0], self._shape.buffer_info()[0]
+
+    def _lay_out(self, layer: int) -> array[int]:
+        pool = self.pool
+        keys, values = pool.keys[layer], pool.values[layer]
+        return array("q", structs.Pool(
+            keys.shape[0], pool.page_size, keys.shape[1], keys.shape[3], *keys.stride()[:3], *values.stride()[:3]
+        ))  # fmt: skip
 
     def begin(self, batch: Batch) -> None:
+        """Raises ValueError, before anything is reserved, for spans that are no rows of a sequence."""
         pool = self.pool
-        spans, tables, paths, entries = array("q"), array("q"), array("q"), array("q")
+        for span in batch.spans:
+            _check(span)
+        spans, tables, paths, entries, begins = array("q"), array("q"), array("q"), array("q"), []
         for span, offset in zip(batch.spans, batch.offsets):
             pool.reserve(span.key, span.end)
             before = span.start + span.stored
             where = CHAIN if span.parents is None else len(paths)
-            spans.extend((offset, len(span.tokens), span.start, before, len(tables), where))
+            begins.append(len(tables))
+            spans.extend(structs.Span(offset, len(span.tokens), span.start, before, len(tables), where))
             tables.extend(pool.tables[span.key])
             if span.parents is not None:
                 _list_paths(span, span.parents, paths, entries)
-        lists = (spans, tables, paths, entries)
-        addresses = tuple(numbers.buffer_info()[0] for numbers in lists)
-        batch.plan["streamed"] = Plan(*lists, addresses)
+        at = [numbers.buffer_info()[0] for numbers in (spans, tables, paths, entries)]
+        plan = array("q", structs.Plan(
+            at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], len(entries)
+        ))  # fmt: skip
+        batch.plan["streamed"] = Plan((spans, tables, paths, entries), plan, plan.buffer_info()[0], begins)
 
     def run(self, query: Query, batch: Batch) -> torch.Tensor:
-        plan = self.plan(batch)
+        plan, pool = self.plan(batch), self.pool
         q, k, v = (_by_row(side) for side in (query.q, query.k, query.v))
-        keys, values = self.pool.keys[query.layer], self.pool.values[query.layer]
+        keys, values = pool.keys[query.layer], pool.values[query.layer]
         rows, heads, width = q.shape
-        kv_heads, value_width = keys.shape[1], values.shape[3]
-        out = q.new_empty(rows, heads * value_width)
-        sizes = array("q", (
-            heads, kv_heads, width, value_width, self.pool.page_size, query.window or 0,
-            q.stride(0), k.stride(0), v.stride(0), *keys.stride()[:3], *values.stride()[:3],
-        ))  # fmt: skip
-        spans, tables, paths, entries = plan.addresses
+        _check_rows(q, k, v, keys, batch.num_rows)
+        out = q.new_empty(rows, heads * width)
+        shape = self._lay_out(query.layer)
+        strides = structs.Heads(heads, query.window or 0, q.stride(0), k.stride(0), v.stride(0))
+        sizes = array("q", strides)
         self.call(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            sizes.buffer_info()[0], spans, len(batch.spans), tables, paths, entries, query.scale,
+            shape.buffer_info()[0], sizes.buffer_info()[0], plan.address, batch.num_rows, query.scale,
             query.softcap or 0.0, torch.get_num_threads(),
         )  # fmt: skip
         if rows != batch.num_rows:
             out[batch.num_rows :] = out[batch.num_rows - 1]
         return out
+
+
+def _check(span: Span) -> None:
+    if span.start < 0 or span.stored < 0:
+        raise ValueError(f"a span starts at {span.start} with {span.stored} stored nodes; neither may be negative")
+    if span.parents is not None and len(span.parents) != span.stored + span.count:
+        nodes = span.stored + span.count
+        raise ValueError(f"a span of {nodes} nodes names {len(span.parents)} parents")
+
+
+def _check_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, rows: int) -> None:
+    wanted = keys.shape[1], keys.shape[3]
+    if any(side.dtype is not keys.dtype or not side.is_cpu or side.shape[0] < rows for side in (q, k, v)):
+        said = ", ".join(f"{side.dtype} {[*side.shape]} on {side.device}" for side in (q, k, v))
+        raise ValueError(f"attention over {keys.dtype} on cpu needs {rows} rows, not {said}")
+    if k.shape[1:] != wanted or v.shape[1:] != wanted or q.shape[2] != wanted[1]:
+        said = ", ".join(f"{[*side.shape]}" for side in (q, k, v))
+        raise ValueError(f"entries have {wanted[0]} heads of {wanted[1]} numbers, not {said}")
 
 
 def _by_row(side: torch.Tensor) -> torch.Tensor:
@@ -111,6 +144,8 @@ def _list_paths(span: Span, parents: list[int], paths: array[int], entries: arra
         path = []
         while node >= 0:
             path.append(span.start + node)
+            if parents[node] >= node:
+                raise ValueError(f"node {node} of a tree comes before its parent {parents[node]}")
             node = parents[node]
         paths.extend((len(entries), len(path)))
         entries.extend(reversed(path))

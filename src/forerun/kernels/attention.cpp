@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -16,45 +17,45 @@ namespace {
 constexpr int64_t TILE = 16;      // rows that share the keys brought in
 constexpr double PARALLEL = 2e5;  // products worth a second thread
 
-inline __m512 capped(__m512 scores, float softcap) {  // softcap * tanh(scores / softcap)
-  const __m512 one = _mm512_set1_ps(1), two = _mm512_set1_ps(2), cap = _mm512_set1_ps(softcap);
-  const __m512 power = exponential(_mm512_mul_ps(two, _mm512_div_ps(scores, cap)));
-  return _mm512_mul_ps(cap, _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(power, one))));
+inline Floats capped(Floats scores, float softcap) {  // softcap * tanh(scores / softcap)
+  const Floats one = broadcast(1), two = broadcast(2), cap = broadcast(softcap);
+  const Floats power = exponential(two * (scores / cap));
+  return cap * (one - two / (power + one));
 }
 
 // A query's running softmax: its largest score and, by lanes, the sum of e^(score - largest); with it goes that sum
 // weighted by values.
 struct State {
-  __m512 total = _mm512_setzero_ps();
+  Floats total = zeros();
   float top = -std::numeric_limits<float>::infinity();
 
   // From the scores of lanes [begin, end) to weights of the values; returns by how much the sums so far shrink.
   float weigh(float *scores, int64_t begin, int64_t end, float scale, float softcap) {
     const int64_t low = begin / LANES * LANES;
-    const auto used = [&](int64_t lane) -> __mmask16 {
-      if (lane >= begin && lane + LANES <= end) return 0xffff;
-      return first(end - lane) & ~first(begin > lane ? begin - lane : 0);
+    const auto used = [&](int64_t lane) -> Mask {
+      if (lane >= begin && lane + LANES <= end) return first(LANES);
+      return without(first(end - lane), first(begin > lane ? begin - lane : 0));
     };
-    __m512 most = _mm512_set1_ps(top);
+    Floats most = broadcast(top);
     for (int64_t lane = low; lane < end; lane += LANES) {
-      __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(scores + lane), _mm512_set1_ps(scale));
+      Floats scaled = load(scores + lane) * broadcast(scale);
       if (softcap > 0) scaled = capped(scaled, softcap);
-      _mm512_storeu_ps(scores + lane, scaled);
-      most = _mm512_mask_max_ps(most, used(lane), scaled, most);  // of a NaN and another number the latter
+      store(scores + lane, scaled);
+      most = select(used(lane), max(scaled, most), most);  // of a NaN and another number the latter
     }
     float shrink = 1;
-    __m512 sum = total;
-    if (_mm512_cmp_ps_mask(most, _mm512_set1_ps(top), _CMP_GT_OQ)) {
+    Floats sum = total;
+    if (bits(greater(most, broadcast(top)))) {
       const float before = top;
-      top = _mm512_reduce_max_ps(most);
-      shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(before - top)));
-      sum = _mm512_mul_ps(sum, _mm512_set1_ps(shrink));
+      top = reduce_max(most);
+      shrink = front(exponential(broadcast(before - top)));
+      sum = sum * broadcast(shrink);
     }
-    const __m512 largest = _mm512_set1_ps(top);
+    const Floats largest = broadcast(top);
     for (int64_t lane = low; lane < end; lane += LANES) {
-      const __m512 found = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + lane), largest));
-      sum = _mm512_mask_add_ps(sum, used(lane), sum, found);
-      _mm512_storeu_ps(scores + lane, found);
+      const Floats found = exponential(load(scores + lane) - largest);
+      sum = select(used(lane), sum + found, sum);
+      store(scores + lane, found);
     }
     total = sum;
     return shrink;
@@ -70,19 +71,36 @@ struct Task {
 // one query's softmax wait for each other.
 template <class T, int WIDTH>
 struct Queries {
-  static constexpr int64_t ROOM = (WIDTH + Numbers<T>::SIZE - 1) / Numbers<T>::SIZE * Numbers<T>::SIZE;
-  std::vector<const T *> queries;
+  using N = Numbers<T>;
+  using Asked = typename N::Asked;
+  static constexpr bool AS_THEY_ARE = std::is_same_v<T, Asked>;
+  int64_t width, room;  // a head's numbers, and whole vectors of them
+  std::vector<const Asked *> queries;
+  std::vector<Asked> converted;
   std::vector<float> sums, scores, shrink;
   std::vector<State> states;
   std::vector<Task> tasks;
 
-  void clear(int64_t count) {
+  void clear(int64_t count, int64_t numbers) {
+    width = WIDTH > 0 ? WIDTH : numbers;
+    room = (width + N::SIZE - 1) / N::SIZE * N::SIZE;
     queries.resize(count);
-    sums.assign(ROOM * count, 0);
+    if (!AS_THEY_ARE) converted.resize(room * count);
+    sums.assign(room * count, 0);
     scores.resize(BLOCK * count);
     shrink.resize(count);
     states.assign(count, State());
     tasks.clear();
+  }
+
+  void set(int64_t index, const T *query) {
+    if constexpr (AS_THEY_ARE) {
+      queries[index] = query;
+    } else {
+      Asked *const to = converted.data() + room * index;
+      for (int64_t i = 0; i < width; i += LANES) store(to + i, load(query + i, first(width - i)));
+      queries[index] = to;
+    }
   }
 
   // f(tasks, count): tasks of neighbouring queries whose keys begin alike, at most COUNT at a time. Their keys end alike
@@ -107,9 +125,10 @@ struct Queries {
   // Asks for the keys of ``next``, if there is one, meanwhile.
   void take(const Block<T> &block, float scale, float softcap, const Block<T> *next) {
     bool fresh = true;
-    runs<Block<T>::together(ROOM / Numbers<T>::SIZE)>([&](const Task *task, auto count) {
+    runs<Block<T>::together(WIDTH > 0 ? (WIDTH + N::SIZE - 1) / N::SIZE : 4)>([&](const Task *task, auto count) {
       const int64_t at = task->query, most = task[count - 1].end;
-      block.template score<WIDTH, count>(queries.data() + at, scores.data() + BLOCK * at, task->begin, most, fresh);
+      block.template score<WIDTH, count>(queries.data() + at, scores.data() + BLOCK * at, task->begin, most, fresh,
+                                         width);
       fresh = false;
     });
     for (const Task &task : tasks)
@@ -118,14 +137,14 @@ struct Queries {
     runs<4>([&](const Task *task, auto count) {
       const int64_t at = task->query, least = task->end;
       const float *const weights = scores.data() + BLOCK * at;
-      block.template gather<WIDTH, count>(sums.data() + ROOM * at, shrink.data() + at, weights, task->begin, least,
-                                          next);
+      block.template gather<WIDTH, count>(sums.data() + room * at, room, shrink.data() + at, weights, task->begin,
+                                          least, next, width);
       next = nullptr;
       const float all = 1;
       for (int64_t q = 0; q < count; q++)
         if (task[q].end > least)
-          block.template gather<WIDTH, 1>(sums.data() + ROOM * (at + q), &all, weights + BLOCK * q, least, task[q].end,
-                                          nullptr);
+          block.template gather<WIDTH, 1>(sums.data() + room * (at + q), room, &all, weights + BLOCK * q, least,
+                                          task[q].end, nullptr, width);
     });
     tasks.clear();
   }
@@ -155,8 +174,14 @@ struct Ahead {
 };
 
 template <class T>
-struct Call {
-  Plan plan;
+struct Attention {
+#if defined(__AVX512F__)
+  static constexpr bool MANY = !std::is_same_v<T, Float16>;  // widths with code of their own: more to compile
+#else
+  static constexpr bool MANY = false;
+#endif
+  const Plan &plan;
+  const Pool &pool;
   const T *q;
   T *out;
   int64_t q_stride, heads, kv_heads, window;
@@ -164,7 +189,7 @@ struct Call {
   Side<T> keys, values;
 
   Item item(const Span &span, int64_t from, int64_t head) const {
-    Item found{span, from, std::min(from + TILE, span.count), head, std::numeric_limits<int64_t>::max(), 0};
+    Item found{span, from, std::min(from + TILE, span.rows), head, std::numeric_limits<int64_t>::max(), 0};
     for (int64_t row = from; row < found.to; row++) {
       found.low = std::min(found.low, first_seen(span, row));
       found.high = std::max(found.high, plan.seen(span, row));
@@ -184,13 +209,15 @@ struct Call {
     const int64_t groups = heads / kv_heads;
     static thread_local Queries<T, WIDTH> kept;
     Queries<T, WIDTH> &queries = kept;
-    queries.clear((to - from) * groups);
+    const int64_t width = WIDTH > 0 ? WIDTH : pool.width;
+    queries.clear((to - from) * groups, width);
     for (int64_t row = from; row < to; row++)
       for (int64_t group = 0; group < groups; group++)
-        queries.queries[(row - from) * groups + group] =
-            q + (span.first + row) * q_stride + (head * groups + group) * WIDTH;
+        queries.set((row - from) * groups + group,
+                    q + (span.first + row) * q_stride + (head * groups + group) * width);
     const auto find = [&](const Item &of, int64_t at) {
-      return ahead.find(plan, of.span, of.from, at, std::min(at + BLOCK, of.high), keys, values, of.head);
+      return ahead.find(plan, of.span, of.from, at, std::min(at + BLOCK, of.high), pool.page_size, keys,
+                        values, of.head);
     };
     for (int64_t at = low / BLOCK * BLOCK; at < high; at += BLOCK) {
       const bool shared = item.shares(at);
@@ -207,7 +234,7 @@ struct Call {
         for (int64_t group = 0; group < groups; group++)
           queries.tasks.push_back({(row - from) * groups + group, begin - at, end - at});
         if (shared) continue;
-        ahead.own.find(plan, span, row, begin, end, keys, values, head);
+        ahead.own.find(plan, span, row, begin, end, pool.page_size, keys, values, head);
         queries.take(ahead.own, scale, softcap, nullptr);
       }
       if (shared) queries.take(*block, scale, softcap, next);
@@ -215,37 +242,38 @@ struct Call {
     }
     for (int64_t index = 0; index < (to - from) * groups; index++) {
       const int64_t row = span.first + from + index / groups, query_head = head * groups + index % groups;
-      const __m512 share = _mm512_set1_ps(1 / _mm512_reduce_add_ps(queries.states[index].total));
-      T *to_row = out + (row * heads + query_head) * WIDTH;
-      for (int64_t i = 0; i < WIDTH; i += Numbers<T>::SIZE) {
-        __m512 parts[Numbers<T>::PARTS];
+      const Floats share = broadcast(1 / reduce_sum(queries.states[index].total));
+      T *to_row = out + (row * heads + query_head) * width;
+      for (int64_t i = 0; i < width; i += Numbers<T>::SIZE) {
+        Floats parts[Numbers<T>::PARTS];
         for (int p = 0; p < Numbers<T>::PARTS; p++)
-          parts[p] = _mm512_mul_ps(_mm512_loadu_ps(queries.sums.data() + queries.ROOM * index + i + LANES * p), share);
-        Numbers<T>::put(to_row + i, parts, WIDTH - i);
+          parts[p] = load(queries.sums.data() + queries.room * index + i + LANES * p) * share;
+        Numbers<T>::put(to_row + i, parts, width - i);
       }
     }
   }
 
   void pick(const Item &item, const Item *after, Ahead<T> &ahead) const {
-    switch (keys.width) {
 #define CASE(WIDTH) \
-  case WIDTH: return tile<WIDTH>(item, after, ahead);
-      CASE(16) CASE(32) CASE(64) CASE(80) CASE(96) CASE(112) CASE(128) CASE(256)
-#undef CASE
+  if (pool.width == WIDTH) return tile<WIDTH>(item, after, ahead);
+    CASE(64) CASE(128)
+    if constexpr (MANY) {
+      CASE(16) CASE(32) CASE(80) CASE(96) CASE(112) CASE(256)
     }
+#undef CASE
+    tile<0>(item, after, ahead);
   }
 
   void keep(const T *k, const T *v, int64_t k_stride, int64_t v_stride) const {
-    for (int64_t s = 0; s < plan.count; s++) {
+    for (int64_t s = 0; s < plan.num_spans; s++) {
       const Span &span = plan.spans[s];
-      for (int64_t row = 0; row < span.count; row++) {
-        const int64_t entry = span.before + row, page = plan.tables[span.table + entry / plan.page_size];
+      for (int64_t row = 0; row < span.rows; row++) {
+        const int64_t entry = span.before + row, page = plan.tables[span.table + entry / pool.page_size];
         for (int64_t head = 0; head < kv_heads; head++) {
-          const T *from_k = k + (span.first + row) * k_stride + head * keys.width;
-          const T *from_v = v + (span.first + row) * v_stride + head * values.width;
-          T *to_k = keys.at(page, head, entry % plan.page_size), *to_v = values.at(page, head, entry % plan.page_size);
-          for (int64_t i = 0; i < keys.width; i++) to_k[i] = from_k[i];
-          for (int64_t i = 0; i < values.width; i++) to_v[i] = from_v[i];
+          const T *from_k = k + (span.first + row) * k_stride + head * pool.width;
+          const T *from_v = v + (span.first + row) * v_stride + head * pool.width;
+          std::memcpy(keys.at(page, head, entry % pool.page_size), from_k, pool.width * sizeof(T));
+          std::memcpy(values.at(page, head, entry % pool.page_size), from_v, pool.width * sizeof(T));
         }
       }
     }
@@ -259,12 +287,12 @@ struct Call {
   void run(int threads) const {
     std::vector<Item> items;
     double products = 0;
-    for (int64_t s = 0; s < plan.count; s++)
-      for (int64_t row = 0; row < plan.spans[s].count; row += TILE)
+    for (int64_t s = 0; s < plan.num_spans; s++)
+      for (int64_t row = 0; row < plan.spans[s].rows; row += TILE)
         for (int64_t head = 0; head < kv_heads; head++) {
           items.push_back(item(plan.spans[s], row, head));
           const Item &last = items.back();
-          products += static_cast<double>((last.to - row) * (heads / kv_heads) * keys.width) * last.high;
+          products += static_cast<double>((last.to - row) * (heads / kv_heads) * pool.width) * last.high;
         }
     const int64_t count = items.size();
     if (threads > 1 && products > PARALLEL) {
@@ -276,45 +304,33 @@ struct Call {
   }
 };
 
+}  // namespace
+
+template <class T>
+void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool &pool, const Heads &heads,
+            const Plan &plan, float scale, float softcap, int threads) {
+  const Side<T> key_side{keys, pool.key_page, pool.key_head, pool.key_slot};
+  const Side<T> value_side{values, pool.value_page, pool.value_head, pool.value_slot};
+  const Attention<T> attention{plan,         pool,  q,       out,      heads.q_stride, heads.heads, pool.kv_heads,
+                               heads.window, scale, softcap, key_side, value_side};
+  attention.keep(k, v, heads.k_stride, heads.v_stride);
+  attention.run(threads);
+}
+
 template <class T>
 void turn(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {
   for (int64_t row = 0; row < rows; row++)
     for (int64_t head = 0; head < heads; head++)
       for (int64_t i = 0; i < width; i += LANES) {
         T *at = x + row * stride + head * width + i;
-        const __mmask16 mask = first(width - i);
-        const __m512 v = load(at, mask), angle = load(angles + row * width + i, mask);
-        const __m512 swapped = _mm512_mul_ps(_mm512_permute_ps(v, 0xb1), _mm512_movehdup_ps(angle));
-        store(at, mask, _mm512_fmaddsub_ps(v, _mm512_moveldup_ps(angle), swapped));
+        const First lanes = first(width - i);
+        const Floats v = load(at, lanes), angle = load(angles + row * width + i, lanes);
+        store(at, lanes, fma_subadd(v, even_twice(angle), swap_pairs(v) * odd_twice(angle)));
       }
 }
 
-}  // namespace
-
-extern "C" {
-
-// sizes: heads, kv_heads, width, value_width, page_size, window (0: none), strides of q, k and v rows, then page, head
-// and slot strides of keys and of values.
-#define ATTENTION(KIND, T)                                                                                          \
-  void attend_##KIND(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const int64_t *sizes,           \
-                     const int64_t *spans, int64_t count, const int64_t *tables, const int64_t *paths,               \
-                     const int64_t *entries, float scale, float softcap, int threads) {                              \
-    const Plan plan{reinterpret_cast<const Span *>(spans), count, tables, paths, entries, sizes[4]};                 \
-    const Side<T> key_side{keys, sizes[9], sizes[10], sizes[11], sizes[2]};                                          \
-    const Side<T> value_side{values, sizes[12], sizes[13], sizes[14], sizes[3]};                                     \
-    const Call<T> call{plan, q, out, sizes[6], sizes[0], sizes[1], sizes[5], scale, softcap, key_side, value_side};  \
-    call.keep(k, v, sizes[7], sizes[8]);                                                                             \
-    call.run(threads);                                                                                               \
-  }
-#define TURN(KIND, T)                                                                                               \
-  void turn_##KIND(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {          \
-    turn<T>(x, stride, angles, rows, heads, width);                                                                  \
-  }
-
-ATTENTION(float32, float)
-TURN(float32, float)
-TURN(bfloat16, uint16_t)
-#if defined(__AVX512BF16__)
-ATTENTION(bfloat16, uint16_t)
-#endif
-}
+#define INSTANTIATE(KIND, T)                                                                                          \
+  template void attend(const T *, const T *, const T *, T *, T *, T *, const Pool &, const Heads &, const Plan &,     \
+                       float, float, int);                                                                            \
+  template void turn(T *, int64_t, const float *, int64_t, int64_t, int64_t);
+FOR_EACH_TYPE(INSTANTIATE)

@@ -1,17 +1,18 @@
-// Linear layers, norms and activations for few rows on processors with AVX-512, bound by reading the weights.
+// Linear layers, norms and activations for few rows, bound by reading the weights.
 //
 // Weights lie in the order in which they are read, one stream: tiles of 32 outputs; within a tile, inputs in groups of
-// four bytes (one float32, two bfloat16 or four int8), each group's 32 outputs side by side. They are asked for ahead of
-// their use, even beyond the layer's end, where the next layer's lie: beside the arithmetic of several rows the processor
-// does not look far enough ahead. A few rows share one pass; more rows share chunks of a tile that stay cached. An
-// output's sum runs over the inputs in one order whatever the number of rows, so a row's bits do not depend on the rows
-// beside it.
+// four bytes (one float32, two of 16 bits or four int8), each group's 32 outputs side by side. They are asked for ahead
+// of their use, even beyond the layer's end, where the next layer's lie: beside the arithmetic of several rows the
+// processor does not look far enough ahead. A few rows share one pass; more rows share chunks of a tile that stay
+// cached. An output's sum runs over the inputs in one order whatever the number of rows, so a row's bits do not depend
+// on the rows beside it.
 //
-// Pointers are contiguous row-major arrays; __init__.py states the arguments.
-#include "common.h"
+// Pointers are contiguous row-major arrays.
+#include "kernels.h"
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -19,85 +20,169 @@
 
 namespace {
 
-constexpr int64_t TILE = 32, GROUP_BYTES = 4 * TILE;
-constexpr int64_t BLOCK = 48;   // rows whose sums are kept at a time
-constexpr int64_t CHUNK = 256;  // groups of inputs, 32 KiB of weights, that all rows of a block pass over in turn
+constexpr int64_t TILE = 32, GROUP_BYTES = 4 * TILE, HALF = GROUP_BYTES / 2;
+constexpr int64_t BLOCK = 48;       // rows whose sums are kept at a time
 constexpr int64_t AHEAD = 1 << 14;  // bytes from a weight that is used to the one asked for: a third of the L1 cache
 constexpr int64_t FAR = 1 << 23;    // bytes of weights, surely in memory, of which a lone row has enough on the way
+constexpr float LEAST = 1e-30f;     // what is smaller counts as 0 in 8 bits: steps between levels stay normal
+#if defined(__AVX512F__)
+constexpr bool NARROW = false;
+constexpr int64_t CHUNK = 256;  // groups of inputs, 32 KiB of weights, that all rows of a block pass over in turn
+#else
+constexpr bool NARROW = true;  // registers hold the sums of more rows if a pass takes half a tile
+constexpr int64_t CHUNK = 128;
+#endif
 
+// How 16 outputs of a group are multiplied. ``Row``: what a row's inputs of a group are brought to, STEP bytes.
 struct Float {
-  using Sum = __m512;
-  static constexpr int64_t TOGETHER = 12;  // rows in one pass
-  static Sum zero() { return _mm512_setzero_ps(); }
-  static void add(Sum &sum, const char *w, const char *x) {
+  using Sum = Floats;
+  using Weights = Floats;
+  static constexpr int64_t STEP = 4, TOGETHER = NARROW ? 6 : 12;  // rows in one pass
+  static constexpr int64_t WHOLE = NARROW ? 5 : 12;               // and in one over a whole tile
+  static Sum zero() { return zeros(); }
+  static Weights get(const char *w) { return as_floats(load_ints(w)); }
+  static void add(Sum &sum, const Weights &w, const char *x) {
     float one;
     std::memcpy(&one, x, 4);
-    sum = _mm512_fmadd_ps(_mm512_loadu_ps(w), _mm512_set1_ps(one), sum);
+    sum = fma(w, broadcast(one), sum);
   }
 };
+
+// Two inputs of 16 bits as float32.
+template <class T>
+struct Widened {
+  using Sum = Floats;
+  struct Weights {
+    Floats even, odd;
+  };
+  static constexpr int64_t STEP = 8, TOGETHER = NARROW ? 5 : 12, WHOLE = NARROW ? 3 : 12;
+  static Sum zero() { return zeros(); }
+  static Weights get(const char *w);
+  static void add(Sum &sum, const Weights &w, const char *x) {
+    float two[2];
+    std::memcpy(two, x, 8);
+    sum = fma(w.even, broadcast(two[0]), sum);
+    sum = fma(w.odd, broadcast(two[1]), sum);
+  }
+};
+
+template <>
+Widened<Bfloat16>::Weights Widened<Bfloat16>::get(const char *w) {
+  const Ints pairs = load_ints(w);
+  return {as_floats(shift_left<16>(pairs)), as_floats(bit_and(pairs, broadcast_int(static_cast<int32_t>(0xffff0000))))};
+}
+
+template <>
+Widened<Float16>::Weights Widened<Float16>::get(const char *w) {  // the first inputs of 16 outputs, then the second
+  const auto at = reinterpret_cast<const Float16 *>(w);
+  return {load(at, first(16)), load(at + 16, first(16))};
+}
 
 #if defined(__AVX512BF16__)
 struct Bfloat {
-  using Sum = __m512;
-  static constexpr int64_t TOGETHER = 12;
-  static Sum zero() { return _mm512_setzero_ps(); }
-  static void add(Sum &sum, const char *w, const char *x) {
+  using Sum = Floats;
+  using Weights = Ints;
+  static constexpr int64_t STEP = 4, TOGETHER = 12, WHOLE = 12;
+  static Sum zero() { return zeros(); }
+  static Weights get(const char *w) { return load_ints(w); }
+  static void add(Sum &sum, const Weights &w, const char *x) {
     int32_t pair;
     std::memcpy(&pair, x, 4);
-    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(pair));
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(pair));
   }
 };
+#else
+using Bfloat = Widened<Bfloat16>;
 #endif
 
-#if defined(__AVX512VNNI__)
+#if defined(HAS_BYTE_PRODUCTS)
 struct Int8 {
-  using Sum = __m512i;
-  static constexpr int64_t TOGETHER = 8;
-  static Sum zero() { return _mm512_setzero_si512(); }
-  static void add(Sum &sum, const char *w, const char *x) {
+  using Sum = Ints;
+  using Weights = Ints;
+  static constexpr int64_t STEP = 4, TOGETHER = NARROW ? 6 : 8, WHOLE = NARROW ? 3 : 8;
+  static constexpr int32_t ZERO = 128;  // the byte that stands for 0: one factor of the product has no sign
+  static Sum zero() { return zero_ints(); }
+  static Weights get(const char *w) { return load_ints(w); }
+  static void add(Sum &sum, const Weights &w, const char *x) {
     int32_t four;
     std::memcpy(&four, x, 4);
-    sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(four), _mm512_loadu_si512(w));
+    sum = add_byte_products(sum, broadcast_int(four), w);
+  }
+};
+#else
+// Products of pairs add up in 16 bits: |w| x with the sign of w, w and x from -127 to 127, so that a pair is within
+// 2 * 127 * 127 = 32,258 and nothing saturates.
+struct Int8 {
+  using Sum = Ints;
+  struct Weights {
+    Ints signs, sizes;
+  };
+  static constexpr int64_t STEP = 4, TOGETHER = NARROW ? 4 : 8, WHOLE = NARROW ? 4 : 8;
+  static constexpr int32_t ZERO = 0;
+  static Sum zero() { return zero_ints(); }
+  static Weights get(const char *w) {
+    const Ints levels = load_ints(w);
+    return {levels, byte_sizes(levels)};
+  }
+  static void add(Sum &sum, const Weights &w, const char *x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    sum = ::add(sum, short_pairs(byte_pairs(w.sizes, with_sign_of(broadcast_int(four), w.signs))));
   }
 };
 #endif
 
-template <class K, int ROWS>
-void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums, bool fresh, bool ask) {
-  typename K::Sum s[ROWS][2];
+// What a pass asks for: nothing, or the lines from ``at`` on, ``step`` bytes for each group.
+struct Ask {
+  const char *at;
+  int64_t step;
+};
+
+// HALVES: of a tile.
+template <class K, int ROWS, int HALVES>
+void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums, bool fresh, Ask ask) {
+  typename K::Sum s[ROWS][HALVES];
   for (int r = 0; r < ROWS; r++)
-    for (int h = 0; h < 2; h++) s[r][h] = fresh ? K::zero() : sums[2 * r + h];
-  for (int64_t g = 0; g < groups; g++, w += GROUP_BYTES, x += 4) {
-    if (ask) {
-      _mm_prefetch(w + AHEAD, _MM_HINT_T0);
-      _mm_prefetch(w + AHEAD + GROUP_BYTES / 2, _MM_HINT_T0);
+    for (int h = 0; h < HALVES; h++) s[r][h] = fresh ? K::zero() : sums[2 * r + h];
+  for (int64_t g = 0; g < groups; g++, w += GROUP_BYTES, x += K::STEP) {
+    if (ask.step) {
+      _mm_prefetch(ask.at, _MM_HINT_T0);
+      if (HALVES == 2) _mm_prefetch(ask.at + HALF, _MM_HINT_T0);
+      ask.at += ask.step;
     }
+    typename K::Weights weights[HALVES];
+    for (int h = 0; h < HALVES; h++) weights[h] = K::get(w + HALF * h);
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-      K::add(s[r][0], w, x + r * stride);
-      K::add(s[r][1], w + GROUP_BYTES / 2, x + r * stride);
-    }
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; h++) K::add(s[r][h], weights[h], x + r * stride);
   }
   for (int r = 0; r < ROWS; r++)
-    for (int h = 0; h < 2; h++) sums[2 * r + h] = s[r][h];
+    for (int h = 0; h < HALVES; h++) sums[2 * r + h] = s[r][h];
 }
 
-template <class K, int ROWS = K::TOGETHER>
+template <class K, int HALVES, int ROWS>
 void passes(int64_t rows, const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums,
-            bool fresh, bool ask) {
-  if (rows == ROWS) return pass<K, ROWS>(w, x, stride, groups, sums, fresh, ask);
-  if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, stride, groups, sums, fresh, ask);
+            bool fresh, Ask ask) {
+  if (rows == ROWS) return pass<K, ROWS, HALVES>(w, x, stride, groups, sums, fresh, ask);
+  if constexpr (ROWS > 1) passes<K, HALVES, ROWS - 1>(rows, w, x, stride, groups, sums, fresh, ask);
 }
 
 template <class K>
 void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums, bool ask) {
-  const int64_t turns = (rows + K::TOGETHER - 1) / K::TOGETHER, chunk = turns > 1 ? CHUNK : groups;
-  for (int64_t at = 0; at < groups; at += chunk) {
-    const int64_t some = groups - at < chunk ? groups - at : chunk;
-    for (int64_t turn = 0, row = 0; turn < turns; turn++) {
+  if (rows <= K::WHOLE)
+    return passes<K, 2, K::WHOLE>(rows, w, x, stride, groups, sums, true, {w + AHEAD, ask ? GROUP_BYTES : 0});
+  constexpr int HALVES = NARROW ? 1 : 2;
+  const int64_t turns = (rows + K::TOGETHER - 1) / K::TOGETHER, parts = NARROW ? 2 * turns : 1;
+  for (int64_t at = 0; at < groups; at += CHUNK, w += CHUNK * GROUP_BYTES) {
+    const int64_t some = groups - at < CHUNK ? groups - at : CHUNK;
+    for (int64_t turn = 0, row = 0, part = 0; turn < turns; turn++) {
       const int64_t count = rows / turns + (turn < rows % turns);
-      passes<K>(count, w + at * GROUP_BYTES, x + row * stride + at * 4, stride, some, sums + 2 * row, at == 0,
-                ask && turn == 0);
+      const char *const from = x + row * stride + at * K::STEP;
+      for (int64_t h = 0; h < 2; h += HALVES, part++) {
+        const Ask wanted{w + AHEAD + part * some * GROUP_BYTES / parts, ask && part < parts ? GROUP_BYTES / parts : 0};
+        passes<K, HALVES, K::TOGETHER>(count, w + HALF * h, from, stride, some, sums + 2 * row + h, at == 0, wanted);
+      }
       row += count;
     }
   }
@@ -132,40 +217,82 @@ char *room(int64_t bytes) {
   return kept.data();
 }
 
-template <class K, class T>
-void linear(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
-            int64_t inputs, int threads) {
-  const int64_t bytes = inputs * sizeof(T);
-  const char *from = reinterpret_cast<const char *>(x);
-  int64_t stride = bytes;
-  if (rows > 2) {
-    stride = apart(bytes);
-    char *to = room(rows * stride);
-    for (int64_t r = 0; r < rows; r++) std::memcpy(to + r * stride, from + r * bytes, bytes);
-    from = to;
+// A row as a kind of multiplication wants it: as it is, or widened to float32. What fills the last group is zero.
+template <bool WIDEN, class T>
+void bring(const T *x, char *to, int64_t inputs, int64_t padded) {
+  if constexpr (WIDEN) {
+    const auto floats = reinterpret_cast<float *>(to);
+    for (int64_t i = 0; i < padded; i += 16) {
+      const Floats v = i < inputs ? load(x + i, first(inputs - i)) : zeros();
+      store(floats + i, first(padded - i), v);
+    }
+  } else {
+    std::memcpy(to, x, inputs * sizeof(T));
+    std::memset(to + inputs * sizeof(T), 0, (padded - inputs) * sizeof(T));
   }
-  multiply<K>(w, from, stride, rows, outputs, bytes / 4, threads,
-              [=](int64_t row, int64_t out, __mmask16 mask, __m512 sum) {
-                if (bias) sum = _mm512_add_ps(sum, load(bias + out, mask));
-                if (add) sum = _mm512_add_ps(sum, load(add + row * outputs + out, mask));
-                store(y + row * outputs + out, mask, sum);
-              });
 }
 
-#if defined(__AVX512VNNI__)
-// A row in 255 levels of its own, as bytes from 1 to 255; 128 stands for 0. Returns the step between levels.
+template <class K, class T>
+void multiply_rows(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
+            int64_t inputs, int threads) {
+  constexpr int64_t GROUP = 4 / sizeof(T);
+  constexpr bool WIDEN = K::STEP > 4;
+  const int64_t groups = (inputs + GROUP - 1) / GROUP;
+  const char *from = reinterpret_cast<const char *>(x);
+  int64_t stride = groups * K::STEP;
+  if (WIDEN || rows > 2 || inputs % GROUP) {
+    stride = apart(stride);
+    char *to = room(rows * stride);
+    for (int64_t r = 0; r < rows; r++) bring<WIDEN>(x + r * inputs, to + r * stride, inputs, groups * GROUP);
+    from = to;
+  }
+  multiply<K>(w, from, stride, rows, outputs, groups, threads, [=](int64_t row, int64_t out, First lanes, Floats sum) {
+    if (bias) sum = sum + load(bias + out, lanes);
+    if (add) sum = sum + load(add + row * outputs + out, lanes);
+    store(y + row * outputs + out, lanes, sum);
+  });
+}
+
+// A row in 255 levels of its own, a byte each. Returns the step between levels: NaN if there is a NaN, infinite if one
+// is infinite, and so is or becomes every output.
 template <class T>
 float quantize(const T *x, int64_t inputs, uint8_t *levels, int64_t padded) {
-  __m512 top = _mm512_setzero_ps();
-  for (int64_t i = 0; i < inputs; i += 16) top = _mm512_max_ps(top, _mm512_abs_ps(load(x + i, first(inputs - i))));
-  const float largest = _mm512_reduce_max_ps(top), step = largest > 0 ? largest / 127 : 1;
-  const __m512 scale = _mm512_set1_ps(1 / step);
+  Floats top = zeros();
+  Mask broken{};
+  for (int64_t i = 0; i < inputs; i += 16) {
+    const Floats v = load(x + i, first(inputs - i));
+    top = max(top, abs(v));
+    broken |= is_nan(v);
+  }
+  const float largest = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(top);
+  const float step = largest <= LEAST ? 1 : largest / 127;
+  const Floats scale = broadcast(1 / step);
   for (int64_t i = 0; i < padded; i += 16) {
-    const __m512 v = i < inputs ? load(x + i, first(inputs - i)) : _mm512_setzero_ps();
-    const __m512i level = _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(v, scale)), _mm512_set1_epi32(128));
-    _mm_mask_storeu_epi8(levels + i, first(padded - i), _mm512_cvtepi32_epi8(level));
+    const Floats v = i < inputs ? load(x + i, first(inputs - i)) : zeros();
+    store_bytes(levels + i, first(padded - i), add(to_nearest(v * scale), broadcast_int(Int8::ZERO)));
   }
   return step;
+}
+
+template <class T>
+struct KindOf {
+  using Kind = Widened<T>;
+};
+template <>
+struct KindOf<float> {
+  using Kind = Float;
+};
+template <>
+struct KindOf<Bfloat16> {
+  using Kind = Bfloat;
+};
+
+}  // namespace
+
+template <class T>
+void linear(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
+            int64_t inputs, int threads) {
+  multiply_rows<typename KindOf<T>::Kind>(w, x, y, add, bias, rows, outputs, inputs, threads);
 }
 
 template <class T>
@@ -176,31 +303,29 @@ void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bia
   auto levels = reinterpret_cast<uint8_t *>(kept);
   auto steps = reinterpret_cast<float *>(kept + rows * stride);
   for (int64_t r = 0; r < rows; r++) steps[r] = quantize(x + r * inputs, inputs, levels + r * stride, 4 * groups);
-  multiply<Int8>(w, kept, stride, rows, outputs, groups, threads,
-                 [=](int64_t row, int64_t out, __mmask16 mask, __m512i sum) {
-                   sum = _mm512_sub_epi32(sum, _mm512_maskz_loadu_epi32(mask, offsets + out));
-                   const __m512 scale = _mm512_mul_ps(load(scales + out, mask), _mm512_set1_ps(steps[row]));
-                   __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
-                   if (bias) v = _mm512_add_ps(v, load(bias + out, mask));
-                   if (add) v = _mm512_add_ps(v, load(add + row * outputs + out, mask));
-                   store(y + row * outputs + out, mask, v);
-                 });
+  multiply<Int8>(w, kept, stride, rows, outputs, groups, threads, [=](int64_t row, int64_t out, First lanes, Ints sum) {
+    if (Int8::ZERO) sum = subtract(sum, load_ints(offsets + out, lanes));
+    const Floats scale = load(scales + out, lanes) * broadcast(steps[row]);
+    Floats v = to_floats(sum) * scale;
+    if (bias) v = v + load(bias + out, lanes);
+    if (add) v = v + load(add + row * outputs + out, lanes);
+    store(y + row * outputs + out, lanes, v);
+  });
 }
-#endif
 
 template <class T>
 void norm(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, int64_t width, float eps) {
   for (int64_t r = 0; r < rows; r++, x += width, y += width) {
     const float *weight = weights + r % kinds * width;
-    __m512 squares = _mm512_setzero_ps();
+    Floats squares = zeros();
     for (int64_t i = 0; i < width; i += 16) {
-      const __m512 v = load(x + i, first(width - i));
-      squares = _mm512_fmadd_ps(v, v, squares);
+      const Floats v = load(x + i, first(width - i));
+      squares = fma(v, v, squares);
     }
-    const __m512 scale = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / width + eps));
+    const Floats scale = broadcast(1 / std::sqrt(reduce_sum(squares) / width + eps));
     for (int64_t i = 0; i < width; i += 16) {
-      const __mmask16 mask = first(width - i);
-      store(y + i, mask, _mm512_mul_ps(_mm512_mul_ps(load(x + i, mask), scale), load(weight + i, mask)));
+      const First lanes = first(width - i);
+      store(y + i, lanes, load(x + i, lanes) * scale * load(weight + i, lanes));
     }
   }
 }
@@ -209,16 +334,12 @@ template <class T>
 void silu_times(const T *x, T *y, int64_t rows, int64_t width) {
   for (int64_t r = 0; r < rows; r++, x += 2 * width, y += width)
     for (int64_t i = 0; i < width; i += 16) {
-      const __mmask16 mask = first(width - i);
-      const __m512 gate = load(x + i, mask), up = load(x + width + i, mask), one = _mm512_set1_ps(1.0f);
-      const __m512 low = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-      store(y + i, mask, _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(one, low)), up));
+      const First lanes = first(width - i);
+      const Floats gate = load(x + i, lanes), up = load(x + width + i, lanes);
+      const Floats low = exponential(zeros() - gate);
+      store(y + i, lanes, gate / (broadcast(1.0f) + low) * up);
     }
 }
-
-}  // namespace
-
-extern "C" {
 
 void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
 #if defined(__linux__)
@@ -228,30 +349,10 @@ void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
 #endif
 }
 
-#define LINEAR(NAME, K, T)                                                                                          \
-  void NAME(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,        \
-            int64_t inputs, int threads) {                                                                          \
-    linear<K, T>(w, x, y, add, bias, rows, outputs, inputs, threads);                                               \
-  }
-#define INT8(NAME, T)                                                                                               \
-  void NAME(const char *w, const T *x, T *y, const T *add, const float *bias, const float *scales,                  \
-            const int32_t *offsets, int64_t rows, int64_t outputs, int64_t inputs, int threads) {                   \
-    linear_int8<T>(w, x, y, add, bias, scales, offsets, rows, outputs, inputs, threads);                            \
-  }
-#define ROWS(KIND, T)                                                                                               \
-  void norm_##KIND(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, int64_t width, float eps) {  \
-    norm<T>(x, weights, y, rows, kinds, width, eps);                                                                \
-  }                                                                                                                 \
-  void silu_times_##KIND(const T *x, T *y, int64_t rows, int64_t width) { silu_times<T>(x, y, rows, width); }
-
-LINEAR(linear_float32, Float, float)
-ROWS(float32, float)
-ROWS(bfloat16, uint16_t)
-#if defined(__AVX512BF16__)
-LINEAR(linear_bfloat16, Bfloat, uint16_t)
-#endif
-#if defined(__AVX512VNNI__)
-INT8(linear_int8_float32, float)
-INT8(linear_int8_bfloat16, uint16_t)
-#endif
-}
+#define INSTANTIATE(KIND, T)                                                                                       \
+  template void linear(const char *, const T *, T *, const T *, const float *, int64_t, int64_t, int64_t, int);     \
+  template void linear_int8(const char *, const T *, T *, const T *, const float *, const float *, const int32_t *, \
+                            int64_t, int64_t, int64_t, int);                                                        \
+  template void norm(const T *, const float *, T *, int64_t, int64_t, int64_t, float);                              \
+  template void silu_times(const T *, T *, int64_t, int64_t);
+FOR_EACH_TYPE(INSTANTIATE)

@@ -1,7 +1,7 @@
 // Keyed Gumbel noise, the best id of perturbed rows, and what two distributions share.
 //
 // Rows are float32 [rows, size], contiguous; -inf is a banned id. Entry i of a key's noise depends on the key and i alone.
-#include "common.h"
+#include "kernels.h"
 
 #include <algorithm>
 #include <cmath>
@@ -14,79 +14,79 @@ namespace {
 constexpr double PARALLEL = 1e6;  // entries worth a second thread
 
 // ln x of positive normal numbers: cephes' polynomial around 1.
-inline __m512 logarithm(__m512 x) {
-  const __m512 one = _mm512_set1_ps(1);
-  __m512 m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero), e = _mm512_getexp_ps(x);
-  const __mmask16 large = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.41421356f), _CMP_GT_OQ);
-  m = _mm512_mask_mul_ps(m, large, m, _mm512_set1_ps(0.5f));
-  e = _mm512_mask_add_ps(e, large, e, one);
-  const __m512 r = _mm512_sub_ps(m, one), z = _mm512_mul_ps(r, r);
-  __m512 p = _mm512_set1_ps(7.0376836292e-2f);
+inline Floats logarithm(Floats x) {
+  const Floats one = broadcast(1);
+  Floats m = mantissa(x), e = exponent(x);
+  const Mask large = greater(m, broadcast(1.41421356f));
+  m = select(large, m * broadcast(0.5f), m);
+  e = select(large, e + one, e);
+  const Floats r = m - one, z = r * r;
+  Floats p = broadcast(7.0376836292e-2f);
   for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
                   2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  p = _mm512_mul_ps(_mm512_mul_ps(p, z), r);
-  p = _mm512_fmadd_ps(e, _mm512_set1_ps(-2.12194440e-4f), p);
-  p = _mm512_fnmadd_ps(_mm512_set1_ps(0.5f), z, p);
-  return _mm512_fmadd_ps(e, _mm512_set1_ps(0.693359375f), _mm512_add_ps(r, p));
+    p = fma(p, r, broadcast(c));
+  p = p * z * r;
+  p = fma(e, broadcast(-2.12194440e-4f), p);
+  p = fnma(broadcast(0.5f), z, p);
+  return fma(e, broadcast(0.693359375f), r + p);
 }
 
 struct Key {
-  __m512i odd, plus;
+  Ints odd, plus;
   explicit Key(uint64_t key)
-      : odd(_mm512_set1_epi32(static_cast<int32_t>(key | 1))), plus(_mm512_set1_epi32(static_cast<int32_t>(key >> 32))) {}
+      : odd(broadcast_int(static_cast<int32_t>(key | 1))), plus(broadcast_int(static_cast<int32_t>(key >> 32))) {}
 
   // One of 2^31 numbers in (0, 1) each; ``ids`` are well-mixed words, one for each entry.
-  __m512 uniform(__m512i ids) const {
-    const auto fold = [](__m512i x) { return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16)); };
-    __m512i x = fold(_mm512_add_epi32(_mm512_mullo_epi32(ids, odd), plus));
-    x = fold(_mm512_mullo_epi32(x, _mm512_set1_epi32(0x7FEB352D)));
-    const __m512 u = _mm512_add_ps(_mm512_abs_ps(_mm512_cvtepi32_ps(x)), _mm512_set1_ps(0.5f));
-    return _mm512_min_ps(_mm512_mul_ps(u, _mm512_set1_ps(4.656612873e-10f)), _mm512_set1_ps(1 - 5.9604645e-8f));
+  Floats uniform(Ints ids) const {
+    const auto fold = [](Ints x) { return bit_xor(x, shift_right<16>(x)); };
+    Ints x = fold(add(multiply(ids, odd), plus));
+    x = fold(multiply(x, broadcast_int(0x7FEB352D)));
+    const Floats u = abs(to_floats(x)) + broadcast(0.5f);
+    return min(u * broadcast(4.656612873e-10f), broadcast(1 - 5.9604645e-8f));
   }
 
   // -ln(-ln(1 - u))
-  static __m512 noise(__m512 u) {
-    const __m512 one = _mm512_set1_ps(1);
-    const __m512 w = _mm512_sub_ps(one, u), lost = _mm512_sub_ps(_mm512_sub_ps(one, w), u);  // of u, in w
-    const __m512 wait = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_add_ps(logarithm(w), _mm512_div_ps(lost, w)));
-    return _mm512_sub_ps(_mm512_setzero_ps(), logarithm(wait));
+  static Floats noise(Floats u) {
+    const Floats one = broadcast(1);
+    const Floats w = one - u, lost = one - w - u;  // of u, in w
+    const Floats wait = zeros() - (logarithm(w) + lost / w);
+    return zeros() - logarithm(wait);
   }
 
   // What the noise does not exceed, from the exponent alone: -ln u, rounded up.
-  static __m512 bound(__m512 u) {
-    return _mm512_fnmadd_ps(_mm512_getexp_ps(u), _mm512_set1_ps(0.69314718f), _mm512_set1_ps(0.001f));
+  static Floats bound(Floats u) {
+    return fnma(exponent(u), broadcast(0.69314718f), broadcast(0.001f));
   }
 };
 
 // Where a row's largest number is.
 struct Best {
-  __m512 floor = _mm512_set1_ps(-std::numeric_limits<float>::infinity());  // the largest of all lanes
-  __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  __mmask16 broken = 0;
+  Floats floor = broadcast(-std::numeric_limits<float>::infinity());  // the largest of all lanes
+  Floats top = broadcast(-std::numeric_limits<float>::infinity());
+  Ints place = places();
+  Mask broken{};
 
-  void see(__m512 v, __mmask16 mask, int64_t at) {
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __mmask16 more = _mm512_mask_cmp_ps_mask(mask, v, top, _CMP_GT_OQ);
-    broken |= _mm512_mask_cmp_ps_mask(mask, v, v, _CMP_UNORD_Q);
-    top = _mm512_mask_mov_ps(top, more, v);
-    place = _mm512_mask_add_epi32(place, more, lanes, _mm512_set1_epi32(static_cast<int32_t>(at)));
+  void see(Floats v, First mask, int64_t at) {
+    const Ints lanes = places();
+    const Mask more = mask & greater(v, top);
+    broken |= mask & is_nan(v);
+    top = select(more, v, top);
+    place = select(more, add(lanes, broadcast_int(static_cast<int32_t>(at))), place);
   }
 
   // The same for v + noise, which is computed only where it may be the largest so far.
-  void see(__m512 v, __mmask16 mask, int64_t at, const Key &key, const int32_t *ids) {
-    const __m512 u = key.uniform(_mm512_maskz_loadu_epi32(mask, ids + at));
-    if (!_mm512_mask_cmp_ps_mask(mask, _mm512_add_ps(v, Key::bound(u)), floor, _CMP_NLT_UQ)) return;
-    see(_mm512_add_ps(v, Key::noise(u)), mask, at);
-    floor = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+  void see(Floats v, First mask, int64_t at, const Key &key, const int32_t *ids) {
+    const Floats u = key.uniform(load_ints(ids + at, mask));
+    if (!bits(mask & not_less(v + Key::bound(u), floor))) return;
+    see(v + Key::noise(u), mask, at);
+    floor = broadcast(reduce_max(top));
   }
 
   // The first of equals; NaN if one was seen.
   void end(float *value, int64_t *id) const {
-    *value = broken ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(top);
-    const __mmask16 at = _mm512_cmp_ps_mask(top, _mm512_set1_ps(_mm512_reduce_max_ps(top)), _CMP_EQ_OQ);
-    *id = _mm512_mask_reduce_min_epi32(at, place);
+    *value = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(top);
+    const Mask at = equal(top, broadcast(reduce_max(top)));
+    *id = reduce_min(at, place);
   }
 };
 
@@ -96,26 +96,26 @@ struct Softmax {
   float share;
 
   Softmax(const float *row, int64_t size, float *powers) : powers(powers) {
-    __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    Floats most = broadcast(-std::numeric_limits<float>::infinity());
     for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 mask = first(size - i);
-      most = _mm512_mask_max_ps(most, mask, most, load(row + i, mask));
+      const First mask = first(size - i);
+      most = select(mask, max(most, load(row + i, mask)), most);
     }
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-    __m512 sum = _mm512_setzero_ps();
+    const Floats top = broadcast(reduce_max(most));
+    Floats sum = zeros();
     for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 mask = first(size - i);
-      const __m512 x = _mm512_sub_ps(load(row + i, mask), top);
-      const __mmask16 counts = mask & _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87), _CMP_NLT_UQ);
-      const __m512 power = _mm512_maskz_mov_ps(counts, exponential(x));
+      const First mask = first(size - i);
+      const Floats x = load(row + i, mask) - top;
+      const Mask counts = mask & not_less(x, broadcast(-87));
+      const Floats power = select(counts, exponential(x), zeros());
       store(powers + i, mask, power);
-      sum = _mm512_add_ps(sum, power);
+      sum = sum + power;
     }
-    share = 1 / _mm512_reduce_add_ps(sum);
+    share = 1 / reduce_sum(sum);
   }
 
-  __m512 operator()(int64_t at, __mmask16 mask) const {
-    return _mm512_mul_ps(load(powers + at, mask), _mm512_set1_ps(share));
+  Floats operator()(int64_t at, First mask) const {
+    return load(powers + at, mask) * broadcast(share);
   }
 };
 
@@ -127,13 +127,12 @@ int64_t invert(const float *weights, int64_t size, double spot) {
   reach.clear();
   double total = 0;
   for (int64_t at = 0; at < size; at += STEP) {
-    __m512d sum = _mm512_setzero_pd();
+    Doubles sum = zero_doubles();
     for (int64_t i = at; i < at + STEP && i < size; i += 16) {
-      const __m512 v = load(weights + i, first(size - i));
-      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_castps512_ps256(v)));
-      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
+      const Floats v = load(weights + i, first(size - i));
+      sum = add_lanes(sum, v);
     }
-    total += _mm512_reduce_add_pd(sum);
+    total += reduce_sum(sum);
     reach.push_back(total);
   }
   const double goal = total * (spot < 1 - 0x1p-40 ? spot : 1 - 0x1p-40);
@@ -153,8 +152,6 @@ int64_t invert(const float *weights, int64_t size, double spot) {
 
 }  // namespace
 
-extern "C" {
-
 // Per row of weights, the id at which its share ``spots`` of the sum is passed.
 void draw(const float *weights, int64_t rows, int64_t size, const double *spots, int64_t *out) {
   for (int64_t r = 0; r < rows; r++) out[r] = invert(weights + r * size, size, spots[r]);
@@ -163,8 +160,8 @@ void draw(const float *weights, int64_t rows, int64_t size, const double *spots,
 void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
   const Key noise(key);
   for (int64_t i = 0; i < size; i += 16) {
-    const __mmask16 mask = first(size - i);
-    store(out + i, mask, Key::noise(noise.uniform(_mm512_maskz_loadu_epi32(mask, ids + i))));
+    const First mask = first(size - i);
+    store(out + i, mask, Key::noise(noise.uniform(load_ints(ids + i, mask))));
   }
 }
 
@@ -177,8 +174,8 @@ void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids,
     const Key noise(keys[r]);
     Best best;
     for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 mask = first(size - i);
-      const __m512 v = load(row + i, mask);
+      const First mask = first(size - i);
+      const Floats v = load(row + i, mask);
       if (noisy[r])
         best.see(v, mask, i, noise, ids);
       else
@@ -206,9 +203,9 @@ void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greed
     Best best;
     int64_t place;
     for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 mask = first(size - i);
+      const First mask = first(size - i);
       best.see(load(scores + r * size + i, mask), mask, i);
-      store(out + i, mask, greedy[r] ? _mm512_setzero_ps() : law(i, mask));
+      store(out + i, mask, greedy[r] ? zeros() : law(i, mask));
     }
     best.end(tops + r, &place);
     if (greedy[r]) out[place] = 1;
@@ -219,19 +216,19 @@ void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greed
     const float factor = follows[t] ? weights[t - 1] : 1, kept = row[tokens[t]];
     const float weight = factor * kept / (lenience * (q ? q[tokens[t]] : 1));
     weights[t] = weight > 1 ? 1 : weight;
-    const __m512 times = _mm512_set1_ps(factor), none = _mm512_setzero_ps();
-    __m512 sum = none, common = none;
+    const Floats times = broadcast(factor), none = zeros();
+    Floats sum = none, common = none;
     if (!q) row[tokens[t]] = 0;
     for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 mask = first(size - i);
-      const __m512 a = load(row + i, mask), b = q ? load(q + i, mask) : none;
-      const __m512 more = _mm512_max_ps(_mm512_fmsub_ps(times, a, b), none);
+      const First mask = first(size - i);
+      const Floats a = load(row + i, mask), b = q ? load(q + i, mask) : none;
+      const Floats more = max(fms(times, a, b), none);
       store(room.data() + i, mask, more);
-      sum = _mm512_add_ps(sum, more);
-      common = _mm512_add_ps(common, _mm512_min_ps(a, b));
+      sum = sum + more;
+      common = common + min(a, b);
     }
-    left[t] = _mm512_reduce_add_ps(sum);
-    shared[t] = q ? _mm512_reduce_add_ps(common) : kept;
+    left[t] = reduce_sum(sum);
+    shared[t] = q ? reduce_sum(common) : kept;
     if (!q) row[tokens[t]] = kept;
     if (left[t] > 0) std::memcpy(row, room.data(), size * sizeof(float));
   }
@@ -249,11 +246,11 @@ void rank(const float *scores, int64_t size, int64_t trials, const int64_t *at, 
     std::fill(id, id + count, -1);
     std::fill(value, value + count, NONE);
     // The sum of e^(v - base): a new largest number seldom comes, and then all before it counts for less.
-    __m512 sum = _mm512_setzero_ps(), base = _mm512_set1_ps(NONE), floor = base;
+    Floats sum = zeros(), base = broadcast(NONE), floor = base;
     for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 mask = first(size - i);
-      const __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(NONE), mask, row + i);
-      __mmask16 better = _mm512_cmp_ps_mask(v, floor, _CMP_GT_OQ);
+      const First mask = first(size - i);
+      const Floats v = select(mask, load(row + i, mask), broadcast(NONE));
+      uint32_t better = bits(greater(v, floor));
       while (better) {
         const int lane = __builtin_ctz(better);
         const float found = row[i + lane];
@@ -263,18 +260,17 @@ void rank(const float *scores, int64_t size, int64_t trials, const int64_t *at, 
         for (; place > 0 && found > value[place - 1]; place--) value[place] = value[place - 1], id[place] = id[place - 1];
         value[place] = found;
         id[place] = static_cast<int32_t>(i + lane);
-        floor = _mm512_set1_ps(value[count - 1]);
+        floor = broadcast(value[count - 1]);
         if (place) continue;
-        const __m512 top = _mm512_set1_ps(found);
-        sum = _mm512_mul_ps(sum, exponential(_mm512_sub_ps(base, top)));
+        const Floats top = broadcast(found);
+        sum = sum * exponential(base - top);
         base = top;
       }
-      const __m512 x = _mm512_sub_ps(v, base);
-      const __mmask16 counts = _mm512_cmp_ps_mask(v, _mm512_set1_ps(NONE), _CMP_NEQ_UQ) &
-                               _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87), _CMP_NLT_UQ);
-      sum = _mm512_add_ps(sum, _mm512_maskz_mov_ps(counts, exponential(x)));
+      const Floats x = v - base;
+      const Mask counts = not_equal(v, broadcast(NONE)) & not_less(x, broadcast(-87));
+      sum = sum + select(counts, exponential(x), zeros());
     }
-    const float all = value[0] + std::log(_mm512_reduce_add_ps(sum));
+    const float all = value[0] + std::log(reduce_sum(sum));
     for (int64_t k = 0; k < count; k++) value[k] = id[k] < 0 ? NONE : value[k] - all;
   }
 }
@@ -292,12 +288,11 @@ void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *
       out[t] = law.powers[tokens[t]] * law.share;
       continue;
     }
-    __m512 sum = _mm512_setzero_ps();
+    Floats sum = zeros();
     for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 mask = first(size - i);
-      sum = _mm512_add_ps(sum, _mm512_min_ps(law(i, mask), load(q + i, mask)));
+      const First mask = first(size - i);
+      sum = sum + min(law(i, mask), load(q + i, mask));
     }
-    out[t] = _mm512_reduce_add_ps(sum);
+    out[t] = reduce_sum(sum);
   }
-}
 }

@@ -1,6 +1,6 @@
 // From logits to the distribution that is sampled: temperature, min-p, top-k and top-p, and penalties. A row's result
 // depends on the row alone.
-#include "common.h"
+#include "kernels.h"
 
 #include <algorithm>
 #include <cmath>
@@ -18,10 +18,10 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 class Largest {
  public:
   Largest(const float *row, int64_t size) : row(row), size(size) {
-    __m512 most = _mm512_set1_ps(-INF);
+    Floats most = broadcast(-INF);
     for (int64_t i = 0; i < size; i += 16)
-      most = _mm512_mask_max_ps(most, first(size - i), load(row + i, first(size - i)), most);  // passes over NaN
-    top = _mm512_reduce_max_ps(most);
+      most = select(first(size - i), max(load(row + i, first(size - i)), most), most);  // passes over NaN
+    top = reduce_max(most);
   }
 
   // The entry at which as many are counted, from the largest down.
@@ -34,18 +34,16 @@ class Largest {
   // their sum.
   float at_share(float share, float floor) {
     if (static_cast<int64_t>(weights.size()) < size) weights.resize(size);
-    __m512d sum = _mm512_setzero_pd();
+    Doubles sum = zero_doubles();
     for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 mask = first(size - i);
-      const __m512 v = load(row + i, mask), x = _mm512_sub_ps(v, _mm512_set1_ps(top));
-      const __mmask16 counts = mask & _mm512_cmp_ps_mask(v, _mm512_set1_ps(floor), _CMP_GE_OQ) &
-                               _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87), _CMP_GE_OQ);
-      const __m512 weight = _mm512_maskz_mov_ps(counts, exponential(x));
+      const First mask = first(size - i);
+      const Floats v = load(row + i, mask), x = v - broadcast(top);
+      const Mask counts = mask & at_least(v, broadcast(floor)) & at_least(x, broadcast(-87));
+      const Floats weight = select(counts, exponential(x), zeros());
       store(weights.data() + i, mask, weight);
-      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_castps512_ps256(weight)));
-      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1)));
+      sum = add_lanes(sum, weight);
     }
-    return find(share * _mm512_reduce_add_pd(sum), floor);
+    return find(share * reduce_sum(sum), floor);
   }
 
   float top;
@@ -85,23 +83,22 @@ class Largest {
     if (static_cast<int64_t>(values.size()) < size + 16)
       values.resize(size + 16), shares.resize(size + 16), bins.resize(size + 16);
     near = 0;
-    __m512d sum = _mm512_setzero_pd();
+    Doubles sum = zero_doubles();
     for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 mask = first(size - i);
-      const __m512 v = load(row + i, mask);
-      const __mmask16 in = _mm512_mask_cmp_ps_mask(mask, v, _mm512_set1_ps(least), _CMP_GE_OQ);
-      if (!in) continue;
-      const __m512 weight = _mm512_maskz_compress_ps(in, load(weights.data() + i, mask));
-      const __m512 value = _mm512_maskz_compress_ps(in, v), below = _mm512_sub_ps(_mm512_set1_ps(top), value);
-      const __m512 bin = _mm512_min_ps(_mm512_mul_ps(below, _mm512_set1_ps(PER_NAT)), _mm512_set1_ps(BINS - 1));
-      _mm512_storeu_ps(values.data() + near, value);
-      _mm512_storeu_si512(bins.data() + near, _mm512_cvttps_epi32(bin));
-      _mm512_storeu_ps(shares.data() + near, weight);
-      near += __builtin_popcount(in);
-      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_castps512_ps256(weight)));
-      sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1)));
+      const First mask = first(size - i);
+      const Floats v = load(row + i, mask);
+      const Mask in = mask & at_least(v, broadcast(least));
+      if (!bits(in)) continue;
+      const Floats weight = compress(in, load(weights.data() + i, mask));
+      const Floats value = compress(in, v), below = broadcast(top) - value;
+      const Floats bin = min(below * broadcast(PER_NAT), broadcast(BINS - 1));
+      store(values.data() + near, value);
+      store(bins.data() + near, truncate(bin));
+      store(shares.data() + near, weight);
+      near += __builtin_popcount(bits(in));
+      sum = add_lanes(sum, weight);
     }
-    return _mm512_reduce_add_pd(sum);
+    return reduce_sum(sum);
   }
 
   struct Entry {
@@ -119,14 +116,12 @@ class Largest {
 
 }  // namespace
 
-extern "C" {
-
 // Divides a row by its temperature and bans what min-p, then top-k, then top-p leave out; 0, 0 and 1 leave all. Ties with
 // the last entry that stays, stay.
 void restrict_row(float *row, int64_t size, float heat, float min_p, int64_t top_k, float top_p) {
-  const __m512 heats = _mm512_set1_ps(heat), banned = _mm512_set1_ps(-INF);
+  const Floats heats = broadcast(heat), banned = broadcast(-INF);
   for (int64_t i = 0; heat != 1 && i < size; i += 16)
-    store(row + i, first(size - i), _mm512_div_ps(load(row + i, first(size - i)), heats));
+    store(row + i, first(size - i), load(row + i, first(size - i)) / heats);
   const bool counts = top_k > 0 && top_k < size;
   if (!(min_p > 0) && !counts && !(top_p < 1)) return;
   Largest largest(row, size);
@@ -135,10 +130,10 @@ void restrict_row(float *row, int64_t size, float heat, float min_p, int64_t top
   if (counts) floor = std::max(floor, largest.at_count(top_k));
   if (top_p < 1) floor = std::max(floor, largest.at_share(top_p, floor));
   for (int64_t i = 0; i < size; i += 16) {
-    const __mmask16 mask = first(size - i);
-    const __m512 v = load(row + i, mask);
-    const __mmask16 low = _mm512_cmp_ps_mask(v, _mm512_set1_ps(floor), _CMP_LT_OQ);
-    store(row + i, mask & low, banned);
+    const First mask = first(size - i);
+    const Floats v = load(row + i, mask);
+    const Mask low = less(v, broadcast(floor));
+    store(row + i, mask, select(low, banned, v));
   }
 }
 
@@ -167,5 +162,4 @@ void penalise(float *row, int64_t size, const int64_t *text, int64_t length, int
     if (count > 0) v -= presence;
     seen[text[i]] = 0;
   }
-}
 }

@@ -14,11 +14,12 @@ import torch
 from forerun import kernels
 from forerun.attention.streamed import Plan, StreamedAttention
 from forerun.core.batch import Batch, Output
+from forerun.kernels import structs
 from forerun.models.rotary import Rotary
 from forerun.models.streamed import Norm, Streamed, StreamedInt8
 
 ALIGNED = 32
-"""Numbers to which a piece of the working room is rounded up, as in the kernel."""
+"""Numbers to which a piece of the working room is rounded up, ROUND_UP in the kernel."""
 RAW = -1
 """Names, in ``Output.hidden``, the last layer's output before the final norm."""
 
@@ -71,11 +72,33 @@ class Decoder:
             and all(isinstance(norm, Norm) for norm in norms)
         )
 
+    def check(self) -> None:
+        """Raise ValueError for parts that the call would misread; it compares the layers' sizes itself."""
+        dtype, turned = self.embedding.dtype, self.heads + self.kv_heads
+        parts = [self.norm, self.head]
+        for layer in self.layers:
+            parts += [*layer.linears(), *layer.norms()]
+            kinds = [layer.norm_attention, layer.norm_mlp, *([layer.norm_token] if layer.norm_token else [])]
+            if any(norm.weight.numel() != self.embedding.shape[1] for norm in kinds):
+                raise ValueError("a norm has other numbers than the hidden state")
+            if layer.norm_qk is not None and layer.norm_qk.weight.shape != (turned, self.width):
+                raise ValueError(f"a norm {[*layer.norm_qk.weight.shape]} for {turned} heads of {self.width} numbers")
+        if not self.embedding.is_contiguous() or any(_dtype(part) not in (None, dtype) for part in parts):
+            raise ValueError(f"embeddings, layers and norms must be contiguous and all in {dtype}")
+        if self.norm.weight.numel() != self.embedding.shape[1]:
+            raise ValueError("the final norm has other numbers than the hidden state")
 
-def _linear(layer: Streamed | StreamedInt8) -> list[int]:
+
+def _dtype(part: Any) -> torch.dtype | None:
+    """None: any."""
+    dtype: torch.dtype | None = getattr(part, "dtype", None)
+    return dtype
+
+
+def _linear(layer: Streamed | StreamedInt8) -> structs.Linear:
     weight, bias, *rest = layer.pointers
     scales, offsets = rest if rest else (None, None)
-    return [weight or 0, bias or 0, scales or 0, offsets or 0, layer.outputs, layer.inputs]
+    return structs.Linear(weight or 0, bias or 0, scales or 0, offsets or 0, layer.outputs, layer.inputs)
 
 
 def _norm(norm: Norm | None) -> int:
@@ -103,15 +126,21 @@ class Fused:
         self.eps, self.scale = decoder.norm.eps, decoder.width**-0.5
         kind = kernels.dtype_name(self.dtype)
         self.call, self.draft = (getattr(kernels.library(), f"{verb}_{kind}") for verb in ("decode", "draft"))
+        decoder.check()
         (self.known, self.hidden), self.vocab_size = decoder.embedding.shape, decoder.head.outputs
         inner, attended = decoder.layers[0].down.inputs, decoder.heads * decoder.width
-        sizes = (decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner)
-        ends = decoder.embedding.data_ptr(), decoder.norm.pointer
-        self.model = array("q", (*sizes, *ends, *_linear(decoder.head)))
+        model = structs.Model(
+            decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner, len(decoder.layers), self.known,
+            decoder.embedding.data_ptr(), decoder.norm.pointer,
+        )  # fmt: skip
+        self.model = array("q", (*model, *_linear(decoder.head)))
         self.layers = array("q")
         for layer in decoder.layers:
-            norms = layer.norm_attention, layer.norm_qk, layer.norm_mlp, layer.norm_token
-            self.layers.extend((*map(_norm, norms), int(layer.rope), layer.window or 0))
+            fields = structs.Layer(
+                _norm(layer.norm_attention), _norm(layer.norm_qk), _norm(layer.norm_mlp), _norm(layer.norm_token),
+                int(layer.rope), layer.window or 0,
+            )  # fmt: skip
+            self.layers.extend(fields)
             for linear in layer.linears():
                 self.layers.extend(_linear(linear))
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
@@ -135,27 +164,38 @@ class Fused:
         self, batch: Batch, cache: StreamedAttention, given: torch.Tensor | None = None, ahead: int = 0
     ) -> Prepared:
         """A call's arguments; positions up to ``ahead`` behind the batch's have angles too."""
+        if cache.pool.dtype is not self.dtype or len(cache.pool.keys) < len(self.decoder.layers):
+            raise ValueError(f"a cache of {len(cache.pool.keys)} layers in {cache.pool.dtype} for {self.dtype} layers")
         cache.begin(batch)
         plan = cache.plan(batch)
         rows, wanted = batch.num_rows, batch.num_logits
-        if given is None:
-            given = self._given(batch)
+        given = self._given(batch) if given is None else self._fitting(given, rows)
         angles, positions = self._angles(batch, ahead)
         which = self.all if batch.layers is None else array("q", batch.layers)
         hidden, keep = self._keep(batch, which)
         logits = torch.empty(wanted, self.vocab_size)
         room = self._room(rows, wanted)
         ids = self._ids(batch)
+        if len(positions) != rows or len(ids) != rows:
+            raise ValueError(f"{len(ids)} tokens and {len(positions)} positions for {rows} rows")
         out = array("q", _wanted(batch) if 0 < wanted < rows else ())
         lists = (ids, positions, which, keep, out)
         at = [numbers.buffer_info()[0] for numbers in lists]
-        sides, strides = cache.sides()
-        call = array("q", (
+        sides, pool = cache.sides()
+        call = array("q", structs.Call(
             rows, torch.get_num_threads(), at[0], 0 if given is None else given.data_ptr(), at[1], angles.data_ptr(),
-            at[2], len(which), at[3], at[4], wanted, room.data_ptr(), logits.data_ptr(), sides, strides,
-            plan.addresses[0], len(batch.spans), *plan.addresses[1:],
+            len(angles), at[2], len(which), at[3], at[4], wanted, room.data_ptr(), len(room), logits.data_ptr(),
+            sides, pool, plan.address,
         ))  # fmt: skip
         return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, angles, room, lists))
+
+    def _fitting(self, given: torch.Tensor, rows: int) -> torch.Tensor:
+        if given.shape != (rows, self.hidden) or given.dtype is not self.dtype or not given.is_cpu:
+            raise ValueError(
+                f"input rows {given.dtype} {[*given.shape]} on {given.device} for {rows} rows of {self.hidden} numbers "
+                f"in {self.dtype} on cpu"
+            )
+        return given.contiguous()
 
     def _ids(self, batch: Batch) -> array[int]:
         """The call checks nothing."""

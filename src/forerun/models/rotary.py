@@ -24,6 +24,7 @@ class Rotary:
 
     def __init__(self, config: PretrainedConfig, width: int, device: torch.device, dtype: torch.dtype) -> None:
         self.width = width
+        self.dtype = dtype
         name = f"turn_{kernels.dtype_name(dtype)}"
         self._kernel = getattr(kernels.library(), name) if device.type == "cpu" and kernels.has(name) else None
         self.device = device
@@ -66,6 +67,10 @@ class Rotary:
         """[rows, heads, width] with the first ``count`` heads turned, in place where that can be."""
         if self._kernel is not None and heads.stride()[1:] == (self.width, 1):
             rows, stride = heads.shape[0], heads.stride(0)
+            if heads.dtype is not self.dtype or count > heads.shape[1]:
+                raise ValueError(f"{count} heads to turn of {heads.dtype} {[*heads.shape]}, in {self.dtype}")
+            if angles.shape != (rows, 1, self.width // 2) or not angles.is_contiguous():
+                raise ValueError(f"angles {[*angles.shape]} for {rows} rows of {self.width} numbers")
             self._kernel(heads.data_ptr(), stride, angles.data_ptr(), rows, count, self.width)
             return heads
         wide = heads if heads.dtype == torch.float32 else heads.float()

@@ -6,6 +6,7 @@ times as fast for one row in bfloat16, and float32 verification of five rows cos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -14,7 +15,9 @@ import torch.nn.functional as F
 from forerun import kernels
 
 TILE, GROUP_BYTES = 32, 4
-DTYPES = (torch.float32, torch.bfloat16)
+MOST_INT8 = 1 << 16
+"""Inputs of a layer in 8 bits."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK, PAGE, LINE = 1 << 26, 1 << 21, 1 << 6
 """Bytes: of address space that layers share, of a large page, of a cache line."""
 
@@ -42,21 +45,36 @@ shelf = _Shelf()
 
 
 def _tiles(weight: torch.Tensor) -> torch.Tensor:
-    """weight [outputs, inputs] as the kernels read it: [tiles, groups, 32, numbers in 4 bytes], padded with zeros."""
+    """weight [outputs, inputs] as the kernels read it: [tiles, groups, 32, numbers in 4 bytes], for float16 [tiles,
+    groups, 2, 2, 16] with the numbers of a group before its 16 outputs; padded with zeros."""
     together = GROUP_BYTES // weight.element_size()
     outputs, inputs = weight.shape
     weight = F.pad(weight, (0, -inputs % together, 0, -outputs % TILE))
     view = weight.view(weight.shape[0] // TILE, TILE, weight.shape[1] // together, together).transpose(1, 2)
+    if weight.dtype is torch.float16:
+        view = view.unflatten(2, (2, TILE // 2)).transpose(3, 4)
     return shelf.room(weight.nbytes).view(weight.dtype).view(view.shape).copy_(view)
+
+
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    """Raises TypeError where there is no such kernel."""
+    full = f"{name}_{kernels.dtype_name(dtype)}"
+    if not kernels.has(full):
+        raise TypeError(f"no kernel {full} here")
+    call: Callable[..., None] = getattr(kernels.library(), full)
+    return call
 
 
 def _prepare(
     x: torch.Tensor, add: torch.Tensor | None, inputs: int, outputs: int
 ) -> tuple[torch.Tensor, torch.Tensor, int | None, int]:
-    """x contiguous, room for y, where ``add`` lies, and the number of rows; the kernels check nothing."""
+    """x contiguous, room for y, where ``add`` lies, and the number of rows. Raises ValueError for what the kernels
+    would misread."""
     shape = x.shape
-    if shape[-1] != inputs:
-        raise ValueError(f"rows of {shape[-1]} numbers for a layer with {inputs} inputs")
+    if not shape or shape[-1] != inputs:
+        raise ValueError(f"rows of {shape[-1] if shape else 0} numbers for a layer with {inputs} inputs")
+    if not x.is_cpu:
+        raise ValueError(f"rows on {x.device} for a layer on cpu")
     if not x.is_contiguous():
         x = x.contiguous()
     if len(shape) == 2:
@@ -65,9 +83,18 @@ def _prepare(
         y, rows = x.new_empty(*shape[:-1], outputs), x.numel() // inputs
     if add is None:
         return x, y, None, rows
-    if add.shape != y.shape or add.dtype is not y.dtype:
-        raise ValueError(f"cannot add {add.dtype} {[*add.shape]} to {y.dtype} {[*y.shape]}")
+    if add.shape != y.shape or add.dtype is not y.dtype or not add.is_cpu:
+        raise ValueError(f"cannot add {add.dtype} {[*add.shape]} on {add.device} to {y.dtype} {[*y.shape]}")
     return x, y, add.contiguous().data_ptr(), rows
+
+
+def _bias(bias: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
+    """In float32. Raises ValueError for weights and a bias that the kernels would misread."""
+    if weight.dim() != 2 or not weight.numel() or not weight.is_cpu:
+        raise ValueError(f"weights {[*weight.shape]} on {weight.device} where some [outputs, inputs] on cpu are needed")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"a bias {[*bias.shape]} for {weight.shape[0]} outputs")
+    return None if bias is None else bias.float().contiguous()
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
@@ -75,20 +102,20 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 class Streamed:
-    """Weights and rows in float32 or in bfloat16, sums in float32."""
+    """Weights and rows in one dtype, sums in float32."""
 
     __slots__ = ("bias", "call", "dtype", "exact", "inputs", "kind", "nbytes", "outputs", "pointers", "tiles")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.bias = _bias(bias, weight)
+        self.call = _kernel("linear", weight.dtype)
         self.outputs, self.inputs = weight.shape
         self.tiles = _tiles(weight)
-        self.bias = None if bias is None else bias.float().contiguous()
         self.pointers = self.tiles.data_ptr(), _address(self.bias)
         self.kind = "streamed"
         self.exact = True
         self.nbytes = weight.nbytes
         self.dtype = weight.dtype
-        self.call = getattr(kernels.library(), f"linear_{kernels.dtype_name(weight.dtype)}")
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         if x.dtype is not self.dtype:
@@ -118,22 +145,26 @@ class StreamedInt8:
     )
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> None:
+        self.bias = _bias(bias, weight)
         self.outputs, self.inputs = weight.shape
+        if self.inputs > MOST_INT8:
+            raise ValueError(f"{self.inputs} inputs, where products of 8 bits add up in 32 for {MOST_INT8} at most")
         weight = weight.float()
         self.scales = weight.abs().amax(dim=1).clamp_(min=1e-30).div_(127)
         levels = (weight / self.scales[:, None]).round_().to(torch.int8)
         self.offsets = levels.sum(dim=1, dtype=torch.int32) * 128
         self.tiles = _tiles(levels)
-        self.bias = None if bias is None else bias.float().contiguous()
         self.pointers = self.tiles.data_ptr(), _address(self.bias), self.scales.data_ptr(), self.offsets.data_ptr()
         self.kind = kind
         self.exact = True
         self.nbytes = levels.nbytes + self.scales.nbytes
-        self.calls = {d: getattr(kernels.library(), f"linear_int8_{kernels.dtype_name(d)}") for d in DTYPES}
+        self.calls = {d: _kernel("linear_int8", d) for d in DTYPES}
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         x, y, added, rows = _prepare(x, add, self.inputs, self.outputs)
         weight, bias, scales, offsets = self.pointers
+        if x.dtype not in self.calls:
+            raise TypeError(f"rows in {x.dtype} for weights in 8 bits")
         self.calls[x.dtype](weight, x.data_ptr(), y.data_ptr(), added, bias, scales, offsets, rows, self.outputs,
                             self.inputs, torch.get_num_threads())  # fmt: skip
         return y
@@ -152,11 +183,15 @@ class Norm:
         self.eps = eps
         self.pointer = self.weight.data_ptr()
         self.dtype = weight.dtype
-        self.call = getattr(kernels.library(), f"norm_{kernels.dtype_name(weight.dtype)}")
+        self.call = _kernel("norm", weight.dtype)
+        if not self.kinds or not weight.is_cpu:
+            raise ValueError(f"a norm's weights {[*weight.shape]} on {weight.device}")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype is not self.dtype:
             raise TypeError(f"rows in {x.dtype} for a norm in {self.dtype}")
+        if x.shape[-1:] != self.weight.shape[-1:] or not x.is_cpu:
+            raise ValueError(f"rows {[*x.shape]} on {x.device} for a norm of {self.width} numbers on cpu")
         if not x.is_contiguous():
             x = x.contiguous()
         y = torch.empty_like(x)
@@ -167,12 +202,18 @@ class Norm:
 class SiluTimes:
     """silu(gate) * up of rows [gate, up]."""
 
-    __slots__ = ("call",)
+    __slots__ = ("call", "dtype")
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.call = getattr(kernels.library(), f"silu_times_{kernels.dtype_name(dtype)}")
+        self.dtype = dtype
+        self.call = _kernel("silu_times", dtype)
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if gate_up.dtype is not self.dtype:
+            raise TypeError(f"rows in {gate_up.dtype} for an activation in {self.dtype}")
+        if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.is_cpu:
+            raise ValueError(f"gates and inputs {[*gate_up.shape]} on {gate_up.device}, not [rows, 2 width] on cpu")
+        gate_up = gate_up.contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         y = gate_up.new_empty(rows, width)
         self.call(gate_up.data_ptr(), y.data_ptr(), rows, width)
@@ -181,10 +222,8 @@ class SiluTimes:
 
 @cache
 def can_stream(dtype: torch.dtype) -> bool:
-    """Whether the kernels for ``dtype`` (int8: with float32 and bfloat16 rows) are here and give right numbers."""
-    names = [kernels.dtype_name(d) for d in (DTYPES if dtype is torch.int8 else (dtype,))]
-    prefix = "linear_int8_" if dtype is torch.int8 else "linear_"
-    if not all(kernels.has(prefix + name) for name in names):
+    """Whether the kernels for ``dtype`` (int8: with rows of every dtype) are here and give right numbers."""
+    if (dtype is not torch.int8 and dtype not in DTYPES) or kernels.library() is None:
         return False
     with torch.inference_mode():
         weight = (torch.arange(70 * 64, dtype=torch.float32) * 0.37).sin_().view(70, 64)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -20,7 +21,9 @@ def can_sample(device: torch.device) -> bool:
 def restrict(logits: torch.Tensor, heats: Seq[float], shares: Seq[float], top_ks: Seq[int]) -> torch.Tensor:
     """Each row of float32 ``logits`` [rows, vocabulary] divided by its temperature, -inf where its min-p, top-k or
     top-p leaves a token out. ``shares`` holds min-p and top-p of each row in turn; rows of temperature 0 stay."""
-    rows = logits.contiguous().clone()
+    rows = _rows(logits).clone()
+    if not len(heats) == len(top_ks) == len(rows) or len(shares) != 2 * len(rows):
+        raise ValueError(f"{len(heats)} temperatures, {len(shares)} shares and {len(top_ks)} counts: {len(rows)} rows")
     lists = array("f", heats), array("f", shares), array("q", top_ks)
     kernels.library().restrict_rows(  # type: ignore[union-attr]
         rows.data_ptr(), *rows.shape, *(numbers.buffer_info()[0] for numbers in lists), torch.get_num_threads()
@@ -31,10 +34,24 @@ def restrict(logits: torch.Tensor, heats: Seq[float], shares: Seq[float], top_ks
 def penalise(row: torch.Tensor, text: Seq[int], output: int, params: SamplingParams) -> None:
     """Penalties on one row of float32 logits [vocabulary], in place, for a text whose output begins at ``output``."""
     tokens = array("q", text)
+    if row.dim() != 1 or row.dtype is not torch.float32 or row.stride(0) != 1:
+        raise ValueError(f"penalties are for one row of float32, not {row.dtype} {[*row.shape]}")
     kernels.library().penalise(  # type: ignore[union-attr]
         row.data_ptr(), len(row), tokens.buffer_info()[0], len(tokens), output,
         params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
     )  # fmt: skip
+
+
+def _rows(scores: torch.Tensor) -> torch.Tensor:
+    """``scores`` [rows, vocabulary], contiguous; raises ValueError for what the kernels would misread."""
+    if scores.dim() != 2 or scores.dtype is not torch.float32 or not scores.is_cpu:
+        raise ValueError(f"rows of float32 on cpu are needed, not {scores.dtype} {[*scores.shape]} on {scores.device}")
+    return scores.contiguous()
+
+
+def _equally_many(**lists: Seq[Any]) -> None:
+    if len({len(numbers) for numbers in lists.values()}) > 1:
+        raise ValueError(", ".join(f"{len(numbers)} {name}" for name, numbers in lists.items()) + ": not as many each")
 
 
 @dataclass(slots=True)
@@ -59,6 +76,8 @@ class Compiled:
     def __init__(self, ids: torch.Tensor) -> None:
         found = kernels.library()
         assert found is not None
+        if ids.dtype is not torch.int32 or not ids.is_contiguous() or not ids.is_cpu:
+            raise ValueError(f"words for noise are int32 on cpu, not {ids.dtype} on {ids.device}")
         self.ids = ids
         self._at = ids.data_ptr()
         self._gumbel, self._choose = found.gumbel, found.choose
@@ -67,18 +86,26 @@ class Compiled:
 
     def noise(self, keys: Seq[int], size: int) -> torch.Tensor:
         """Gumbel noise, float32 [len(keys), size]."""
+        self._check_size(size)
         rows = torch.empty(len(keys), size)
         for key, row in zip(keys, rows):
             self._gumbel(key, self._at, row.data_ptr(), size)
         return rows
+
+    def _check_size(self, size: int) -> None:
+        if size > len(self.ids):
+            raise ValueError(f"noise for {size} ids from words for {len(self.ids)}")
 
     def choose(
         self, scores: torch.Tensor, keys: Seq[int | None], law: bool
     ) -> tuple[list[float], list[int], torch.Tensor | None]:
         """Per row of ``scores`` [rows, vocabulary], float32: the largest sum of a score and the noise of the row's key
         (None: no noise), NaN if there is one; the first id that has it; and with ``law``, softmax of the scores."""
-        scores = scores.contiguous()
+        scores = _rows(scores)
         count, size = scores.shape
+        self._check_size(size)
+        if len(keys) != count:
+            raise ValueError(f"{len(keys)} keys for {count} rows")
         noisy = array("q", [key is not None for key in keys])
         words = array("Q", [key or 0 for key in keys])
         tops, places = array("f", bytes(4 * count)), array("q", bytes(8 * count))
@@ -104,8 +131,11 @@ class Compiled:
         entry per trial, all of different rows: its row, its token, the address of its q, float32 [vocabulary] (0: all
         on the token), and whether its factor is the last trial's weight instead of 1. ``lenience`` multiplies q in
         weights."""
-        scores = scores.contiguous()
+        scores = _rows(scores)
         count, size = scores.shape
+        if len(greedy) != count:
+            raise ValueError(f"{len(greedy)} entries of greedy for {count} rows")
+        _equally_many(rows=rows, tokens=tokens, qs=qs, follows=follows)
         residual, trials = torch.empty_like(scores), len(rows)
         given = [array("q", numbers) for numbers in (greedy, rows, tokens, qs, follows)]
         made = array("f", bytes(4 * (count + 3 * trials)))
@@ -123,18 +153,25 @@ class Compiled:
         """The best ids of some ``rows`` of ``scores`` [rows, vocabulary], float32, best first, and the logs of their
         softmax: into rows ``into`` of ``ids``, int32 [any, count], and ``logs``, float32, which end with -1 and -inf
         where fewer ids are permitted."""
-        scores = scores.contiguous()
+        scores = _rows(scores)
         at, to = array("q", rows), array("q", into)
+        _equally_many(rows=rows, into=into)
+        if ids.shape != logs.shape or ids.dtype is not torch.int32 or logs.dtype is not torch.float32:
+            raise ValueError(f"room for ids {ids.dtype} {[*ids.shape]} and logs {logs.dtype} {[*logs.shape]}")
+        if not (ids.is_contiguous() and logs.is_contiguous()):
+            raise ValueError("room for ids and logs must be contiguous")
         self._rank(
-            scores.data_ptr(), scores.shape[1], len(at), at.buffer_info()[0], ids.shape[1], to.buffer_info()[0],
-            ids.data_ptr(), logs.data_ptr(),
+            scores.data_ptr(), *scores.shape, len(at), at.buffer_info()[0], ids.shape[1], to.buffer_info()[0],
+            len(ids), ids.data_ptr(), logs.data_ptr(),
         )  # fmt: skip
 
     def draw(self, weights: torch.Tensor, spots: Seq[float]) -> list[int]:
         """Per row of ``weights`` [rows, vocabulary], the first id at which the cumulative share exceeds its spot, in
         [0, 1); never an id of weight 0, unless the whole row is 0."""
-        weights = weights.float().contiguous()
+        weights = _rows(weights.float())
         count, size = weights.shape
+        if len(spots) != count:
+            raise ValueError(f"{len(spots)} spots for {count} rows")
         numbers, places = array("d", spots), array("q", bytes(8 * count))
         self._draw(weights.data_ptr(), count, size, numbers.buffer_info()[0], places.buffer_info()[0])
         return places.tolist()
@@ -144,12 +181,15 @@ class Compiled:
     ) -> list[float]:
         """Per trial, sum_x min(p, q) for p the softmax of its row of ``scores`` and q [vocabulary]; where q is None,
         p of its token."""
-        scores = scores.contiguous()
+        scores = _rows(scores)
+        _equally_many(rows=rows, tokens=tokens, qs=qs)
+        if any(q is not None and q.shape != scores.shape[1:] for q in qs):
+            raise ValueError(f"each q must have {scores.shape[1]} numbers")
         kept = [q if q is None else q.float().contiguous() for q in qs]
         out = array("f", bytes(4 * len(rows)))
         lists = array("q", rows), array("q", [0 if q is None else q.data_ptr() for q in kept]), array("q", tokens)
         self._overlaps(
-            scores.data_ptr(), scores.shape[1], len(rows), *(numbers.buffer_info()[0] for numbers in lists),
+            scores.data_ptr(), *scores.shape, len(rows), *(numbers.buffer_info()[0] for numbers in lists),
             out.buffer_info()[0], torch.get_num_threads(),
         )  # fmt: skip
         return out.tolist()

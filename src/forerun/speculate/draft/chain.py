@@ -16,6 +16,7 @@ from forerun.attention.streamed import StreamedAttention
 from forerun.core.batch import Batch
 from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft
+from forerun.kernels import structs
 from forerun.models.fused import Fused
 from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
@@ -80,12 +81,15 @@ class Chains:
         q = torch.empty(longest * count, size) if hot else None
         keys, spots = self._keys(sequences, longest) if hot else (array("Q"), array("d"))
         tokens = array("q", bytes(8 * longest * count))
-        tables = array("q", [prepared.plan.spans[6 * i + 4] for i in theirs])
+        tables = array("q", [prepared.plan.begins[i] for i in theirs])
         wanted = array("q", depths)
-        call = array("q", (
-            count, longest, *(numbers.buffer_info()[0] for numbers in (wanted, starts, tables, heats, shares, top_ks)),
-            compiled.ids.data_ptr(), *(numbers.buffer_info()[0] if numbers else 0 for numbers in (keys, spots)),
-            tokens.buffer_info()[0], 0 if q is None else q.data_ptr(), self.feeds,
+        if not len(theirs) == len(depths) == count or compiled.ids.numel() < size:
+            raise ValueError(f"{len(theirs)} spans that ask for logits and {len(depths)} depths for {count} sequences")
+        at = [numbers.buffer_info()[0] for numbers in (wanted, starts, tables, heats, shares, top_ks)]
+        noise = [numbers.buffer_info()[0] if numbers else 0 for numbers in (keys, spots)]
+        call = array("q", structs.Chains(
+            count, longest, at[0], at[1], at[2], at[3], at[4], at[5], compiled.ids.data_ptr(), noise[0], noise[1],
+            tokens.buffer_info()[0], 0 if q is None else q.data_ptr(), int(self.feeds),
         ))  # fmt: skip
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0], fused.eps, fused.scale)

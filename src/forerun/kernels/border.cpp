@@ -1,0 +1,341 @@
+// What Python calls. Every argument is checked here, so that none can reach memory that is not the caller's: numbers and
+// the indices in lists, against the sizes that come with them. That a list has its stated size, and a tensor its type and
+// shape, Python sees to. A function returns 0, or says what is wrong: __init__.py makes an error of it.
+#include "kernels.h"
+
+#include <new>
+
+namespace {
+
+enum Complaint : int {
+  FINE, NULL_POINTER, SIZE, HEADS_SIZE, SPAN_RANGE, PAGE_TABLE, PAGE_INDEX, PATH_RANGE, PATH_ENTRY, TOKEN_RANGE,
+  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, ROOM_SIZE, CHAIN_RANGE, MEMORY, UNKNOWN,
+};
+const char *const WORDS[] = {
+    "fine",
+    "an address is null",
+    "a number of rows, columns, layers or threads is out of range",
+    "the numbers of heads or their width are out of range",
+    "a span's rows or entries are out of range",
+    "a span's page table is too short",
+    "a page lies outside the pool",
+    "a path is out of range",
+    "an entry of a path lies outside its sequence",
+    "a token has no embedding",
+    "a position has no angles",
+    "a layer is out of range",
+    "a row is out of range or out of order",
+    "the working room is too small",
+    "a drafted chain is out of range",
+    "out of memory",
+    "unknown",
+};
+
+constexpr int64_t MOST = int64_t(1) << 31;       // rows, columns, ids
+constexpr int64_t MOST_INT8 = int64_t(1) << 16;  // inputs whose products add up in 32 bits
+constexpr int MOST_THREADS = 1 << 12;
+
+#define REQUIRE(CONDITION, COMPLAINT) \
+  if (!(CONDITION)) return COMPLAINT
+
+bool within(int64_t value, int64_t least, int64_t most) { return least <= value && value <= most; }
+bool threads_fit(int64_t threads) { return within(threads, 1, MOST_THREADS); }
+template <class... P>
+bool given(const P &...pointers) {
+  return (... && (pointers != nullptr));
+}
+
+template <class F>
+int guarded(F run) {
+  try {
+    run();
+    return FINE;
+  } catch (const std::bad_alloc &) {
+    return MEMORY;
+  }
+}
+
+Complaint pool_fits(const Pool &p) {
+  REQUIRE(within(p.pages, 1, MOST) && within(p.page_size, 1, MOST), SIZE);
+  REQUIRE(within(p.kv_heads, 1, MOST) && within(p.width, 2, WIDEST) && p.width % 2 == 0, HEADS_SIZE);
+  for (int64_t stride : {p.key_page, p.key_head, p.key_slot, p.value_page, p.value_head, p.value_slot})
+    REQUIRE(within(stride, 0, int64_t(1) << 48), SIZE);
+  return FINE;
+}
+
+// Pages [begin, begin + the pages of so many entries) of the tables.
+Complaint pages_fit(const Plan &plan, const Pool &pool, int64_t begin, int64_t entries) {
+  REQUIRE(within(entries, 0, MOST), SPAN_RANGE);
+  const int64_t count = (entries + pool.page_size - 1) / pool.page_size;
+  REQUIRE(begin >= 0 && begin <= plan.num_tables && count <= plan.num_tables - begin, PAGE_TABLE);
+  REQUIRE(!count || plan.tables, NULL_POINTER);
+  for (int64_t i = begin; i < begin + count; i++) REQUIRE(within(plan.tables[i], 0, pool.pages - 1), PAGE_INDEX);
+  return FINE;
+}
+
+Complaint paths_fit(const Plan &plan, const Span &span) {
+  if (span.paths < 0) return FINE;
+  REQUIRE(span.paths <= plan.num_paths && 2 * span.rows <= plan.num_paths - span.paths, PATH_RANGE);
+  REQUIRE(given(plan.paths, plan.entries), NULL_POINTER);
+  for (int64_t row = 0; row < span.rows; row++) {
+    const int64_t begin = plan.paths[span.paths + 2 * row], length = plan.paths[span.paths + 2 * row + 1];
+    REQUIRE(begin >= 0 && length >= 1 && begin <= plan.num_entries && length <= plan.num_entries - begin, PATH_RANGE);
+    for (int64_t i = begin; i < begin + length; i++)
+      REQUIRE(within(plan.entries[i], 0, span.before + span.rows - 1), PATH_ENTRY);
+  }
+  return FINE;
+}
+
+Complaint plan_fits(const Plan &plan, const Pool &pool, int64_t rows) {
+  REQUIRE(within(plan.num_spans, 1, MOST), SPAN_RANGE);
+  REQUIRE(plan.spans, NULL_POINTER);
+  for (int64_t s = 0; s < plan.num_spans; s++) {
+    const Span &span = plan.spans[s];
+    REQUIRE(span.first >= 0 && span.rows >= 0 && span.first <= rows && span.rows <= rows - span.first, SPAN_RANGE);
+    REQUIRE(span.base >= 0 && span.base <= span.before && span.before < MOST, SPAN_RANGE);
+    if (const Complaint wrong = pages_fit(plan, pool, span.table, span.before + span.rows)) return wrong;
+    if (const Complaint wrong = paths_fit(plan, span)) return wrong;
+  }
+  return FINE;
+}
+
+template <class T>
+Complaint model_fits(const Model<T> &m, const Layer *layers) {
+  REQUIRE(within(m.kv_heads, 1, MOST) && within(m.heads, 1, MOST) && m.heads % m.kv_heads == 0, HEADS_SIZE);
+  REQUIRE(within(m.width, 2, WIDEST) && m.width % 2 == 0, HEADS_SIZE);
+  REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 1, MOST) && within(m.known, 1, MOST), SIZE);
+  REQUIRE(given(m.embedding, m.norm, m.head.weight) && m.head.inputs == m.hidden && m.head.outputs >= 1, SIZE);
+  REQUIRE(within(m.layers, 1, MOST), SIZE);
+  for (int64_t i = 0; i < m.layers; i++) {
+    const Layer &l = layers[i];
+    REQUIRE(given(l.norm_attention, l.norm_mlp, l.qkv.weight, l.out.weight, l.gate_up.weight, l.down.weight),
+            NULL_POINTER);
+    REQUIRE(l.qkv.inputs == m.hidden * (l.norm_token ? 2 : 1) && l.qkv.inputs == layers[0].qkv.inputs, SIZE);
+    REQUIRE(l.qkv.outputs == (m.heads + 2 * m.kv_heads) * m.width && l.window >= 0, SIZE);
+    REQUIRE(l.out.inputs == m.heads * m.width && l.out.outputs == m.hidden, SIZE);
+    REQUIRE(l.gate_up.inputs == m.hidden && l.gate_up.outputs == 2 * m.inner, SIZE);
+    REQUIRE(l.down.inputs == m.inner && l.down.outputs == m.hidden, SIZE);
+  }
+  return FINE;
+}
+
+template <class T>
+Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
+  REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_which, 0, m.layers), SIZE);
+  REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.room, c.sides, c.pool, c.plan), NULL_POINTER);
+  REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);
+  REQUIRE(room_wanted(m, layers, c.rows, c.num_out) <= c.room_size, ROOM_SIZE);
+  REQUIRE(!c.num_which || c.which, NULL_POINTER);
+  for (int64_t i = 0; i < c.num_which; i++) REQUIRE(within(c.which[i], 0, m.layers - 1), LAYER_RANGE);
+  for (int64_t row = 0; row < c.rows; row++) {
+    REQUIRE(within(c.ids[row], 0, m.known - 1), TOKEN_RANGE);
+    REQUIRE(within(c.positions[row], 0, c.num_angles - 1), POSITION_RANGE);
+  }
+  REQUIRE(!c.num_out || c.logits, NULL_POINTER);
+  if (c.num_out && c.num_out < c.rows) {
+    REQUIRE(c.rows_out, NULL_POINTER);
+    for (int64_t i = 0; i < c.num_out; i++)
+      REQUIRE(within(c.rows_out[i], i ? c.rows_out[i - 1] + 1 : 0, c.rows - 1), ROW_RANGE);
+  }
+  if (const Complaint wrong = pool_fits(*c.pool)) return wrong;
+  REQUIRE(c.pool->kv_heads == m.kv_heads && c.pool->width == m.width, HEADS_SIZE);
+  for (int64_t i = 0; i < 2 * c.num_which; i++) REQUIRE(c.sides[2 * c.which[i / 2] + i % 2], NULL_POINTER);
+  return plan_fits(*c.plan, *c.pool, c.rows);
+}
+
+template <class T>
+Complaint chains_fit(const Model<T> &m, const Call<T> &c, const Chains<T> &d) {
+  REQUIRE(d.sequences == c.num_out && d.sequences >= 1 && within(d.longest, 1, MOST), CHAIN_RANGE);
+  REQUIRE(given(d.depths, d.starts, d.tables, d.heats, d.shares, d.top_ks, d.words, d.tokens), NULL_POINTER);
+  REQUIRE(!d.feeds || m.hidden <= c.room_size, ROOM_SIZE);
+  REQUIRE(m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
+  for (int64_t i = 0; i < d.sequences; i++) {
+    REQUIRE(within(d.depths[i], 1, d.longest) && within(d.starts[i], 0, MOST), CHAIN_RANGE);
+    REQUIRE(d.heats[i] == 0 || d.keys || d.spots, NULL_POINTER);
+    REQUIRE(d.heats[i] == 0 || d.keys || d.q, NULL_POINTER);
+    const int64_t fed = d.starts[i] + d.depths[i] - 1;
+    REQUIRE(fed <= c.num_angles, POSITION_RANGE);
+    if (const Complaint wrong = pages_fit(*c.plan, *c.pool, d.tables[i], fed)) return wrong;
+  }
+  return FINE;
+}
+
+Complaint rows_fit(const void *rows, int64_t count, int64_t size) {
+  REQUIRE(within(count, 0, MOST) && within(size, 1, MOST), SIZE);
+  REQUIRE(!count || rows, NULL_POINTER);
+  return FINE;
+}
+
+Complaint indices_fit(const int64_t *indices, int64_t count, int64_t size, Complaint wrong) {
+  REQUIRE(within(count, 0, MOST), SIZE);
+  REQUIRE(!count || indices, NULL_POINTER);
+  for (int64_t i = 0; i < count; i++) REQUIRE(within(indices[i], 0, size - 1), wrong);
+  return FINE;
+}
+
+template <class T>
+Complaint linear_fits(const char *w, const T *x, const T *y, int64_t rows, int64_t outputs, int64_t inputs,
+                      int threads) {
+  REQUIRE(within(rows, 0, MOST) && within(outputs, 1, MOST) && within(inputs, 1, MOST) && threads_fit(threads), SIZE);
+  REQUIRE(!rows || given(w, x, y), NULL_POINTER);
+  return FINE;
+}
+
+}  // namespace
+
+#define CHECK(...) \
+  if (const Complaint wrong = __VA_ARGS__) return wrong
+
+extern "C" {
+
+const char *forerun_words(int complaint) { return WORDS[within(complaint, 0, UNKNOWN) ? complaint : UNKNOWN]; }
+
+#define NAMES(TYPE, NAME) " " #NAME
+const char *forerun_layout() {
+  return "Span" SPAN(NAMES) "\nPlan" PLAN(NAMES) "\nPool" POOL(NAMES) "\nHeads" HEADS(NAMES) "\nLinear" LINEAR(NAMES)
+         "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES) "\nChains" CHAINS(NAMES);
+}
+
+int forerun_advise(char *at, int64_t bytes) {
+  REQUIRE(at && bytes >= 0, NULL_POINTER);
+  advise(at, bytes);
+  return FINE;
+}
+
+#define ENTRIES(KIND, T)                                                                                             \
+  int forerun_linear_##KIND(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows,          \
+                            int64_t outputs, int64_t inputs, int threads) {                                          \
+    CHECK(linear_fits(w, x, y, rows, outputs, inputs, threads));                                                     \
+    return guarded([=] { linear(w, x, y, add, bias, rows, outputs, inputs, threads); });                             \
+  }                                                                                                                  \
+  int forerun_linear_int8_##KIND(const char *w, const T *x, T *y, const T *add, const float *bias,                   \
+                                 const float *scales, const int32_t *offsets, int64_t rows, int64_t outputs,         \
+                                 int64_t inputs, int threads) {                                                      \
+    CHECK(linear_fits(w, x, y, rows, outputs, inputs, threads));                                                     \
+    REQUIRE(given(scales, offsets), NULL_POINTER);                                                                   \
+    REQUIRE(inputs <= MOST_INT8, SIZE);                                                                              \
+    return guarded([=] { linear_int8(w, x, y, add, bias, scales, offsets, rows, outputs, inputs, threads); });       \
+  }                                                                                                                  \
+  int forerun_norm_##KIND(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, int64_t width,        \
+                          float eps) {                                                                               \
+    CHECK(rows_fit(x, rows, width));                                                                                 \
+    REQUIRE(within(kinds, 1, MOST), SIZE);                                                                           \
+    REQUIRE(!rows || given(weights, y), NULL_POINTER);                                                               \
+    norm(x, weights, y, rows, kinds, width, eps);                                                                    \
+    return FINE;                                                                                                     \
+  }                                                                                                                  \
+  int forerun_silu_times_##KIND(const T *x, T *y, int64_t rows, int64_t width) {                                     \
+    CHECK(rows_fit(x, rows, width));                                                                                 \
+    REQUIRE(!rows || y, NULL_POINTER);                                                                               \
+    silu_times(x, y, rows, width);                                                                                   \
+    return FINE;                                                                                                     \
+  }                                                                                                                  \
+  int forerun_turn_##KIND(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {   \
+    CHECK(rows_fit(x, rows, width));                                                                                 \
+    REQUIRE(width % 2 == 0 && within(heads, 1, MOST) && stride >= 0, HEADS_SIZE);                                    \
+    REQUIRE(!rows || angles, NULL_POINTER);                                                                          \
+    turn(x, stride, angles, rows, heads, width);                                                                     \
+    return FINE;                                                                                                     \
+  }                                                                                                                  \
+  int forerun_attend_##KIND(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool *pool,        \
+                            const Heads *heads, const Plan *plan, int64_t rows, float scale, float softcap,          \
+                            int threads) {                                                                           \
+    REQUIRE(given(q, k, v, out, keys, values, pool, heads, plan), NULL_POINTER);                            \
+    REQUIRE(within(rows, 1, MOST) && threads_fit(threads) && heads->window >= 0, SIZE);                              \
+    CHECK(pool_fits(*pool));                                                                                         \
+    REQUIRE(within(heads->heads, 1, MOST) && heads->heads % pool->kv_heads == 0, HEADS_SIZE);                        \
+    REQUIRE(heads->q_stride >= 0 && heads->k_stride >= 0 && heads->v_stride >= 0, HEADS_SIZE);                       \
+    CHECK(plan_fits(*plan, *pool, rows));                                                                            \
+    return guarded([=] { attend(q, k, v, out, keys, values, *pool, *heads, *plan, scale, softcap, threads); });      \
+  }                                                                                                                  \
+  int forerun_decode_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call, float eps,              \
+                            float scale) {                                                                           \
+    REQUIRE(given(model, layers, call), NULL_POINTER);                                                             \
+    CHECK(model_fits(*model, layers));                                                                               \
+    CHECK(call_fits(*model, layers, *call));                                                                         \
+    return guarded([=] { decode(*model, layers, *call, eps, scale); });                                              \
+  }                                                                                                                  \
+  int forerun_draft_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call, const Chains<T> *chains, \
+                           float eps, float scale) {                                                                 \
+    REQUIRE(given(model, layers, call, chains), NULL_POINTER);                                                     \
+    CHECK(model_fits(*model, layers));                                                                               \
+    CHECK(call_fits(*model, layers, *call));                                                                         \
+    CHECK(chains_fit(*model, *call, *chains));                                                                       \
+    return guarded([=] { draft(*model, layers, *call, *chains, eps, scale); });                                      \
+  }
+FOR_EACH_TYPE(ENTRIES)
+
+int forerun_gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
+  CHECK(rows_fit(out, 1, size));
+  REQUIRE(ids, NULL_POINTER);
+  gumbel(key, ids, out, size);
+  return FINE;
+}
+
+int forerun_choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
+                   const int64_t *noisy, float *tops, int64_t *places, float *softmax, int threads) {
+  CHECK(rows_fit(scores, rows, size));
+  REQUIRE(threads_fit(threads), SIZE);
+  REQUIRE(!rows || given(ids, keys, noisy, places, tops), NULL_POINTER);
+  choose(scores, rows, size, ids, keys, noisy, tops, places, softmax, threads);
+  return FINE;
+}
+
+int forerun_draw(const float *weights, int64_t rows, int64_t size, const double *spots, int64_t *out) {
+  CHECK(rows_fit(weights, rows, size));
+  REQUIRE(!rows || given(spots, out), NULL_POINTER);
+  return guarded([=] { draw(weights, rows, size, spots, out); });
+}
+
+int forerun_weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials,
+                  const int64_t *at, const int64_t *tokens, const float *const *qs, const int64_t *follows,
+                  float lenience, float *residual, float *tops, float *weights, float *left, float *shared) {
+  CHECK(rows_fit(scores, rows, size));
+  REQUIRE(!rows || given(greedy, residual, tops), NULL_POINTER);
+  CHECK(indices_fit(at, trials, rows, ROW_RANGE));
+  CHECK(indices_fit(tokens, trials, size, TOKEN_RANGE));
+  REQUIRE(!trials || given(qs, follows, weights, left, shared), NULL_POINTER);
+  REQUIRE(!trials || !follows[0], ROW_RANGE);
+  return guarded([=] {
+    weigh(scores, rows, size, greedy, trials, at, tokens, qs, follows, lenience, residual, tops, weights, left, shared);
+  });
+}
+
+int forerun_rank(const float *scores, int64_t rows, int64_t size, int64_t trials, const int64_t *at, int64_t count,
+                 const int64_t *into, int64_t num_into, int32_t *ids, float *logs) {
+  CHECK(rows_fit(scores, rows, size));
+  REQUIRE(within(count, 1, MOST), SIZE);
+  CHECK(indices_fit(at, trials, rows, ROW_RANGE));
+  CHECK(indices_fit(into, trials, num_into, ROW_RANGE));
+  REQUIRE(!trials || given(ids, logs), NULL_POINTER);
+  rank(scores, size, trials, at, count, into, ids, logs);
+  return FINE;
+}
+
+int forerun_overlaps(const float *scores, int64_t rows, int64_t size, int64_t trials, const int64_t *at,
+                     const float *const *qs, const int64_t *tokens, float *out, int threads) {
+  CHECK(rows_fit(scores, rows, size));
+  REQUIRE(threads_fit(threads), SIZE);
+  CHECK(indices_fit(at, trials, rows, ROW_RANGE));
+  CHECK(indices_fit(tokens, trials, size, TOKEN_RANGE));
+  REQUIRE(!trials || given(qs, out), NULL_POINTER);
+  return guarded([=] { overlaps(scores, size, trials, at, qs, tokens, out, threads); });
+}
+
+int forerun_restrict_rows(float *rows, int64_t count, int64_t size, const float *heats, const float *shares,
+                          const int64_t *top_ks, int threads) {
+  CHECK(rows_fit(rows, count, size));
+  REQUIRE(threads_fit(threads), SIZE);
+  REQUIRE(!count || given(heats, shares, top_ks), NULL_POINTER);
+  return guarded([=] { restrict_rows(rows, count, size, heats, shares, top_ks, threads); });
+}
+
+int forerun_penalise(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,
+                     float frequency, float presence) {
+  CHECK(rows_fit(row, 1, size));
+  REQUIRE(within(length, 0, MOST) && within(output, 0, MOST), SIZE);
+  REQUIRE(!length || text, NULL_POINTER);
+  for (int64_t i = 0; i < length; i++) REQUIRE(text[i] >= 0, TOKEN_RANGE);
+  return guarded([=] { penalise(row, size, text, length, output, repetition, frequency, presence); });
+}
+}

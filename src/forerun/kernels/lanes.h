@@ -1,0 +1,46 @@
+// Sixteen lanes: the words in which the kernels are written, and numbers in and out of them.
+//
+// ``Floats`` and ``Ints`` are 16 numbers of 32 bits, ``Mask`` says yes or no for each, ``First`` is the mask of the first
+// so many. There are two forms, one register of AVX-512 or two of AVX2. Both give the same bits: a lane depends on
+// nothing beside it, and a sum of lanes adds halves, quarters, and so on. Of a NaN and another number, ``max`` and
+// ``min`` give the second argument. ``fma``: a b + c; ``fnma``: c - a b; ``fms``: a b - c. ``exponent`` and
+// ``mantissa`` are for positive numbers, neither 0 nor denormal; ``times_power`` for whole powers and normal results.
+// ``compress`` moves the lanes of a mask to the front, with zeros behind them.
+#pragma once
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#include "lanes_avx512.h"
+#else
+#include "lanes_avx2.h"
+#endif
+
+#include <initializer_list>
+
+// Numbers in memory beside float, which converts to and from them.
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+LANES_INLINE Floats load(const Bfloat16 *at, First lanes) {
+  return as_floats(shift_left<16>(load_shorts(&at->bits, lanes)));
+}
+LANES_INLINE void store(Bfloat16 *at, First lanes, Floats v) {
+  const Ints odd = bit_and(shift_right<16>(as_ints(v)), broadcast_int(1));  // to the nearest, ties to even
+  const Ints top = shift_right<16>(add(add(as_ints(v), odd), broadcast_int(0x7fff)));
+  store_shorts(&at->bits, lanes, select(is_nan(v), broadcast_int(0x7fc0), top));
+}
+LANES_INLINE Floats load(const Float16 *at, First lanes) { return load_half(&at->bits, lanes); }
+LANES_INLINE void store(Float16 *at, First lanes, Floats v) { store_half(&at->bits, lanes, v); }
+
+// e^x to about one unit in the last place: 2^n times a polynomial in what is left of x.
+LANES_INLINE Floats exponential(Floats x) {
+  x = min(broadcast(88.0f), max(broadcast(-87.0f), x));  // NaN stays NaN
+  const Floats n = round_nearest(x * broadcast(1.44269504f));
+  Floats r = fnma(n, broadcast(0.693359375f), x);
+  r = fnma(n, broadcast(-2.12194440e-4f), r);
+  Floats p = broadcast(1.0f / 5040);
+  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, broadcast(c));
+  return times_power(p, n);
+}

@@ -1,0 +1,159 @@
+// What Python lays out as arrays of int64, a field each. structs.py names the same fields in the same order; __init__.py
+// compares the names when the library is loaded. F(type, name)
+#pragma once
+#include <cstdint>
+
+// Rows of one sequence.
+#define SPAN(F)                                                                                                     \
+  F(int64_t, first)  /* its first row in the batch */                                                               \
+  F(int64_t, rows)                                                                                     \
+  F(int64_t, base)   /* committed entries: the part of a path that is not listed */                                 \
+  F(int64_t, before) /* entries in the cache before this forward */                                                 \
+  F(int64_t, table)  /* where its page table begins in ``tables`` */                                                \
+  F(int64_t, paths)  /* where its rows' (begin, length) in ``paths`` begin; -1 for a chain */
+
+#define PLAN(F)                                                                                                     \
+  F(const Span *, spans)                                                                                            \
+  F(int64_t, num_spans)                                                                                                 \
+  F(const int64_t *, tables) /* pages of every span, end to end */                                                  \
+  F(int64_t, num_tables)                                                                                            \
+  F(const int64_t *, paths)                                                                                         \
+  F(int64_t, num_paths)                                                                                             \
+  F(const int64_t *, entries) /* those of every path */                                                             \
+  F(int64_t, num_entries)
+
+// One layer's keys and values, in numbers: [page][head][slot][width] or any strides with the width innermost.
+#define POOL(F)                                                                                                     \
+  F(int64_t, pages)                                                                                                 \
+  F(int64_t, page_size)                                                                                             \
+  F(int64_t, kv_heads)                                                                                              \
+  F(int64_t, width)                                                                                                 \
+  F(int64_t, key_page)                                                                                              \
+  F(int64_t, key_head)                                                                                              \
+  F(int64_t, key_slot)                                                                                              \
+  F(int64_t, value_page)                                                                                            \
+  F(int64_t, value_head)                                                                                            \
+  F(int64_t, value_slot)
+
+#define HEADS(F)                                                                                                    \
+  F(int64_t, heads)                                                                                                 \
+  F(int64_t, window)   /* 0: none */                                                                                \
+  F(int64_t, q_stride) /* numbers from row to row */                                                                \
+  F(int64_t, k_stride)                                                                                              \
+  F(int64_t, v_stride)
+
+#define LINEAR(F)                                                                                                   \
+  F(const char *, weight)                                                                                           \
+  F(const float *, bias)                                                                                            \
+  F(const float *, scales) /* int8 weights have them */                                                             \
+  F(const int32_t *, offsets)                                                                                       \
+  F(int64_t, outputs)                                                                                               \
+  F(int64_t, inputs)
+
+#define LAYER(F)                                                                                                    \
+  F(const float *, norm_attention)                                                                                  \
+  F(const float *, norm_qk)                                                                                         \
+  F(const float *, norm_mlp)                                                                                        \
+  F(const float *, norm_token) /* attention reads the token's embedding, normed by this, beside the normed input */ \
+  F(int64_t, rope)                                                                                                  \
+  F(int64_t, window)
+
+#define MODEL(F)                                                                                                    \
+  F(int64_t, heads)                                                                                                 \
+  F(int64_t, kv_heads)                                                                                              \
+  F(int64_t, width)                                                                                                 \
+  F(int64_t, hidden)                                                                                                \
+  F(int64_t, inner)                                                                                                 \
+  F(int64_t, layers)                                                                                                \
+  F(int64_t, known) /* tokens with an embedding */                                                                  \
+  F(const T *, embedding)                                                                                           \
+  F(const float *, norm)
+
+#define CALL(F)                                                                                                     \
+  F(int64_t, rows)                                                                                                  \
+  F(int64_t, threads)                                                                                               \
+  F(const int64_t *, ids)       /* tokens */                                                                        \
+  F(const T *, given)           /* [rows, hidden], or null: the tokens' embeddings */                               \
+  F(const int64_t *, positions) /* [rows] */                                                                        \
+  F(const float *, angles)      /* [num_angles, width] */                                                           \
+  F(int64_t, num_angles)                                                                                            \
+  F(const int64_t *, which) /* the layers to run */                                                                 \
+  F(int64_t, num_which)                                                                                                 \
+  F(T *const *, keep) /* for each where its input goes, or null; then for the output, normed and as it is */        \
+  F(const int64_t *, rows_out) /* the rows whose logits are wanted, ascending; read if they are not all */          \
+  F(int64_t, num_out)                                                                                               \
+  F(T *, room)                                                                                                      \
+  F(int64_t, room_size)                                                                                             \
+  F(float *, logits)   /* [num_out, vocabulary] */                                                                  \
+  F(T *const *, sides) /* keys and values of every layer */                                                         \
+  F(const Pool *, pool)                                                                                             \
+  F(const Plan *, plan)
+
+#define CHAINS(F)                                                                                                   \
+  F(int64_t, sequences)       /* each with a row of the first call's logits, in order */                            \
+  F(int64_t, longest)         /* the most tokens of one */                                                          \
+  F(const int64_t *, depths)  /* [sequences] tokens wanted */                                                           \
+  F(const int64_t *, starts)  /* [sequences] entries of the cache before the first drafted token's */                   \
+  F(const int64_t *, tables)  /* [sequences] where its pages begin in the plan's tables */                              \
+  F(const float *, heats)     /* [sequences] its temperature; 0: the likeliest token */                                 \
+  F(const float *, shares)    /* [sequences, 2] its min-p and top-p */                                                  \
+  F(const int64_t *, top_ks)  /* [sequences] */                                                                         \
+  F(const int32_t *, words)   /* for noise */                                                                       \
+  F(const uint64_t *, keys)   /* [longest, sequences] of each choice's noise, or null: drawn from the softmax */        \
+  F(const double *, spots)    /* [longest, sequences] where in its cumulative sum */                                    \
+  F(int64_t *, tokens)        /* [longest, sequences] what was chosen; -1: nothing, as no id is permitted or one is NaN */ \
+  F(float *, q)               /* [longest, sequences, vocabulary] softmax of each row with a temperature, or null */    \
+  F(int64_t, feeds)           /* whether the output before the last norm is the next input, beside the token (EAGLE) */
+
+#define FIELD(TYPE, NAME)                                   \
+  TYPE NAME;                                                \
+  static_assert(sizeof(TYPE) == 8, "a field takes 8 bytes");
+
+struct Span {
+  SPAN(FIELD)
+};
+
+struct Plan {
+  PLAN(FIELD)
+
+  int64_t seen(const Span &span, int64_t row) const {
+    return span.paths < 0 ? span.before + row + 1 : span.base + paths[span.paths + 2 * row + 1];
+  }
+  int64_t entry(const Span &span, int64_t row, int64_t index) const {
+    return span.paths < 0 || index < span.base ? index : entries[paths[span.paths + 2 * row] + index - span.base];
+  }
+};
+
+struct Pool {
+  POOL(FIELD)
+};
+
+struct Heads {
+  HEADS(FIELD)
+};
+
+struct Linear {
+  LINEAR(FIELD)
+};
+
+struct Layer {
+  LAYER(FIELD)
+  Linear qkv, out, gate_up, down;
+};
+
+template <class T>
+struct Model {
+  MODEL(FIELD)
+  Linear head;
+};
+
+template <class T>
+struct Call {
+  CALL(FIELD)
+};
+
+// A chain of drafted tokens for each sequence: choose a token from its row of logits, feed it, and so on.
+template <class T>
+struct Chains {
+  CHAINS(FIELD)
+};

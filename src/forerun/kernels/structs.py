@@ -1,0 +1,123 @@
+"""What crosses into the kernels as arrays of int64, a field each: ``structs.h`` names the same fields in the same
+order, and says what they mean; ``library`` compares the names. Other things go behind: a ``Layer`` is followed by the
+``Linear`` of qkv, out, gate_up and down, a ``Model`` by that of the head. Pointers are addresses, 0 for null.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    first: int
+    rows: int
+    base: int
+    before: int
+    table: int
+    paths: int
+
+
+class Plan(NamedTuple):
+    spans: int
+    num_spans: int
+    tables: int
+    num_tables: int
+    paths: int
+    num_paths: int
+    entries: int
+    num_entries: int
+
+
+class Pool(NamedTuple):
+    pages: int
+    page_size: int
+    kv_heads: int
+    width: int
+    key_page: int
+    key_head: int
+    key_slot: int
+    value_page: int
+    value_head: int
+    value_slot: int
+
+
+class Heads(NamedTuple):
+    heads: int
+    window: int
+    q_stride: int
+    k_stride: int
+    v_stride: int
+
+
+class Linear(NamedTuple):
+    weight: int
+    bias: int
+    scales: int
+    offsets: int
+    outputs: int
+    inputs: int
+
+
+class Layer(NamedTuple):
+    norm_attention: int
+    norm_qk: int
+    norm_mlp: int
+    norm_token: int
+    rope: int
+    window: int
+
+
+class Model(NamedTuple):
+    heads: int
+    kv_heads: int
+    width: int
+    hidden: int
+    inner: int
+    layers: int
+    known: int
+    embedding: int
+    norm: int
+
+
+class Call(NamedTuple):
+    rows: int
+    threads: int
+    ids: int
+    given: int
+    positions: int
+    angles: int
+    num_angles: int
+    which: int
+    num_which: int
+    keep: int
+    rows_out: int
+    num_out: int
+    room: int
+    room_size: int
+    logits: int
+    sides: int
+    pool: int
+    plan: int
+
+
+class Chains(NamedTuple):
+    sequences: int
+    longest: int
+    depths: int
+    starts: int
+    tables: int
+    heats: int
+    shares: int
+    top_ks: int
+    words: int
+    keys: int
+    spots: int
+    tokens: int
+    q: int
+    feeds: int
+
+
+LAYOUT = "\n".join(
+    " ".join((struct.__name__, *struct._fields))
+    for struct in (Span, Plan, Pool, Heads, Linear, Layer, Model, Call, Chains)
+)

@@ -1,0 +1,338 @@
+"""Every argument that crosses into compiled code is checked there: what would reach memory that is not the caller's is
+an error, and the process lives on."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+
+from forerun import kernels
+from forerun.attention.base import Query
+from forerun.attention.streamed import StreamedAttention
+from forerun.cache.pool import KVShape, Pool
+from forerun.core.batch import Batch, Span
+from forerun.core.errors import ForerunError
+from forerun.kernels import KernelError, structs
+from forerun.models import streamed
+from forerun.models.base import new_cache
+from forerun.models.load import load_model
+from forerun.models.native import NativeModel
+from forerun.sampling.compiled import Compiled, penalise, restrict
+from forerun.sampling.params import SamplingParams
+
+CPU = torch.device("cpu")
+TYPES = kernels.TYPES
+NOWHERE = 0
+
+
+def memory(count: int = 4096) -> tuple[torch.Tensor, int]:
+    zeros = torch.zeros(count, dtype=torch.int64)
+    return zeros, zeros.data_ptr()
+
+
+def call(name: str, *arguments) -> None:
+    getattr(kernels.library(), name)(*arguments)
+
+
+def with_each(good: tuple, bad: dict[int, list]) -> list[tuple]:
+    """``good`` with one argument at a time replaced by a bad one."""
+    return [(*good[:at], value, *good[at + 1 :]) for at, values in bad.items() for value in values]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows(kind):
+    kept, at = memory()
+    sizes, threads = [-1, 1 << 40], [0, -1, 1 << 20]
+    cases = {
+        "linear": ((at, at, at, None, None, 2, 3, 4, 1), {0: [None], 1: [None], 2: [None], 5: sizes, 6: [0, *sizes],
+                                                          7: [0, *sizes], 8: threads}),
+        "linear_int8": ((at, at, at, None, None, at, at, 2, 3, 4, 1), {0: [None], 5: [None], 6: [None], 7: sizes,
+                                                                        9: [0, 1 << 17], 10: threads}),
+        "norm": ((at, at, at, 2, 1, 4, 1e-5), {0: [None], 1: [None], 2: [None], 3: sizes, 4: [0, -1], 5: [0, *sizes]}),
+        "silu_times": ((at, at, 2, 4), {0: [None], 1: [None], 2: sizes, 3: [0, *sizes]}),
+        "turn": ((at, 8, at, 2, 2, 4), {0: [None], 1: [-8], 2: [None], 3: sizes, 4: [0, -1], 5: [0, 3, -2]}),
+    }  # fmt: skip
+    for name, (good, bad) in cases.items():
+        call(f"{name}_{kind}", *good)
+        for arguments in with_each(good, bad):
+            with pytest.raises(KernelError, match="called wrongly"):
+                call(f"{name}_{kind}", *arguments)
+    assert kept.numel() == 4096
+
+
+def test_sampling():
+    kept, at = memory()
+    made, to = memory()
+    sizes, threads = [-1, 1 << 40], [0, 1 << 20]
+    low, high = array("q", [-1]), array("q", [9])
+    outside = [low.buffer_info()[0], high.buffer_info()[0]]
+    cases = {
+        "gumbel": ((1, at, to, 4), {1: [None], 2: [None], 3: [0, *sizes]}),
+        "choose": ((at, 2, 4, at, at, at, to, to, None, 1), {0: [None], 1: sizes, 2: [0, *sizes], 3: [None], 4: [None],
+                                                            5: [None], 6: [None], 7: [None], 9: threads}),
+        "draw": ((at, 2, 4, at, to), {0: [None], 1: sizes, 2: [0, *sizes], 3: [None], 4: [None]}),
+        "weigh": ((at, 2, 4, at, 1, at, at, at, at, 1.0, to, to, to, to, to),
+                  {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: [None], 4: sizes, 5: [None, *outside],
+                   6: [None, *outside], 7: [None], 8: [None], 10: [None], 11: [None], 12: [None], 13: [None],
+                   14: [None]}),
+        "rank": ((at, 2, 4, 1, at, 3, at, 1, to, to),
+                 {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: sizes, 4: [None, *outside], 5: [0, -1],
+                  6: [None, *outside], 7: [0], 8: [None], 9: [None]}),
+        "restrict_rows": ((to, 2, 4, at, at, at, 1), {0: [None], 1: sizes, 2: [0, *sizes], 3: [None], 4: [None],
+                                                      5: [None], 6: threads}),
+        "penalise": ((to, 4, at, 1, 0, 1.0, 0.0, 0.0), {0: [None], 1: [0, *sizes], 2: [None, outside[0]], 3: sizes,
+                                                        4: sizes}),
+        "overlaps": ((at, 2, 4, 1, at, at, at, to, 1),
+                     {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: sizes, 4: [None, *outside], 5: [None],
+                      6: [None, *outside], 7: [None], 8: threads}),
+        "advise": ((at, 8), {0: [None], 1: [-1]}),
+    }  # fmt: skip
+    assert set(cases) == set(kernels.SIGNATURES) - {f"{name}_{kind}" for name in kernels._BY_TYPE for kind in TYPES}
+    for name, (good, bad) in cases.items():
+        call(name, *good)
+        for arguments in with_each(good, bad):
+            with pytest.raises(KernelError):
+                call(name, *arguments)
+    assert kept.numel() == made.numel() == 4096
+    assert not kept.any()
+
+
+def test_structs_that_differ_switch_the_kernels_off(monkeypatch, caplog):
+    kernels.library.cache_clear()
+    monkeypatch.setattr(structs, "LAYOUT", structs.LAYOUT.replace("base before", "before base"))
+    assert kernels.library() is None
+    assert "structs.h and structs.py differ" in caplog.text
+    kernels.library.cache_clear()
+
+
+class Attending:
+    """One good call of attention over two pages of four entries, field by field."""
+
+    def __init__(self) -> None:
+        self.kept, at = memory()
+        self.rows = 2
+        self.span = structs.Span(0, 2, 3, 3, 0, -1)
+        self.tables, self.paths, self.entries = [1, 0], [0, 4, 0, 5], [0, 1, 2, 3, 4]
+        self.pool = structs.Pool(2, 4, 1, 4, 16, 16, 4, 16, 16, 4)
+        self.heads = structs.Heads(2, 0, 8, 4, 4)
+        self.plan = structs.Plan(at, 1, at, 2, at, 0, at, 0)
+        self.at = at
+
+    def run(self, kind: str = "float32") -> None:
+        lists = [array("q", numbers) for numbers in (self.span, self.tables, self.paths, self.entries, self.pool)]
+        lists.append(array("q", self.heads))
+        spans, tables, paths, entries, pool, heads = (numbers.buffer_info()[0] for numbers in lists)
+        plan = array("q", self.plan._replace(spans=spans, tables=tables, paths=paths, entries=entries))
+        call(f"attend_{kind}", *[self.at] * 6, pool, heads, plan.buffer_info()[0], self.rows, 0.5, 0.0, 1)
+
+
+BAD_SPANS = [
+    {"first": -1}, {"first": 1}, {"first": 1 << 62}, {"rows": -1}, {"rows": 3}, {"rows": 1 << 62}, {"base": -1},
+    {"base": 4}, {"before": -1}, {"before": 7}, {"before": 1 << 62}, {"table": -1}, {"table": 1}, {"table": 1 << 62},
+    {"paths": 0}, {"paths": 1 << 62},
+]  # fmt: skip
+BAD_POOLS = [
+    {"pages": 0}, {"pages": 1}, {"page_size": 0}, {"page_size": -4}, {"page_size": 2}, {"kv_heads": 0},
+    {"kv_heads": 3}, {"width": 0}, {"width": 3}, {"width": 514}, {"width": -4}, {"key_page": -1}, {"value_slot": -1},
+]  # fmt: skip
+BAD_HEADS = [{"heads": 0}, {"heads": -1}, {"window": -1}, {"q_stride": -1}, {"k_stride": -1}, {"v_stride": -1}]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_attention_refuses_what_it_would_misread(kind):
+    Attending().run(kind)
+    for field, changes in (("span", BAD_SPANS), ("pool", BAD_POOLS), ("heads", BAD_HEADS)):
+        for change in changes:
+            case = Attending()
+            setattr(case, field, getattr(case, field)._replace(**change))
+            with pytest.raises(KernelError):
+                case.run(kind)
+    for tables in ([2, 0], [1, -1], [1 << 40, 0]):
+        case = Attending()
+        case.tables = tables
+        with pytest.raises(KernelError, match="page lies outside"):
+            case.run(kind)
+    for change in ({"num_spans": 0}, {"num_spans": -1}, {"num_tables": 1}, {"num_tables": -1}):
+        case = Attending()
+        case.plan = case.plan._replace(**change)
+        with pytest.raises(KernelError):
+            case.run(kind)
+    for rows in (0, -1, 1):
+        case = Attending()
+        case.rows = rows
+        with pytest.raises(KernelError):
+            case.run(kind)
+
+
+def test_paths_stay_inside_their_sequence():
+    def case(paths, entries, num_paths=4, num_entries=5):
+        made = Attending()
+        made.span = made.span._replace(paths=0)
+        made.plan = made.plan._replace(num_paths=num_paths, num_entries=num_entries)
+        made.paths, made.entries = paths, entries
+        return made
+
+    case([0, 4, 0, 5], [0, 1, 2, 3, 4]).run()
+    for paths in (
+        [-1, 4, 0, 5],
+        [0, 0, 0, 5],
+        [0, 6, 0, 5],
+        [5, 1, 0, 5],
+        [0, 4, 1, 5],
+        [0, -3, 0, 5],
+        [0, 1 << 62] * 2,
+    ):
+        with pytest.raises(KernelError, match="path is out of range"):
+            case(paths, [0, 1, 2, 3, 4]).run()
+    for entry in (-1, 5, 1 << 40):
+        with pytest.raises(KernelError, match="entry of a path"):
+            case([0, 4, 0, 5], [0, 1, 2, 3, entry]).run()
+    with pytest.raises(KernelError, match="path is out of range"):
+        case([0, 4, 0, 5], [0, 1, 2, 3, 4], num_paths=3).run()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_target) -> NativeModel:
+    return load_model(tiny_target)
+
+
+def decoding(model: NativeModel, **changes: int):
+    """A decoder call's arguments, some of the fields of ``structs.Call`` changed."""
+    cache = new_cache(model, max_seqs=2, max_len=32)
+    batch = Batch([Span(0, 0, [5, 6, 7], logits=[0, 2])])
+    fused = model.fused
+    prepared = fused.prepare(batch, cache)
+    call, *_ = prepared.kept
+    for name, value in changes.items():
+        call[structs.Call._fields.index(name)] = value
+    return lambda: fused.call(*fused.addresses, prepared.address, fused.eps, fused.scale), prepared, batch, cache
+
+
+BAD_CALLS = [
+    {"rows": 0}, {"rows": -1}, {"rows": 4}, {"threads": 0}, {"ids": 0}, {"positions": 0}, {"angles": 0},
+    {"num_angles": 2}, {"which": 0}, {"num_which": -1}, {"num_which": 1 << 40}, {"keep": 0}, {"rows_out": 0},
+    {"num_out": -1}, {"num_out": 4}, {"room": 0}, {"room_size": 10}, {"logits": 0}, {"sides": 0}, {"pool": 0},
+    {"plan": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", BAD_CALLS, ids=str)
+def test_a_decoder_refuses_what_it_would_misread(model, change):
+    run, *_ = decoding(model)
+    run()
+    run, prepared, *_ = decoding(model, **change)
+    with pytest.raises(KernelError):
+        run()
+    assert prepared.logits.shape == (2, 98)
+
+
+@pytest.mark.parametrize(
+    ("which", "value"), [(0, -1), (0, 98), (1, -1), (1, 1 << 40), (2, -1), (2, 2), (4, 3), (4, -1)]
+)
+def test_a_decoder_refuses_ids_positions_layers_and_rows_out_of_range(model, which, value):
+    run, prepared, *_ = decoding(model)
+    prepared.kept[-1][which][0] = value
+    with pytest.raises(KernelError):
+        run()
+
+
+def test_a_model_whose_parts_do_not_fit(model):
+    for at, value in enumerate((3, 0, 15, 31, 63, 0, 0, 0, 0)):
+        run, *_ = decoding(model)
+        kept = model.fused.model[at]
+        model.fused.model[at] = value
+        with pytest.raises(KernelError):
+            run()
+        model.fused.model[at] = kept
+    for at in range(len(structs.Layer._fields), len(model.fused.layers) // 2):
+        name = structs.Linear._fields[(at - len(structs.Layer._fields)) % len(structs.Linear._fields)]
+        if name in ("weight", "outputs", "inputs"):
+            run, *_ = decoding(model)
+            kept = model.fused.layers[at]
+            model.fused.layers[at] = kept - 1 if name != "weight" else NOWHERE
+            with pytest.raises(KernelError):
+                run()
+            model.fused.layers[at] = kept
+
+
+def test_spans_that_are_none(model):
+    """Such as a self-test laid out for a context of two tokens."""
+    for span in (Span(0, -3, [1, 2]), Span(0, 0, [1], stored=-1), Span(0, 2, [1, 2], [-1])):
+        cache = new_cache(model, max_seqs=2, max_len=32)
+        with pytest.raises(ValueError, match=r"negative|parents"):
+            model.forward(Batch([span]), cache)
+        assert not cache.pool.tables
+    for parents in ([0, -1], [1, 0], [-1, 5]):
+        with pytest.raises((ValueError, IndexError)):
+            model.forward(Batch([Span(0, 2, [1, 2], parents)]), new_cache(model, max_seqs=2, max_len=32))
+
+
+def test_attention_over_tensors_that_do_not_fit():
+    pool = Pool([KVShape(2, 16, 16)], 4, 8, torch.float32, CPU)
+    attention, batch = StreamedAttention(pool), Batch([Span(0, 0, [1] * 3)])
+    attention.begin(batch)
+
+    def run(q=(3, 4, 16), k=(3, 2, 16), v=(3, 2, 16), dtype=torch.float32):
+        sides = torch.randn(q), torch.randn(k), torch.randn(v).to(dtype)
+        return attention.run(Query(0, *sides, 0.25), batch)
+
+    assert run().shape == (3, 64)
+    for bad in ({"q": (2, 4, 16)}, {"k": (2, 2, 16)}, {"k": (3, 4, 16)}, {"v": (3, 2, 8)}, {"q": (3, 4, 8)},
+                {"dtype": torch.bfloat16}):  # fmt: skip
+        with pytest.raises(ValueError, match=r"attention over|entries have"):
+            run(**bad)
+    with pytest.raises(ForerunError):
+        run(q=(3, 3, 16))
+
+
+def test_layers_over_tensors_that_do_not_fit():
+    for weight in (torch.randn(4), torch.randn(0, 4), torch.randn(2, 3, 4)):
+        with pytest.raises(ValueError, match="weights"):
+            streamed.Streamed(weight, None)
+    with pytest.raises(ValueError, match="bias"):
+        streamed.Streamed(torch.randn(4, 4), torch.randn(3))
+    with pytest.raises(TypeError, match="float64"):
+        streamed.Streamed(torch.randn(4, 4).double(), None)
+    with pytest.raises(ValueError, match="inputs"):
+        streamed.StreamedInt8(torch.zeros(1, (1 << 16) + 1), None, "int8")
+    with pytest.raises(TypeError, match="float64"):
+        streamed.StreamedInt8(torch.randn(4, 4), None, "int8")(torch.randn(2, 4).double())
+    with pytest.raises(ValueError, match="8 numbers"):
+        streamed.Norm(torch.randn(8), 1e-5)(torch.randn(2, 7))
+    with pytest.raises(ValueError, match="2 width"):
+        streamed.SiluTimes(torch.float32)(torch.randn(2, 7))
+    wide = torch.randn(2, 16)[:, ::2]
+    assert torch.equal(streamed.SiluTimes(torch.float32)(wide), streamed.SiluTimes(torch.float32)(wide.contiguous()))
+
+
+def test_sampling_over_lists_that_do_not_fit():
+    sampler, scores = Compiled(torch.arange(8, dtype=torch.int32)), torch.randn(2, 8)
+    q = torch.rand(8)
+    ids, logs = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3)
+    wrong = [
+        lambda: Compiled(torch.arange(8)),
+        lambda: sampler.noise([1], 9),
+        lambda: sampler.choose(torch.randn(2, 9), [1, 2], False),
+        lambda: sampler.choose(scores.double(), [1, 2], False),
+        lambda: sampler.choose(scores, [1], False),
+        lambda: sampler.weigh(scores, [True], [0], [0], [0], [False]),
+        lambda: sampler.weigh(scores, [True, True], [0, 1], [0], [0], [False]),
+        lambda: sampler.weigh(scores, [True, True], [2], [0], [0], [False]),
+        lambda: sampler.weigh(scores, [True, True], [0], [8], [0], [False]),
+        lambda: sampler.rank(scores, [2], [0], ids, logs),
+        lambda: sampler.rank(scores, [0], [2], ids, logs),
+        lambda: sampler.rank(scores, [0], [0, 1], ids, logs),
+        lambda: sampler.rank(scores, [0], [0], ids, logs[:1]),
+        lambda: sampler.draw(scores, [0.5]),
+        lambda: sampler.overlaps(scores, [0], [8], [None]),
+        lambda: sampler.overlaps(scores, [-1], [0], [None]),
+        lambda: sampler.overlaps(scores, [0], [0], [q[:7]]),
+        lambda: restrict(scores, [1.0], [0.0, 1.0], [0]),
+        lambda: penalise(scores.double()[0], [1], 0, SamplingParams()),
+        lambda: penalise(scores[0], [-1], 0, SamplingParams()),
+    ]
+    for attempt in wrong:
+        with pytest.raises(ValueError, match=r"\w"):
+            attempt()
