@@ -74,7 +74,8 @@ def test_log_probabilities_are_transformers_own(smollm2):
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
     answer = llm.generate({"prompt_token_ids": ids}, params)[0]
     assert answer.outputs[0].token_ids == [wanted[-1].argmax().item()]
-    found = [entry.logprob for entry in (answer.prompt_logprobs or []) if entry is not None]
+    prompt = zip(ids[1:], (answer.prompt_logprobs or [])[1:], strict=True)
+    found = [entry[token].logprob for token, entry in prompt]
     truth = wanted[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
     assert torch.tensor(found) == pytest.approx(truth, abs=2e-3)
 

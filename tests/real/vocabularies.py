@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from forerun import kernels
+from forerun.core.folders import cache_folder
 
 PACKAGE = "llama-cpp-python==0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
@@ -23,7 +23,7 @@ SEPARATOR = "\n__ggml_vocab_test__\n"
 
 
 def folder() -> Path:
-    return kernels.folder() / "tests" / PACKAGE
+    return cache_folder() / "tests" / PACKAGE
 
 
 def texts(name: str) -> list[tuple[str, list[int]]]:

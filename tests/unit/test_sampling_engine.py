@@ -199,7 +199,7 @@ def test_the_coldest_temperatures_are_greedy(llm: Loader, tiny_draft: str, accep
             assert output.outputs[0].token_ids == best.outputs[0].token_ids
             if temperature < 1e-5 or mode == "raw_logprobs":
                 assert output.outputs[0].logprobs == best.outputs[0].logprobs
-            assert all(math.isfinite(one.logprob) for one in output.outputs[0].logprobs)
+            assert all(math.isfinite(each.logprob) for one in output.outputs[0].logprobs for each in one.values())
 
 
 @pytest.mark.parametrize("budget", [2048, 16])

@@ -28,7 +28,10 @@ AllowedHosts = Annotated[
         show_default="--host if that is a loopback address, else any",
     ),
 ]
-
+AlsoDraft = Annotated[
+    list[str] | None,
+    typer.Option(metavar="JSON", help="another drafter, which requests may choose by method (repeatable)"),
+]
 
 KEY_VARIABLE = "FORERUN_API_KEY"
 PAGE_SIZE = 64
@@ -42,15 +45,10 @@ PAGE_SIZE = 64
 def serve(
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free port", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(help="what clients must send as bearer token", envvar=KEY_VARIABLE)
-    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="bearer token of clients", envvar=KEY_VARIABLE)] = None,
     allowed_host: AllowedHosts = None,
     served_model_name: Annotated[str | None, typer.Option(help="the model's name in requests and answers")] = None,
-    also_draft: Annotated[
-        list[str] | None,
-        typer.Option(metavar="JSON", help="another drafter, which requests may choose by method (repeatable)"),
-    ] = None,
+    also_draft: AlsoDraft = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
     max_queue: Annotated[int, typer.Option(help="sequences that may wait before 429", min=1)] = 1024,
     max_delay: Annotated[float, typer.Option(help="seconds to gather tokens that are sent together", min=0)] = 0.01,
@@ -93,8 +91,7 @@ def serve(
     )
     if options.api_key is None and not local:
         warn(f"{host} can be reached from outside and there is no --api-key")
-    drafters = _drafters(speculative, engine, also_draft or [])
-    llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=drafters)
+    llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=_drafters(speculative, engine, also_draft or []))
     asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
     name = served_model_name or llm.model.info.name
     app = create_app(asynchronous, replace(options, model_name=name))

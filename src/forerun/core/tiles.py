@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from forerun import kernels
+from forerun.core.folders import cache_folder
 
 log = logging.getLogger(__name__)
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)
@@ -92,7 +93,7 @@ def remembered(what: str, find: Callable[[], Groups]) -> Groups:
     """``find()``, or what it found here before: kept in the cache folder, by ``what`` and the circumstances."""
     key = hashlib.sha256("\0".join([what, *circumstances()]).encode()).hexdigest()[:24]
     try:
-        path = kernels.folder() / "tiles" / f"{key}.json"
+        path = cache_folder() / "tiles" / f"{key}.json"
     except RuntimeError:  # nobody's home
         return find()
     groups = _read(path)

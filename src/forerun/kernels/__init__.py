@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from forerun.core.errors import ConfigError, ForerunError
+from forerun.core.folders import cache_folder
 from forerun.kernels import structs
 
 log = logging.getLogger(__name__)
@@ -65,15 +66,6 @@ SIGNATURES = {
 
 class KernelError(ForerunError):
     """Arguments that a kernel refuses: sizes, indices or addresses that would reach memory that is not the caller's."""
-
-
-def folder() -> Path:
-    """Where compiled kernels are kept: ``FORERUN_CACHE``, or ``forerun`` in the user's cache folder."""
-    named = os.environ.get("FORERUN_CACHE")
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "forerun"
 
 
 def processor() -> str:
@@ -161,7 +153,7 @@ def library() -> ctypes.CDLL | None:
     parts += [compiler, *_flags(), processor()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     try:
-        path = folder() / f"kernels-{key}.so"
+        path = cache_folder() / f"kernels-{key}.so"
         if not path.is_file():
             _compile(compiler, path)
         found = ctypes.CDLL(str(path))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from forerun import kernels
 from forerun.core.errors import ModelError
+from forerun.core.folders import cache_folder
 
 FORMAT = 1
 """Counts up when the checkpoint that is made from the same file changes."""
@@ -57,7 +57,7 @@ SOURCES = {
 
 def home(name: str) -> Path:
     """The folder, in the user's cache, that holds a model's file and checkpoint."""
-    return kernels.folder() / "models" / name
+    return cache_folder() / "models" / name
 
 
 def fetched(name: str) -> Path:
