@@ -62,13 +62,13 @@ def test_tokens_before_a_dead_end_stay(served: LLM, method: str) -> None:
 def test_a_draft_that_breaks_the_grammar_is_only_a_draft(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind "x" the parser grows beyond its limits: fatal for a text that says so, nothing for one that was offered
     it and went on with "y"."""
-    names, letters = range(719), "abcdefghijklmn"
+    names, letters = range(719), "abcdefghijk"
     ends = "".join(f'{letter.upper()}: "{letter}"\n' for letter in letters)
     rules_ = "\n".join(
-        f"s{i}: {'| '.join(f'{letter} {letters[i % 14].upper()}' for letter in letters.upper())}" for i in names
+        f"s{i}: {'| '.join(f'{letter} {letters[i % 11].upper()}' for letter in letters.upper())}" for i in names
     )
     choice = "|".join(f"s{i}" for i in names)
-    grammar = f'start: "def" " parse" ("y" /[a-z]{{8}}/ | "x" s)\ns: {choice}\n{rules_}\n{ends}'.ljust(65000)
+    grammar = f'start: "def" " parse" ("y" /[a-z]{{8}}/ | "x" s)\ns: {choice}\n{rules_}\n{ends}'
     letter = served.tokenizer.encode("x")[-1]
     ngram = served.engine.router.drafters["ngram"]
     monkeypatch.setattr(ngram, "propose", lambda sequences, budgets: [Draft.chain([letter]) for _ in budgets])
