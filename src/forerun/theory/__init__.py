@@ -1,5 +1,7 @@
-"""When speculation pays: Leviathan et al. 2023 as pure functions (see :mod:`forerun.theory.formulas`)."""
+"""When speculation pays: Leviathan et al. 2023 as pure functions (see :mod:`forerun.theory.formulas`), and the same
+principle for any two functions (:mod:`forerun.theory.execution`)."""
 
+from forerun.theory.execution import Execution, expected_latency, settle, speculate
 from forerun.theory.formulas import (
     acceptance_probability,
     acceptance_rate,
@@ -23,12 +25,14 @@ from forerun.theory.formulas import (
 )
 
 __all__ = [
+    "Execution",
     "acceptance_probability",
     "acceptance_rate",
     "alpha_from_tokens",
     "best_gamma",
     "d_lk",
     "expected_accepted",
+    "expected_latency",
     "expected_tokens",
     "guaranteed_improvement",
     "lenient_acceptance_rate",
@@ -41,5 +45,7 @@ __all__ = [
     "oracle_tokens",
     "predicted_speedup",
     "rejection_sampling_rate",
+    "settle",
+    "speculate",
     "walltime_improvement",
 ]
