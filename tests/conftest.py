@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from forerun import LLM, kernels
 from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 
 collect_ignore = [] if kernels.library() is not None else ["unit/test_kernel_arguments.py"]
 
