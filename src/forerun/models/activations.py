@@ -1,21 +1,47 @@
 """Activations whose bits do not depend on where in a tensor an element lies.
 
-torch's silu and tanh-gelu round differently in the vector body and in the tail of a loop, so that a row's bits change
-with its place in a call; float32 exp and tanh do not.
+torch's silu, sigmoid and gelu round differently in the vector body and in the tail of a loop, so that a row's bits
+change with its place in a call. Here they are made of float32 exp, tanh and erf, which ``steady`` tries at every place.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
+
+PLACES = 67
+"""Lengths and offsets that cover every lane of a vector loop, unrolled four times, and its tail."""
+FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (torch.exp, torch.tanh, torch.erf)
+UNSTEADY = frozenset(
+    ("gelu", "silu", "sigmoid", "softplus", "log_sigmoid_forward", "mish", "elu", "hardswish", "log_sigmoid", "expm1")
+)
+"""torch's operations that round by place."""
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x), from exp."""
     wide = x.float()
     return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x))."""
+    return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x)."""
+    wide = x.float()
+    return (wide / (1.0 + torch.exp(-1.702 * wide))).to(x.dtype)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """x times the normal distribution's share below x, from erf."""
+    wide = x.float()
+    return (0.5 * wide * (1.0 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -25,18 +51,41 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
 
 
-class _Silu(nn.Module):
+def steady() -> bool:
+    """Whether exp, tanh and erf give a number the same bits wherever it lies: at every place of short tensors, and in
+    one that threads share."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randn(1021, generator=generator).mul(12.0).exp2()  # from 1e-14 to 1e14
+    values = torch.cat([sizes * torch.randn(1021, generator=generator).sign(), torch.linspace(-9.0, 9.0, 1021)])
+    many = values.repeat(66)  # more than one thread takes
+    few = values[::9]
+    for function in FUNCTIONS:
+        wanted, alone = function(values), function(few)
+        if not torch.equal(function(many), wanted.repeat(66)):
+            return False
+        for place in range(1, PLACES):
+            moved = function(values.roll(place)).roll(-place)
+            short = torch.cat([function(piece.clone()) for piece in few.split(place)])
+            if not (torch.equal(moved, wanted) and torch.equal(short, alone)):
+                return False
+    return True
+
+
+class _Activation(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return silu(x)
+        return self.function(x)
 
 
-class _GeluTanh(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gelu_tanh(x)
-
-
-SILU_NAMES = {"SiLU", "SiLUActivation"}
-GELU_TANH_NAMES = {"GELUTanh", "PytorchGELUTanh", "NewGELUActivation", "FastGELUActivation"}
+REPLACED = {
+    "SiLU": silu, "SiLUActivation": silu, "Sigmoid": sigmoid, "QuickGELUActivation": quick_gelu, "GELUActivation": gelu,
+    "GELUTanh": gelu_tanh, "PytorchGELUTanh": gelu_tanh, "NewGELUActivation": gelu_tanh,
+    "FastGELUActivation": gelu_tanh,
+}  # fmt: skip
+"""By the names of modules, torch's and transformers'."""
 
 
 def make_row_independent(module: nn.Module) -> None:
@@ -44,7 +93,7 @@ def make_row_independent(module: nn.Module) -> None:
     for parent in module.modules():
         for name, child in parent.named_children():
             kind = type(child).__name__
-            if kind in SILU_NAMES:
-                setattr(parent, name, _Silu())
-            elif kind in GELU_TANH_NAMES:
-                setattr(parent, name, _GeluTanh())
+            if isinstance(child, nn.GELU):
+                setattr(parent, name, _Activation(gelu_tanh if child.approximate == "tanh" else gelu))
+            elif kind in REPLACED:
+                setattr(parent, name, _Activation(REPLACED[kind]))

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forerun.attention.base import Attention, Query
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
+from forerun.models import activations
 from forerun.models.base import ModelInfo, Tiles
 from forerun.models.linear import pack
 
@@ -32,6 +33,7 @@ PRODUCTS = {
 """Operations that multiply matrices: which arguments those are, and along which dimension of the second it sums."""
 BY_CONTENT = ("_grouped_mm", "_scaled_grouped_mm", "nonzero", "masked_select", "unique", "_unique2", "bincount")
 """Operations whose work is shaped by values: no row count fixes it."""
+UNFIXED = activations.UNSTEADY.union(BY_CONTENT)
 
 
 class Torch(Protocol):
@@ -157,7 +159,7 @@ def _results(output: Output) -> torch.Tensor:
 
 @torch.inference_mode()
 def _compare(model: Torch, *, head: bool) -> tiles.Groups:
-    groups: tiles.Groups = [list(tiles.SIZES)]
+    groups = tiles.remembered("functions", lambda: [list(tiles.SIZES) if activations.steady() else [1]])
     for layers in model.kinds()[:1] if head else model.kinds():
         if _by_content(model, layers):
             return [[1]]
@@ -188,7 +190,7 @@ def _affordable(model: Torch, layers: tuple[int, ...] | None, *, head: bool) -> 
 
 
 def _by_content(model: Torch, layers: tuple[int, ...] | None) -> bool:
-    """Whether what a layer does depends on the values in its rows."""
+    """Whether what a layer does depends on the values in its rows, or on where each lies."""
     size = ROWS
     generator = torch.Generator().manual_seed(0)
     calls, firsts = [], []
@@ -200,5 +202,5 @@ def _by_content(model: Torch, layers: tuple[int, ...] | None) -> bool:
             output = model.feed(_batch(model, [0, *others], layers, head=False), Echo())
         calls.append(products.calls)
         firsts.append(_results(output)[0])
-    named = any(call.split(" ", 1)[0] in BY_CONTENT for call in calls[0])
+    named = any(call.split(" ", 1)[0] in UNFIXED for call in calls[0])
     return named or any(other != calls[0] for other in calls) or not all(torch.equal(firsts[0], row) for row in firsts)
