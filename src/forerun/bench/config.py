@@ -15,6 +15,16 @@ ALL = "all"
 PEERS = ("transformers", "llama-cpp")
 HELD_OUT, REPETITIVE, RANDOM = "held_out", "repetitive", "random"
 SETS = (HELD_OUT, REPETITIVE, RANDOM)
+"""Prompts that are drawn: as many and as long as asked for."""
+CATEGORIES, CATEGORIES_SMALL, HUMANEVAL = "categories", "categories-small", "humaneval"
+SMALL, EVERY = 22, 1 << 20
+WRITTEN: dict[str, dict[str, Any]] = {
+    CATEGORIES: {"prompts": EVERY, "max_tokens": 128, "repeats": 1, "temperatures": (0.0,)},
+    CATEGORIES_SMALL: {"prompts": SMALL, "max_tokens": 64, "repeats": 3, "temperatures": (0.0,)},
+    HUMANEVAL: {"prompts": EVERY, "max_tokens": 256, "repeats": 1, "temperatures": (0.0,)},
+}
+"""Prompts that are questions, with what they are measured with unless told otherwise. Each ends where the model ends
+its answer."""
 SIZES = {
     "llama-3.2-1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "head": 64, "tied": True},
     "llama-3.2-3b": {"hidden": 3072, "intermediate": 8192, "layers": 28, "heads": 24, "head": 128, "tied": True},
@@ -43,16 +53,25 @@ class BenchConfig:
     sampling: dict[str, Any] = field(default_factory=dict)
     """``SamplingParams`` of every request beside its temperature, length and seed."""
     prompts: int = 8
-    """how many prompts"""
+    """how many prompts; all of a written set"""
     prompt_tokens: int = 64
-    """tokens of a prompt"""
+    """tokens of a drawn prompt"""
     max_tokens: int = 64
-    """tokens of an answer"""
+    """tokens of an answer, at most; categories 128, humaneval 256"""
     repeats: int = 3
-    """runs of everything; medians are reported"""
-    prompt_set: str = field(default=HELD_OUT, metadata={"help": f"prompts: {', '.join(SETS)}"})
-    prompts_file: Path | None = None
-    """take prompts from this file, one per line"""
+    """runs of everything; medians are reported; categories and humaneval 1"""
+    prompt_set: str = field(
+        default=HELD_OUT,
+        metadata={"help": f"prompts, drawn ({', '.join(SETS)}) or written ({', '.join(WRITTEN)}): see docs/bench.md"},
+    )
+    prompts_file: Path | None = field(
+        default=None,
+        metadata={
+            "help": "take prompts from this file, one per line; for categories lines of JSON, for humaneval its wheel"
+        },
+    )
+    execute: bool = False
+    """run humaneval's tests on the answers, in child processes with limits: generated code is run only with this"""
     seed: int = 0
     """of prompts and sampling"""
     random_shape: str | None = field(
@@ -80,6 +99,12 @@ class BenchConfig:
         for name in ("prompts", "prompt_tokens", "max_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.prompt_set not in SETS and self.prompt_set not in WRITTEN:
+            raise ConfigError(f"unknown prompt set {self.prompt_set!r}: choose one of {', '.join([*SETS, *WRITTEN])}")
+        if self.prompt_set in WRITTEN and self.random_shape is not None:
+            raise ConfigError("random weights know no text: leave prompt_set out, or random_shape")
+        if self.execute and self.prompt_set != HUMANEVAL:
+            raise ConfigError(f"execute runs the tests of {HUMANEVAL}: name that as prompt_set")
         own = {"temperature", "max_tokens", "seed", "n"} & set(self.sampling)
         if own:
             raise ConfigError(f"sampling must not set {', '.join(sorted(own))}")

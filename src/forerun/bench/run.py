@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
-from forerun.bench.config import ALL, HELD_OUT, RANDOM, BenchConfig
+from forerun.bench.categories import by_category
+from forerun.bench.config import ALL, HELD_OUT, RANDOM, WRITTEN, BenchConfig
 from forerun.bench.contenders import FASTEST, Contender, EngineContender
+from forerun.bench.conversations import Texts, make_texts, read_set, stops
 from forerun.bench.environment import environment, read_bandwidth
+from forerun.bench.humaneval import Judge
 from forerun.bench.methods import method_configs, runnable, with_trees
 from forerun.bench.peers import peer_contenders
-from forerun.bench.prompts import make_prompts, repetition_rate
+from forerun.bench.prompts import repetition_rate
 from forerun.bench.rows import table
 from forerun.bench.shapes import random_checkpoint
 from forerun.bench.weights import weights
@@ -27,6 +30,7 @@ from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
 from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
+from forerun.speculate.accept.synthetic import RATES
 
 WARM_UP_TOKENS = 8
 TURN = 32
@@ -38,7 +42,8 @@ Progress = Callable[[str], None]
 
 
 def run_bench(config: BenchConfig, progress: Progress = lambda note: None) -> dict[str, Any]:
-    """``{"environment": ..., "rows": [...], "left_out": {method: why}}``. Raises ForerunError subclasses."""
+    """``{"environment": ..., "rows": [...], "categories": [...], "left_out": {method: why}}``; ``categories`` where the
+    prompts have any. Raises ForerunError subclasses."""
     with tempfile.TemporaryDirectory(prefix="forerun-bench-") as folder:
         return _run(_with_random_models(config, Path(folder), progress), progress)
 
@@ -61,6 +66,7 @@ def _with_random_models(config: BenchConfig, folder: Path, progress: Progress) -
 def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     options = method_configs(config.methods, config.accepts, config.lengths, config.counts, config.speculative)
     options = with_trees(options, config.trees or 0)
+    conversations = read_set(config.prompt_set, config.prompts_file) if config.prompt_set in WRITTEN else []
     llm = LLM(**config.engine)
     left_out: dict[str, str] = {}
     if ALL in config.methods:
@@ -69,15 +75,11 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     fastest = None
     if config.fastest and llm.model.invariant:
         fastest = LLM(**{**config.engine, "invariant": False})
-    prompts = make_prompts(
-        config.prompt_set,
-        llm.tokenizer,
-        count=max(config.prompts, max(config.concurrency)),
-        length=config.prompt_tokens,
-        seed=config.seed,
-        file=config.prompts_file,
-    )
-    rows = []
+    texts = make_texts(config, llm, conversations)
+    prompts = texts.prompts
+    config = _with_stops(config, stops(texts))
+    judge = Judge() if config.execute else None
+    rows, categories = [], []
     held: list[dict[str, Any]] = []
     for concurrency in config.concurrency:
         contenders: list[Contender] = [EngineContender(o["method"], llm, o, concurrency, config.whole) for o in options]
@@ -95,26 +97,47 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
             runs = take_turns(contenders, prompts, config, temperature, concurrency)
             gc.unfreeze()
             rows += table(contenders, runs, prompts, temperature, concurrency)
+            categories += by_category(contenders, runs, texts, temperature, concurrency, llm.tokenizer, judge)
         for contender in contenders:
             contender.close()
         gc.collect()
+    about = _about(llm, config, texts, rows, held) | {"offline": judge.offline if judge is not None else None}
+    return {"environment": about, "rows": rows, "categories": categories, "left_out": left_out}
+
+
+def _with_stops(config: BenchConfig, texts: Seq[str]) -> BenchConfig:
+    """The same; answers end at one of ``texts``. Raises ConfigError with peers, which know no such ends."""
+    if not texts:
+        return config
+    if config.peers:
+        raise ConfigError("peers know no stop texts, with which a model without a chat template answers humaneval")
+    return replace(config, sampling={"stop": texts, **config.sampling})
+
+
+def _about(
+    llm: LLM, config: BenchConfig, texts: Texts, rows: Seq[dict[str, Any]], held: Seq[dict[str, Any]]
+) -> dict[str, Any]:
+    """What was measured, on what, with which prompts."""
     about = environment(llm, config.engine)
     about |= _bandwidth(llm, rows)
-    about |= {
-        "weights": held,
+    lengths = sorted(map(len, texts.prompts))
+    return about | {
+        "weights": list(held),
         "peers": list(config.peers),
         "model": config.random_shape or about["model"],
         "sampling": config.sampling,
         "random_weights": config.random_shape is not None,
         "prompt_set": config.prompt_set if config.prompts_file is None else str(config.prompts_file),
-        "prompts": len(prompts),
-        "prompt_tokens": config.prompt_tokens,
+        "prompts": len(texts.prompts),
+        "prompts_left_out": texts.left_out,
+        "prompt_tokens": config.prompt_tokens if config.prompt_set not in WRITTEN else None,
+        "prompt_lengths": [lengths[0], lengths[len(lengths) // 2], lengths[-1]],
+        "synthetic": config.speculative.get(RATES),
         "max_tokens": config.max_tokens,
         "repeats": config.repeats,
         "whole": config.whole,
-        "prompt_repetition_rate": repetition_rate(prompts),
+        "prompt_repetition_rate": repetition_rate(texts.prompts),
     }
-    return {"environment": about, "rows": rows, "left_out": left_out}
 
 
 def take_turns(
@@ -125,7 +148,12 @@ def take_turns(
 
     def params(first: int, count: int, tokens: int) -> list[SamplingParams]:
         seeds = range(config.seed + first, config.seed + first + count)
-        options = {"ignore_eos": True, **config.sampling, "temperature": temperature, "max_tokens": tokens}
+        options = {
+            "ignore_eos": config.prompt_set not in WRITTEN,
+            **config.sampling,
+            "temperature": temperature,
+            "max_tokens": tokens,
+        }
         return [SamplingParams(**options, seed=seed) for seed in seeds]
 
     others = [prompt[::-1] for prompt in prompts[:concurrency]]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from forerun.bench.config import ALL, PEERS, BenchConfig
+from forerun.bench.config import ALL, HELD_OUT, PEERS, WRITTEN, BenchConfig
 from forerun.bench.plots import check_folder, plots
 from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads, warn
 from forerun.cli.options import ENGINE, SPECULATIVE, Flags, flags_of, parse_json, takes
@@ -19,6 +19,8 @@ from forerun.speculate.names import drafters, policies, rules
 
 T = TypeVar("T")
 MODEL_ONLY = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name == "spec_model"])
+COMPARED = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name in ("spec_model", "synthetic")])
+RATES = "synthetic_acceptance_rates"
 LISTS = ("methods", "accepts", "lengths", "counts", "concurrency", "temperatures", "peers")
 MAPPINGS = ("engine", "speculative", "sampling")
 MEASURED = Flags("measured", flags_of(BenchConfig, "Measurement", skip=(*LISTS, *MAPPINGS)))
@@ -46,6 +48,27 @@ COLUMNS = {
     "repetition_rate": "repeats",
     "identical": "identical",
 }
+BY_CATEGORY = {
+    "category": "category",
+    "method": "method",
+    "accept": "accept",
+    "num_speculative_tokens": "k",
+    "tree": "tree",
+    "temperature": "T",
+    "concurrency": "batch",
+    "prompts": "prompts",
+    "tokens": "tokens",
+    "tokens_per_round": "tok/round",
+    "tokens_per_round_error": "±",
+    "mean_acceptance_length": "length kept",
+    "mean_acceptance_length_error": "±",
+    "acceptance_by_position": "kept by position",
+    "speedup": "speed-up",
+    "speedup_interval": "95 %",
+    "repetition_rate": "repeats",
+    "same_answers": "same",
+    "pass_at_1": "pass@1",
+}
 
 
 def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
@@ -72,7 +95,7 @@ Plots = Annotated[
 ]
 
 
-@takes(ENGINE, MODEL_ONLY, MEASURED)
+@takes(ENGINE, COMPARED, MEASURED)
 def bench(
     methods: Methods = "none,draft_model,ngram",
     accept: Annotated[str, typer.Option(help=f"acceptance rules: {', '.join(rules)}")] = "coupled",
@@ -80,7 +103,9 @@ def bench(
     spec_tokens: Annotated[str, typer.Option(help="numbers of drafted tokens", show_default="each method's")] = "",
     speculative_config: MoreOptions = None,
     concurrency: Annotated[str, typer.Option(help="requests decoded together")] = "1",
-    temperature: Annotated[str, typer.Option(help="temperatures")] = "0,1",
+    temperature: Annotated[
+        str | None, typer.Option(help="temperatures", show_default="0,1; of a written set 0")
+    ] = None,
     peers: Annotated[str, typer.Option(help=f"other implementations to run: {', '.join(PEERS)}")] = "",
     sampling: Annotated[str | None, typer.Option(metavar="JSON", help="sampling options of every request")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
@@ -98,6 +123,9 @@ def bench(
     the mean speed-up. Every losing row stays.
     """
     refuse_batch_size(engine)
+    options = _measured(measured)
+    if temperature is not None:
+        options["temperatures"] = split("temperature", temperature, float)
     config = BenchConfig(
         engine=dict(engine),
         speculative=more_options(speculative_config, speculative),
@@ -106,10 +134,9 @@ def bench(
         lengths=split("length", length, str),
         counts=split("spec-tokens", spec_tokens, int),
         concurrency=split("concurrency", concurrency, int),
-        temperatures=split("temperature", temperature, float),
         peers=split("peers", peers, str),
         sampling=parse_json("sampling", sampling) if sampling else {},
-        **measured,
+        **options,
     )
     if plot_folder is not None:
         check_folder(plot_folder)
@@ -126,6 +153,14 @@ def bench(
         show(result, print_markdown if as_markdown else print_table)
 
 
+def _measured(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of BenchConfig, with a written set's own defaults. Raises ConfigError."""
+    written = WRITTEN.get(given.get("prompt_set", HELD_OUT))
+    if written is not None and "prompt_tokens" in given:
+        raise ConfigError(f"the prompts of {given['prompt_set']} are as long as they are: leave --prompt-tokens out")
+    return {**(written or {}), **given}
+
+
 def refuse_batch_size(engine: Mapping[str, Any]) -> None:
     if "max_num_seqs" in engine:
         raise ConfigError("bench decodes --concurrency requests together: use that instead of --max-num-seqs")
@@ -136,6 +171,10 @@ def more_options(speculative_config: str | None, speculative: Mapping[str, Any])
     shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
     if "spec_model" in speculative:
         shared["model"] = speculative["spec_model"]
+    if "synthetic" in speculative:
+        if RATES in shared:
+            raise ConfigError(f"{RATES} is given twice: in --speculative-config and in --synthetic")
+        shared[RATES] = speculative["synthetic"]
     return shared
 
 
@@ -149,6 +188,8 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
         mark = " (synthetic)" if row["synthetic"] else ""
         lines.append([cell(key, row.get(key)) + (mark if key == "method" else "") for key in shown])
     write([COLUMNS[key] for key in shown], lines)
+    if result["categories"]:
+        show_categories(result["categories"], write)
     for row in rows:
         if row["draft_error"] is not None:
             warn(f"{row['method']} lost its drafter and went on as plain decoding: {row['draft_error']}")
@@ -157,7 +198,7 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
     options = "".join(f", {name} {value}" for name, value in about["sampling"].items())
     print(
         f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s), "
-        f"{about['processor']}\n{about['prompts']} {about['prompt_set']} prompts of {about['prompt_tokens']} tokens "
+        f"{about['processor']}\n{about['prompts']} {about['prompt_set']} prompts of {_lengths(about)} tokens "
         f"(repeats {'-' if repeated is None else f'{repeated:.2f}'}), {about['max_tokens']} new tokens each{options}, "
         f"medians of {about['repeats']} interleaved runs{', prompts included' if about['whole'] else ''}\n"
         + "; ".join(map(line, about["weights"]))
@@ -165,8 +206,37 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
     target = next(item for item in about["weights"] if item["role"] == TARGET)
     if target["quantization"] is not None and about["peers"]:
         warn(f"the peers ({', '.join(about['peers'])}) run {about['dtype']} weights, not {target['quantization']}")
+    if about["prompts_left_out"]:
+        warn(f"{about['prompts_left_out']} prompts were left out: with their answers they do not fit into the context")
+    if about["synthetic"] is not None:
+        warn(f"synthetic acceptance ({about['synthetic']}): drafts are accepted at given rates, whatever their tokens")
+    if about["offline"] is False:
+        warn("the programs could not be cut off from the network on this system")
     if result["left_out"]:
         write(["left out", "because"], list(result["left_out"].items()))
+
+
+def show_categories(rows: Seq[Mapping[str, Any]], write: Callable[[Seq[str], Seq[Seq[str]]], None]) -> None:
+    """Category after category, all contenders in each; the errors are over the conversations."""
+    order = list(dict.fromkeys(row["category"] for row in rows))
+    rows = sorted(rows, key=lambda row: order.index(row["category"]))
+    shown = [key for key in BY_CATEGORY if any(row[key] is not None for row in rows)]
+    if len({row["concurrency"] for row in rows}) == 1:
+        shown.remove("concurrency")
+    print()
+    lines = []
+    for row in rows:
+        row = {**row, "same_answers": f"{row['same_answers']} of {row['prompts']}"}
+        mark = " (synthetic)" if row["synthetic"] else ""
+        lines.append([cell(key, row[key]) + (mark if key == "method" else "") for key in shown])
+    write([BY_CATEGORY[key] for key in shown], lines)
+
+
+def _lengths(about: Mapping[str, Any]) -> str:
+    if about["prompt_tokens"] is not None:
+        return str(about["prompt_tokens"])
+    shortest, middle, longest = about["prompt_lengths"]
+    return f"{shortest} to {longest} (median {middle})"
 
 
 def cell(key: str, value: Any) -> str:
@@ -174,6 +244,9 @@ def cell(key: str, value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "NO"
+    if isinstance(value, list):
+        between = " to " if key == "speedup_interval" else " "
+        return between.join(f"{item:.2f}" for item in value) or "-"
     if isinstance(value, float):
         return (
             f"{value:.0f}" if key == "tokens_per_second" else f"{value:g}" if key == "temperature" else f"{value:.2f}"

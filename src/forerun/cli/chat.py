@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from forerun.cli.console import out, read_file, set_threads
+from forerun.cli.console import out, read_file, set_threads, warn_synthetic
 from forerun.cli.conversation import NOT_HERE, Conversation
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, Flags, names_method, speculative_config, takes
 from forerun.core.errors import ConfigError
@@ -54,6 +54,7 @@ def chat(
     if terminal:
         out().print(Text(f"loading {options['model']}", style="dim"))
     llm = LLM(**options, speculative_config=speculative_config(speculative, options))
+    warn_synthetic(llm)
     if template is None and not getattr(llm.tokenizer, "chat_template", None):
         raise ConfigError(
             f"{llm.model.info.name} has no chat template: give one with --chat-template FILE, or continue texts with "

@@ -29,6 +29,12 @@ def warn(message: object) -> None:
     print(f"warning: {one_line(message)}", file=sys.stderr)
 
 
+def warn_synthetic(llm: Any) -> None:
+    """Where drafts are accepted at given rates, say that its answers are not the model's."""
+    if llm.speculative.synthetic is not None:
+        warn("synthetic acceptance: drafts are accepted at given rates, so that answers are not the model's text")
+
+
 def one_line(message: object) -> str:
     return " ".join(str(message).split())
 

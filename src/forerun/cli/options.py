@@ -18,7 +18,7 @@ import typer
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, EngineConfig
 from forerun.sampling.params import COLDEST, SamplingParams
-from forerun.speculate.names import KEYS, SHARED_KEYS, drafters, policies, rules
+from forerun.speculate.names import KEYS, PROFILES, SHARED_KEYS, drafters, policies, rules
 
 SAMPLING_HELP = {
     "n": "so many answers, each from a seed of its own",
@@ -199,6 +199,10 @@ SAMPLING = Flags(
     ),
 )
 DEFAULTS = "draft_model for the bundled pair, else ngram with adaptive lengths"
+SYNTHETIC_HELP = (
+    "accept drafts as often as was published for Llama-3.2-1B, whatever their tokens, to measure speed: "
+    f"{', '.join(PROFILES)}; the text is not the model's"
+)
 SPECULATIVE = Flags(
     "speculative",
     [
@@ -208,6 +212,7 @@ SPECULATIVE = Flags(
         Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation"),
         Flag("accept", str, f"acceptance rule: {', '.join(rules)}", "coupled", "Speculation"),
         Flag("length", str, f"how far to draft: {', '.join(policies)}", "fixed", "Speculation"),
+        Flag("synthetic", str, SYNTHETIC_HELP, None, "Speculation"),
     ],
 )
 
@@ -218,7 +223,8 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
     ConfigError for a key that is given twice with different values."""
     config = dict(given.get("speculative_config") or {})
     names = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
-    for flag in ("spec_method", "spec_model", "spec_tokens", "accept", "length"):
+    names["synthetic"] = "synthetic_acceptance_rates"
+    for flag in ("spec_method", "spec_model", "spec_tokens", "accept", "length", "synthetic"):
         key, value = names.get(flag, flag), given.get(flag)
         if value is None:
             continue

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.console import all_but_one, out, read_file, set_threads, warn
+from forerun.cli.console import all_but_one, out, read_file, set_threads, warn, warn_synthetic
 from forerun.cli.options import SERVED, SPECULATIVE, names_method, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.memory import megabytes
@@ -92,6 +92,7 @@ def serve(
     if options.api_key is None and not local:
         warn(f"{host} can be reached from outside and there is no --api-key")
     llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=_drafters(speculative, engine, also_draft or []))
+    warn_synthetic(llm)
     asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
     name = served_model_name or llm.model.info.name
     app = create_app(asynchronous, replace(options, model_name=name))

@@ -53,6 +53,8 @@ class Measured:
     """Tokens emitted in ``seconds``."""
     seconds: float = 0.0
     """Time of decoding: rounds that read no prompt; of all rounds where they were asked for."""
+    parts: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens and seconds of each measurement that it was extended with."""
 
     def extend(self, other: Measured) -> None:
         self.answers += other.answers
@@ -60,6 +62,7 @@ class Measured:
         self.rounds += other.rounds
         self.tokens += other.tokens
         self.seconds += other.seconds
+        self.parts.append((other.tokens, other.seconds))
 
     def check(self) -> None:
         """Raise ConfigError where nothing was decoded."""

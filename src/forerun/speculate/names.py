@@ -43,6 +43,12 @@ KEYS = {
 }
 """Our own drafters and the fields of their config classes beside the shared ones, as ``--help`` lists them."""
 
+PROFILES = {
+    "humaneval": (0.837, 0.685, 0.562, 0.460, 0.368, 0.283, 0.217, 0.161),
+    "chat": (0.630, 0.389, 0.243, 0.158),
+}
+"""Acceptance by position published for Llama-3.2-1B, unconditional as in vLLM: profiles of synthetic acceptance."""
+
 drafters: Registry[Drafter] = Registry("method", "forerun.drafters", "forerun.speculate.draft", KEYS)
 rules: Registry[Rule] = Registry(
     "acceptance rule",

@@ -25,6 +25,7 @@ class LlamaCppContender:
     name: str
     model: Any
     version: str
+    eos_ids: frozenset[int]
     folder: tempfile.TemporaryDirectory[str] = field(repr=False)
 
     def facts(self) -> dict[str, Any]:
@@ -50,7 +51,8 @@ class LlamaCppContender:
             )
             answer = [next(stream)]
             began = perf_counter()
-            while len(answer) < (options.max_tokens or 1):
+            ends = frozenset() if options.ignore_eos else self.eos_ids
+            while len(answer) < (options.max_tokens or 1) and answer[-1] not in ends:
                 answer.append(next(stream))
             found.seconds += perf_counter() - began
             found.tokens += len(answer) - 1
@@ -74,4 +76,4 @@ def llama_cpp_contender(llm: LLM) -> Contender:
     model = llama_cpp.Llama(
         str(path), n_ctx=llm.engine.max_model_len, n_threads=threads, n_threads_batch=threads, verbose=False
     )
-    return LlamaCppContender("llama_cpp", model, llama_cpp.__version__, folder)
+    return LlamaCppContender("llama_cpp", model, llama_cpp.__version__, llm.model.info.eos_ids, folder)

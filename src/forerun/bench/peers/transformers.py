@@ -67,7 +67,7 @@ class TransformersContender:
                 output = self.model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    min_new_tokens=options.max_tokens,
+                    min_new_tokens=options.max_tokens if options.ignore_eos else None,
                     max_new_tokens=options.max_tokens,
                     stopping_criteria=StoppingCriteriaList([clock]),
                     pad_token_id=0,

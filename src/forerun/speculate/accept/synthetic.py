@@ -2,7 +2,8 @@
 
 For measuring speed at an acceptance rate of one's choice, on random weights for example. The text that comes out is
 not the target's: never lossless, and marked ``synthetic`` wherever results are shown. Keys and meaning are vLLM's:
-rates are unconditional, so 0.8 per token is [0.8, 0.64, 0.512, ...].
+rates are unconditional, so 0.8 per token is [0.8, 0.64, 0.512, ...]. In place of rates there may be the name of a
+profile.
 """
 
 from __future__ import annotations
@@ -16,9 +17,22 @@ from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler, best
 from forerun.sampling.noise import ACCEPT, fold, uniform
 from forerun.speculate.accept.base import Rule, fetch, row_contexts, unspoilt
+from forerun.speculate.names import PROFILES
 
 RATES, LENGTH = "synthetic_acceptance_rates", "synthetic_acceptance_length"
 KEYS = (RATES, LENGTH)
+
+
+def profile(name: str, depth: int) -> list[float]:
+    """The unconditional rates of a profile for ``depth`` positions. Behind the published ones each position falls by
+    the ratio of the last two. Raises ConfigError."""
+    if name not in PROFILES:
+        raise ConfigError(f"unknown synthetic profile {name!r}: choose one of {', '.join(PROFILES)}")
+    rates = list(PROFILES[name])
+    fall = rates[-1] / rates[-2]
+    while len(rates) < depth:
+        rates.append(rates[-1] * fall)
+    return rates[:depth]
 
 
 def take_rates(options: dict[str, Any], depth: int) -> tuple[float, ...] | None:
@@ -33,6 +47,8 @@ def take_rates(options: dict[str, Any], depth: int) -> tuple[float, ...] | None:
         return None
     if rates is not None and length is not None:
         raise ConfigError(f"give {RATES} or {LENGTH}, not both")
+    if isinstance(rates, str):
+        rates = profile(rates, depth)
     if rates is None:
         if not _is_number(length) or not 1 <= length <= depth + 1:
             raise ConfigError(f"{LENGTH} must be from 1 to num_speculative_tokens + 1 ({depth + 1}), not {length!r}")
