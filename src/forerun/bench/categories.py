@@ -41,12 +41,14 @@ def by_category(
     plain = runs[[contender.name for contender in contenders].index(NONE)]
     rows = []
     for contender, found in zip(contenders, runs):
-        about = {"method": contender.name, "temperature": temperature, "concurrency": concurrency, "tree": None}
-        about |= contender.facts()
+        about: dict[str, Any] = {"method": contender.name, "temperature": temperature, "concurrency": concurrency}
+        about |= {"tree": None} | contender.facts()
         promised = contender.promises_identity(temperature)
         passed = _passed(found[0], texts, tokenizer, judge) if judge is not None else None
         for kind, members in groups.items():
-            row = about | {"category": kind} | _acceptance(found, texts, members) | _speed(found, plain, texts, members)
+            row: dict[str, Any] = (
+                about | {"category": kind} | _acceptance(found, texts, members) | _speed(found, plain, texts, members)
+            )
             same = sum(all(m.answers[i] == plain[0].answers[i] for m in found) for i in members)
             row |= {"same_answers": same, "identical": same == len(members) if promised else None}
             answers = [[*texts.prompts[i], *found[0].answers[i]] for i in members]

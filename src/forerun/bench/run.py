@@ -30,7 +30,7 @@ from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
 from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
-from forerun.speculate.accept.synthetic import RATES
+from forerun.speculate.accept.synthetic import LENGTH, RATES
 
 WARM_UP_TOKENS = 8
 TURN = 32
@@ -132,7 +132,7 @@ def _about(
         "prompts_left_out": texts.left_out,
         "prompt_tokens": config.prompt_tokens if config.prompt_set not in WRITTEN else None,
         "prompt_lengths": [lengths[0], lengths[len(lengths) // 2], lengths[-1]],
-        "synthetic": config.speculative.get(RATES),
+        "synthetic": config.speculative.get(RATES, config.speculative.get(LENGTH)),
         "max_tokens": config.max_tokens,
         "repeats": config.repeats,
         "whole": config.whole,
@@ -148,12 +148,8 @@ def take_turns(
 
     def params(first: int, count: int, tokens: int) -> list[SamplingParams]:
         seeds = range(config.seed + first, config.seed + first + count)
-        options = {
-            "ignore_eos": config.prompt_set not in WRITTEN,
-            **config.sampling,
-            "temperature": temperature,
-            "max_tokens": tokens,
-        }
+        options = {"ignore_eos": config.prompt_set not in WRITTEN, **config.sampling}
+        options |= {"temperature": temperature, "max_tokens": tokens}
         return [SamplingParams(**options, seed=seed) for seed in seeds]
 
     others = [prompt[::-1] for prompt in prompts[:concurrency]]

@@ -52,6 +52,7 @@ BY_CATEGORY = {
     "category": "category",
     "method": "method",
     "accept": "accept",
+    "length": "policy",
     "num_speculative_tokens": "k",
     "tree": "tree",
     "temperature": "T",
@@ -217,7 +218,12 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
 
 
 def show_categories(rows: Seq[Mapping[str, Any]], write: Callable[[Seq[str], Seq[Seq[str]]], None]) -> None:
-    """Category after category, all contenders in each; the errors are over the conversations."""
+    """Category after category, who drafts in each, or, where answers were tested, everybody; the errors are over the
+    conversations."""
+    from forerun.bench.contenders import FASTEST
+
+    if all(row["passed"] is None for row in rows):
+        rows = [row for row in rows if row["method"] not in (NONE, FASTEST)] or rows
     order = list(dict.fromkeys(row["category"] for row in rows))
     rows = sorted(rows, key=lambda row: order.index(row["category"]))
     shown = [key for key in BY_CATEGORY if any(row[key] is not None for row in rows)]

