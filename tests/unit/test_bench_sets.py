@@ -79,9 +79,7 @@ def test_prompts_quote_the_running_pythons_manual_and_source() -> None:
     assert not any(kind in turn for turn in turns for kind in ("{file:", "{topic:", "{source:"))
     assert any("def insort_right(" in turn for turn in turns)
     assert any("Format String Syntax" in turn for turn in turns)
-    cut = next(
-        turn for turn in turns if "each command of the\ndebugger" in turn or "each command of the debugger" in turn
-    )
+    cut = next(turn for turn in turns if "each command of the debugger" in turn)
     assert 15_000 < len(cut) < 21_000
 
 
@@ -218,7 +216,7 @@ def test_figures_by_category_by_hand() -> None:
     ]  # fmt: skip
     assert rows[0]["speedup"] == 1.0
     assert rows[0]["acceptance_by_position"] is None
-    assert first["repetition_rate"] == pytest.approx(4 / 8)
+    assert first["repetition_rate"] == pytest.approx((4 + 4 + 4) / (6 + 7 + 6))
     assert by_category([Fake("none")], [plain], Texts([[1]] * 4), 0.0, 1, None) == []  # type: ignore
 
 
@@ -327,8 +325,9 @@ def test_generated_code_runs_on_request_only(capsys: Any, chat_model: str, tasks
     monkeypatch.setattr("forerun.bench.humaneval.run", fake)
     small = ["--model", chat_model, "--max-model-len", "400", "--max-tokens", "6", "--methods", "none,ngram"]
     options = [*small, "--prompt-set", "humaneval", "--prompts-file", str(tasks_file)]
-    plain, ngram = bench(capsys, *options)["categories"]
-    assert (ngram["category"], ngram["prompts"], ngram["same_answers"], ngram["identical"]) == ("humaneval", 2, 2, True)
+    ngram = bench(capsys, *options)["categories"][1]
+    assert (ngram["category"], ngram["method"], ngram["prompts"]) == ("humaneval", "ngram", 2)
+    assert (ngram["same_answers"], ngram["identical"]) == (2, True)
     assert (ngram["passed"], ngram["pass_at_1"], ran) == (None, None, [])
     result = bench(capsys, *options, "--execute")
     assert [(row["passed"], row["pass_at_1"]) for row in result["categories"]] == [(1, 0.5)] * 2

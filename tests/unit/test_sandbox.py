@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,4 +42,3 @@ def test_where_the_kernel_allows_it_there_is_no_network() -> None:
     program = "import socket\nassert [name for _, name in socket.if_nameindex()] == ['lo']"
     found = run(program)
     assert found.passed or not found.offline
-    assert sys.platform != "linux" or run("pass").offline == found.offline

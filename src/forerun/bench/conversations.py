@@ -26,7 +26,7 @@ from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 
 FOLDER = Path(__file__).parent / "prompt_sets"
-PLACE = re.compile(r"\{(file|topic|source):([\w.]+)(?::(\d+))?\}")
+PLACE = re.compile(r"\{(file|topic|source):([\w.-]+)(?::(\d+))?\}")
 
 
 @dataclass(frozen=True)
