@@ -360,6 +360,9 @@ def test_synthetic_profiles_are_marked_everywhere(capsys: Any, chat_model: str, 
     shown = capsys.readouterr()
     assert shown.out.count("random (synthetic)") == 4
     assert "synthetic acceptance (humaneval)" in shown.err
+    draft = ["--spec-method", "random", "--synthetic", "chat"]
+    assert run(["generate", "one", "--model", chat_model, "--max-tokens", "20", *draft, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["synthetic"] is True
     twice = ["--speculative-config", '{"synthetic_acceptance_rates": [1, 1, 1]}']
     assert run(["bench", *options, *twice]) == 2
     assert "given twice" in capsys.readouterr().err
