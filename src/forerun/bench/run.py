@@ -120,17 +120,18 @@ def _about(
     """What was measured, on what, with which prompts."""
     about = environment(llm, config.engine)
     about |= _bandwidth(llm, rows)
-    lengths = sorted(map(len, texts.prompts))
+    lengths, written = sorted(map(len, texts.prompts)), config.prompt_set in WRITTEN
     return about | {
         "weights": list(held),
         "peers": list(config.peers),
         "model": config.random_shape or about["model"],
         "sampling": config.sampling,
         "random_weights": config.random_shape is not None,
-        "prompt_set": config.prompt_set if config.prompts_file is None else str(config.prompts_file),
+        "prompt_set": config.prompt_set if written or config.prompts_file is None else str(config.prompts_file),
+        "prompts_file": None if config.prompts_file is None else str(config.prompts_file),
         "prompts": len(texts.prompts),
         "prompts_left_out": texts.left_out,
-        "prompt_tokens": config.prompt_tokens if config.prompt_set not in WRITTEN else None,
+        "prompt_tokens": None if written else config.prompt_tokens,
         "prompt_lengths": [lengths[0], lengths[len(lengths) // 2], lengths[-1]],
         "synthetic": config.speculative.get(RATES, config.speculative.get(LENGTH)),
         "max_tokens": config.max_tokens,

@@ -70,7 +70,6 @@ def serve(
     """
     try:
         from forerun.engine.async_engine import AsyncEngine
-        from forerun.engine.llm import LLM
         from forerun.serve.app import ServerOptions, create_app
         from forerun.serve.connection import ConnectionLimits
         from forerun.serve.guard import is_loopback
@@ -91,8 +90,7 @@ def serve(
     )
     if options.api_key is None and not local:
         warn(f"{host} can be reached from outside and there is no --api-key")
-    llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=_drafters(speculative, engine, also_draft or []))
-    warn_synthetic(llm)
+    llm = _load(engine, _drafters(speculative, engine, also_draft or []))
     asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
     name = served_model_name or llm.model.info.name
     app = create_app(asynchronous, replace(options, model_name=name))
@@ -104,6 +102,14 @@ def serve(
 def _key(given: str | None) -> str | None:
     """Click takes a variable that is empty for one that is not set; whoever sets it wants a key."""
     return os.environ.get(KEY_VARIABLE) if given is None else given
+
+
+def _load(engine: Mapping[str, Any], drafters: list[dict[str, Any]] | dict[str, Any]) -> LLM:
+    from forerun.engine.llm import LLM
+
+    llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=drafters)
+    warn_synthetic(llm)
+    return llm
 
 
 def _facts(llm: LLM) -> str:
