@@ -24,7 +24,7 @@ test:  ## the whole suite
 
 sanitize:  ## tests that call the kernels, with the kernels built for AddressSanitizer and UndefinedBehaviorSanitizer
 	FORERUN_SANITIZE=1 PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:log_path=/dev/stderr \
-	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(RUN) pytest -p no:cacheprovider --timeout 0 -s $(SANITIZED)
+	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(RUN) pytest -p no:cacheprovider -n 0 --timeout 0 -s $(SANITIZED)
 
 bench:  ## both drafters of the bundled pair against plain decoding and transformers
 	.venv/bin/forerun bench --peers transformers

@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, kernels
+from here import LEFT_OUT
 from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
 
 torch.set_num_threads(1)
@@ -33,12 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--conformance-table", metavar="FILE", help="write what tests/conformance found as markdown")
 
 
-LEFT_OUT = pytest.StashKey[Counter[str]]()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``full`` exist only with ``--full``, those marked ``elsewhere`` on other machines, which is said."""
-    found = config.stash[LEFT_OUT] = Counter()
+    found = config.stash.setdefault(LEFT_OUT, Counter())
     kept, extra = [], []
     for item in items:
         elsewhere = item.get_closest_marker("elsewhere")
@@ -50,9 +48,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells what it left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker collects, and leaves out, the same tests."""
+    found = node.config.stash.setdefault(LEFT_OUT, Counter())
+    for reason, count in getattr(node, "workeroutput", {}).get("left out", {}).items():
+        found[reason] = max(found[reason], count)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for reason, count in config.stash.get(LEFT_OUT, Counter()).items():
-        terminalreporter.write_line(f"{count} tests left out on this machine: {reason}")
+    for reason, count in sorted(config.stash.get(LEFT_OUT, Counter()).items()):
+        terminalreporter.write_line(f"NOT TESTED here ({count} tests): {reason}", yellow=True, bold=True)
 
 
 @pytest.fixture(params=["kernel", "torch"])

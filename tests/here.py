@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+"""Of pytest's config: how many tests this machine has not run, by the reason."""
 NO_KERNELS = "no kernel of ours for this processor"
 NO_PACKING = "oneDNN packs no weights of this dtype here"
 

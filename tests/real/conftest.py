@@ -3,6 +3,7 @@ says so and what would bring it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from forerun import LLM
 from forerun.core.errors import ModelError
 from forerun.models.fetch import fetched
 from forerun.models.gguf import GGUFFile
-
-_untested = pytest.StashKey[dict[str, int]]()
+from here import LEFT_OUT
 
 
 def _absent(fixture: str) -> str | None:
@@ -30,22 +30,17 @@ def _absent(fixture: str) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    here, untested = [], config.stash.setdefault(_untested, {})
-    left_out = []
+    here, left_out = [], []
+    untested = config.stash.setdefault(LEFT_OUT, Counter())
     for item in items:
         reason = next(filter(None, map(_absent, getattr(item, "fixturenames", ()))), None)
         if reason is None:
             here.append(item)
         else:
             left_out.append(item)
-            untested[reason] = untested.get(reason, 0) + 1
+            untested[reason] += 1
     config.hook.pytest_deselected(items=left_out)
     items[:] = here
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for reason, count in sorted(terminalreporter.config.stash.get(_untested, {}).items()):
-        terminalreporter.write_line(f"NOT TESTED ({count} tests): {reason}", red=True, bold=True)
 
 
 @pytest.fixture(scope="session")
