@@ -59,6 +59,9 @@ def serve(
     request_timeout: Annotated[float, typer.Option(help="seconds from arrival to the last token", min=1)] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores but one, for HTTP")] = None,
+    no_request_log: Annotated[
+        bool, typer.Option("--no-request-log", help="no line in the log for each request")
+    ] = False,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
@@ -76,7 +79,7 @@ def serve(
         from forerun.serve.run import address_of, allow_files, open_socket, run
     except ModuleNotFoundError as error:
         raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
-    logging.getLogger("forerun").addHandler(logging.StreamHandler())
+    _log(requests=not no_request_log)
     set_threads(all_but_one() if threads is None else threads)
     allow_files(max_connections)
     listener = open_socket(host, port)
@@ -97,6 +100,13 @@ def serve(
     out().print(f"{name}: {_facts(llm)}\nlistening on {address_of(host, listener)}", soft_wrap=True)
     limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)
     run(app, asynchronous, listener, drain_seconds=drain_timeout, limits=limits)
+
+
+def _log(*, requests: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logging.getLogger("forerun").addHandler(handler)
+    logging.getLogger("forerun.requests").setLevel(logging.INFO if requests else logging.WARNING)
 
 
 def _key(given: str | None) -> str | None:

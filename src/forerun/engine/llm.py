@@ -183,10 +183,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several: lists of messages, mappings with ``role`` and ``content``.
 
-        ``chat_template`` (Jinja) replaces the model's, ``chat_template_kwargs`` are its variables. ``tools`` are told to
-        the model as OpenAI's API has them; its calls come as text. To let the model go on with a message of its own,
-        give that last, with ``continue_final_message=True`` and ``add_generation_prompt=False``. The rest is as in ``generate``. Raises RequestError for a model without a
-        template and for messages that it refuses.
+        ``chat_template`` (Jinja) replaces the model's, ``chat_template_kwargs`` are its variables. ``tools`` are told
+        to the model, as OpenAI's API has them; its calls come as text. To let the model go on with a message of its
+        own, give that last, with ``continue_final_message=True`` and ``add_generation_prompt=False``. The rest is as in
+        ``generate``. Raises RequestError for a model without a template and for messages that it refuses.
         """
         prompts: list[Prompt] = []
         for conversation in conversations(messages):

@@ -1,4 +1,4 @@
-"""What request bodies are made of: texts, unions whose errors are about one member, objects that refuse unknown fields."""
+"""What request bodies are made of: texts, unions whose errors are about one member, objects without unknown fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Discriminator,
-    Field,
     GetJsonSchemaHandler,
     Tag,
     WithJsonSchema,
@@ -18,6 +17,7 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+
 
 def _encodable(text: Any) -> Any:
     """JSON can spell half a surrogate pair, which is no text."""
@@ -47,7 +47,6 @@ def one_of(what: str) -> Discriminator:
 
 Object = Annotated[dict[str, Any], Tag("object")]
 ObjectOrText = Annotated[Object | Annotated[Text, Tag("text")], one_of("an object or a text")]
-
 
 
 def _absent(why: str, value: Any) -> None:

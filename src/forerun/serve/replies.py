@@ -10,9 +10,9 @@ from forerun.engine.logprobs import TokenLogprobs, finite
 from forerun.engine.stop import ERROR, LENGTH, STOP, Finish
 from forerun.engine.stream import Delta
 from forerun.serve.listed import Placed, by_name
+from forerun.serve.schema import ChatRequest
 from forerun.serve.stream import Choice, Reply
 from forerun.serve.tools import Call, Piece, ToolParser
-
 
 TOOL_CALLS = "tool_calls"
 
@@ -23,6 +23,11 @@ class ToolOptions:
 
     names: frozenset[str]
     most: int | None = None
+
+    @classmethod
+    def of(cls, body: ChatRequest) -> ToolOptions:
+        names = frozenset(tool.function.name for tool in body.offered())
+        return cls(names, None if body.parallel_tool_calls else 1)
 
     def parser(self) -> ToolParser:
         return ToolParser(self.names, self.most)
@@ -112,7 +117,7 @@ class ChatReply(Reply):
         return [self._body(choice, {"delta": {"role": "assistant", "content": ""}}) for choice in self.choices]
 
     def whole(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if self.tools is None:
             return self._body(choice, {"message": message})
         parser = self.tools.parser()

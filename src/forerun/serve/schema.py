@@ -130,6 +130,10 @@ class Generation(Body):
             raise ValueError("stream_options goes with stream: true")
         return self
 
+    def ignored(self) -> list[str]:
+        """Fields that ask for something and change nothing, which the answer's headers say."""
+        return []
+
     def structured(self) -> StructuredOutputsParams | None:
         """The request's grammar. Raises ConfigError if several are asked for."""
         given: dict[str, Any] = {}
@@ -230,7 +234,6 @@ class ChatRequest(Generation):
         return [] if self.tool_choice == "none" else self.tools or []
 
     def ignored(self) -> list[str]:
-        """Fields that ask for something and change nothing."""
         return [] if self.reasoning_effort is None else ["reasoning_effort"]
 
     @model_validator(mode="after")

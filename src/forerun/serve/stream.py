@@ -15,7 +15,7 @@ from typing import Any
 
 from forerun.core.errors import ForerunError
 from forerun.engine.metrics import RequestMetrics
-from forerun.engine.stop import ERROR, Finish
+from forerun.engine.stop import ABORT, ERROR, Finish
 from forerun.engine.stream import Delta, Stream
 from forerun.models.tokenizer import Detokenizer
 from forerun.serve.errors import ApiError, as_api_error
@@ -111,6 +111,9 @@ class Reply(ABC):
         self.head = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self.per_prompt = len(streams[0].jobs)
         self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
+        self.reasons: dict[int, str] = {}
+        """Why answers ended, as they say it; by index."""
+        self.failed = False
         self._detokenizers: dict[int, Detokenizer] = {}
         self._listed: dict[int, Listed] = {}
         self._frames: dict[int, tuple[str, str]] = {}
@@ -189,6 +192,7 @@ class Reply(ABC):
         choices = []
         for choice in self.choices:
             body = self.whole(choice)
+            self.reasons[choice.index] = body["finish_reason"]
             if self.traced:
                 body["trace"] = choice.trace
             choices.append(body)
@@ -215,6 +219,7 @@ class Reply(ABC):
             if self.include_usage:
                 ending += self._event([], usage=self.usage(), metrics=self.metrics())
         except (ApiError, ForerunError) as error:
+            self.failed = True
             ending += _data(as_api_error(error).body)
         finally:
             for stream in self.streams:
@@ -239,6 +244,8 @@ class Reply(ABC):
                 return "".join(events), error
             if new.text or new.finish is not None or new.trace or (self.logprobs and new.logprobs):
                 bodies = self.pieces(new)
+                if new.finish is not None:
+                    self.reasons[new.index] = bodies[-1]["finish_reason"]
                 if new.trace:
                     bodies[-1]["trace"] = new.trace
                 events.extend(self._event([body]) for body in bodies)
@@ -260,6 +267,13 @@ class Reply(ABC):
         if self.continuous_usage:
             rest.setdefault("usage", self.usage())
         return _data({**self.head, "object": self.chunk_kind, "choices": choices, **rest})
+
+    @property
+    def outcome(self) -> str:
+        """Why the answers ended, in a word each; ``abort``: the client left before."""
+        if self.failed:
+            return ERROR
+        return ",".join(dict.fromkeys(self.reasons.get(choice.index, ABORT) for choice in self.choices))
 
     def usage(self) -> dict[str, Any]:
         """Token counts: prompts once each, and every emitted token, the one that ended the answer included."""
