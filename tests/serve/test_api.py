@@ -148,9 +148,8 @@ def test_null_is_the_default(server: Running, expected: dict[str, Any]) -> None:
 def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
     hello = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     for extra in (
-        {"tools": []},
         {"tool_choice": "none"},
-        {"tool_choice": "auto", "parallel_tool_calls": True, "function_call": "none"},
+        {"tool_choice": "auto", "parallel_tool_calls": True, "functions": []},
         {"stream": True, "stream_options": {"include_obfuscation": False}},
         {"service_tier": "auto", "safety_identifier": "me", "prompt_cache_key": "key", "modalities": ["text"]},
     ):

@@ -43,7 +43,8 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ('{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
     (' <|python_tag|>{"name": "x", "parameters": {"a": 1}}', "", [("x", '{"a": 1}')]),
     ('{"type": "function", "name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
-    ('{"name": "add", "parameters": {}}; {"name": "add_more", "parameters": {}}', "", [("add", "{}"), ("add_more", "{}")]),
+    ('{"name": "add", "parameters": {}}; {"name": "add_more", "parameters": {}}', "",
+     [("add", "{}"), ("add_more", "{}")]),
     ('{"name": "Ada", "parameters": {"a": 1}}', '{"name": "Ada", "parameters": {"a": 1}}', []),
     ('{"name": "add", "age": 3}', '{"name": "add", "age": 3}', []),
     ('{"name": "ad', '{"name": "ad', []),
@@ -81,8 +82,9 @@ def test_texts(text: str, content: str, calls: list[tuple[str, str]]) -> None:
 
 
 WORDS = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<|python_tag|>", "\n", " ", "{", "}", "[", '"', "\\", ";", ",", ": ", "x", "<", "Ada",
-     '{"name": "add", "arguments": ', '{"name": "add', '"parameters": {"a": [1]}', '{"type": "function", ', '"name": "add"']
+    ["<tool_call>", "</tool_call>", "<|python_tag|>", "\n", " ", "{", "}", "[", '"', "\\", ";", ",", ": ", "x", "<",
+     "Ada", '{"name": "add", "arguments": ', '{"name": "add', '"parameters": {"a": [1]}', '{"type": "function", ',
+     '"name": "add"']
 )  # fmt: skip
 
 
@@ -118,7 +120,9 @@ def test_arguments_come_as_they_are_written() -> None:
     assert not parser.push("</tool_call>", last=True)
 
 
-@pytest.mark.parametrize("text", ["<tool_call>{" * 3000, "<tool_call>" * 3000, "\n" * 30000, '{"name": "' + "a" * 30000])
+@pytest.mark.parametrize(
+    "text", ["<tool_call>{" * 3000, "<tool_call>" * 3000, "\n" * 30000, '{"name": "' + "a" * 30000]
+)
 def test_long_texts_take_no_time(text: str) -> None:
     content, calls = told(ToolParser(("a" * 40000,)), [text])
     assert (content, calls) == (text, [])
