@@ -124,7 +124,11 @@ class Server:
         wanted = params.grammar
         if wanted is not None:
             # A schema may take a second to compile: not in the engine's thread.
-            await asyncio.to_thread(lambda: self.engine.engine.grammars.compile(wanted))
+            try:
+                await asyncio.to_thread(lambda: self.engine.engine.grammars.compile(wanted))
+            except RequestError as error:
+                error.param = "tools" if wanted.schemas is not None else error.param
+                raise
         streams: list[Stream] = []
         try:
             for prompt in prompts:

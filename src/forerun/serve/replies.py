@@ -19,18 +19,20 @@ TOOL_CALLS = "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """How to read an answer for calls: of which functions, and at most how many (None: any number)."""
+    """How to read an answer for calls: of which functions, at most how many (None: any number), and whether it
+    must be calls."""
 
     names: frozenset[str]
-    most: int | None = None
+    most: int | None
+    must: bool
 
     @classmethod
     def of(cls, body: ChatRequest) -> ToolOptions:
         names = frozenset(tool.function.name for tool in body.offered())
-        return cls(names, None if body.parallel_tool_calls else 1)
+        return cls(names, None if body.parallel_tool_calls else 1, body.tool_choice not in (None, "auto"))
 
     def parser(self) -> ToolParser:
-        return ToolParser(self.names, self.most)
+        return ToolParser(self.names, self.most, silent=self.must)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +124,10 @@ class ChatReply(Reply):
             return self._body(choice, {"message": message})
         parser = self.tools.parser()
         parser.push(choice.text, last=True)
+        if parser.calls or self.tools.must:
+            message["content"] = parser.content or None
         if parser.calls:
-            message |= {"content": parser.content or None, "tool_calls": [_call(call) for call in parser.calls]}
+            message["tool_calls"] = [_call(call) for call in parser.calls]
         return self._body(choice, {"message": message}, parser)
 
     def pieces(self, choice: Choice) -> list[dict[str, Any]]:

@@ -75,12 +75,14 @@ class ToolParser:
     """One answer. What might still become part of a call is held back, and nothing else.
 
     ``names`` are the functions that a call without a marker must name. More calls than ``most`` are dropped. An answer
-    in the form of a call that is none is text. White space around calls belongs to them.
+    in the form of a call that is none is text. White space around calls belongs to them. ``silent``: the answer must be
+    calls, so that what is none is one that was cut off, and not told.
     """
 
-    def __init__(self, names: Collection[str], most: int | None = None) -> None:
+    def __init__(self, names: Collection[str], most: int | None = None, *, silent: bool = False) -> None:
         self.names = names
         self.most = most
+        self.silent = silent
         self.calls: list[Call] = []
         self.content = ""
         """Text outside of calls."""
@@ -105,7 +107,7 @@ class ToolParser:
         return self._new
 
     def _say(self, text: str) -> None:
-        if not text:
+        if not text or self.silent:
             return
         self._bare = False
         self.content += text
