@@ -18,14 +18,16 @@ Message = Mapping[str, Any]
 DEEPEST = 64
 """Objects and lists within each other in a tool's schema or a call's arguments."""
 OPENING, CLOSING, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
-EXPLANATION = """You can call these functions, one in each line, with their parameters as JSON schemas:
+EXPLANATION = """You can call functions. Here they are, one in each line, with their parameters as JSON schemas:
 <tools>
 {tools}
 </tools>
-For each call write the function's name and its arguments as a JSON object between <tool_call> and </tool_call>:
+To call a function, answer with nothing but its name and its arguments as a JSON object between <tool_call> and \
+</tool_call>, like this:
 <tool_call>
-{{"name": "the function's name", "arguments": {{"parameter": "value"}}}}
-</tool_call>"""
+{{"name": "function_name", "arguments": {{"parameter": "value"}}}}
+</tool_call>
+The function's result comes between <tool_response> and </tool_response>. Say then in your own words what it means."""
 """For a template without words of its own: the form of the Hermes models (https://github.com/NousResearch/Hermes-Function-Calling)."""
 
 
