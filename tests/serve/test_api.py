@@ -114,6 +114,7 @@ def test_an_answer_is_the_next_request_s_turn(client: openai.OpenAI, server: Run
     first = client.chat.completions.create(**options, messages=turns).choices[0].message
     raw = server.post("/v1/chat/completions", {**options, "messages": turns}).json()["choices"][0]["message"]
     full = {**first.model_dump(), "annotations": [], "tool_calls": [], "audio": None, "function_call": None}
+    full["provider_specific_fields"] = {"refusal": None}  # litellm's
     for message in (first, first.model_dump(), raw, full):
         second = client.chat.completions.create(
             **options, messages=[*turns, message, {"role": "user", "content": "go on"}]

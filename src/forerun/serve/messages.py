@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from forerun.serve.fields import Absent, Body, Replaced, Text, Whole, one_of
+from forerun.serve.fields import IGNORED, Absent, Body, Replaced, Text, Whole, one_of
 
 MOST_TOOLS = 128
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
@@ -93,7 +93,7 @@ Content = Annotated[
 
 
 class Message(Body):
-    """A turn. An answer's own message is one: what OpenAI's client adds to it may stay, as long as it says nothing."""
+    """A turn. An answer's own message is one: what clients add to it may stay, as long as it says nothing."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: list[ToolCall] | None = Field(None, max_length=1024, description="an assistant's")
@@ -102,6 +102,7 @@ class Message(Body):
     refusal: Absent = None
     annotations: Absent = None
     audio: Absent = None
+    provider_specific_fields: dict[str, Any] | None = Field(None, description=f"litellm's; {IGNORED}")
     content: Content = Field(description="may be null or left out where there are tool_calls")
     name: Annotated[str, Field(max_length=256), Whole] | None = None
 

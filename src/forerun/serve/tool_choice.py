@@ -12,8 +12,8 @@ from forerun.sampling.params import StructuredOutputsParams
 from forerun.serve.messages import Chosen, Tool
 from forerun.serve.schema import ChatRequest
 
-MOST_CALLS = 16
-"""In an answer that must call: a small model may never find an end."""
+MOST_CALLS = 4
+"""In an answer that must call: a small model repeats its call until something ends it."""
 OPEN_ENDED = {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 
 
