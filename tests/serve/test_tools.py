@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +11,11 @@ import jsonschema_rs
 import openai
 import pytest
 from running import Running, run_server
+from transformers import AddedToken
 
 from forerun import LLM
 from forerun.serve.app import ServerOptions
+from forerun.serve.text import TextService
 from forerun.serve.tool_choice import MOST_CALLS
 
 CHAT = "/v1/chat/completions"
@@ -208,7 +211,7 @@ def test_a_template_that_does_not_know_tools_is_told_of_them(server: Running) ->
     assert text_of(server, messages=HISTORY) == f"<system>Be brief.\n{said}"
     told = text_of(server, messages=HISTORY, tools=TOOLS[:1])
     assert told.startswith("<system>Be brief.\n\n")
-    assert told.endswith(f"</tool_call>\n{said}")
+    assert told.endswith(f"\n{said}")
     function = {"parameters": DATE, "name": "set_date", "description": "set_date it"}
     assert json.loads(told.split("<tools>\n")[1].split("\n</tools>")[0]) == function
     alone = text_of(server, messages=ASK, tools=TOOLS)
@@ -230,6 +233,16 @@ def test_llama_s_form(llama: Running, stream: bool) -> None:
     check_calls(calls_of(choice))
     assert len(calls_of(choice)) == 1
     assert choice["finish_reason"] == "tool_calls"
+
+
+def test_markers_that_are_special_tokens_are_not_left_out(served: LLM) -> None:
+    tokenizer = copy.deepcopy(served.tokenizer)
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    assert not TextService(tokenizer, 512, HERMES).hides_calls
+    tokenizer = copy.deepcopy(served.tokenizer)
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=True)], special_tokens=True)
+    assert tokenizer.decode(tokenizer.encode("<tool_call>"), skip_special_tokens=True) == ""
+    assert TextService(tokenizer, 512, HERMES).hides_calls
 
 
 def test_tools_that_may_not_be_called_are_not_there(server: Running) -> None:
