@@ -98,10 +98,24 @@ def openai_checks(url: str, model: str) -> Checks:
         assert "tool_calls.function.arguments.done" in kinds, kinds
         assert isinstance(call.function.parsed_arguments, GetWeather), call
 
+    return {
+        "tools": tools,
+        "a conversation with a tool": a_conversation,
+        "tools that may be called": auto,
+        "streamed tools": streamed_tools,
+        "stream helper, pydantic_function_tool": stream_helper,
+        **openai_parsed(client, options),
+    }
+
+
+def openai_parsed(client: Any, options: dict[str, Any]) -> Checks:
+    import openai
+
+    create = client.chat.completions.create
+
     def parse_tools() -> None:
-        named = {"type": "function", "function": {"name": "GetWeather"}}
         answer = client.chat.completions.parse(
-            messages=asked(), tools=[openai.pydantic_function_tool(GetWeather)], tool_choice=named, **options
+            messages=asked(), tools=[openai.pydantic_function_tool(GetWeather)], tool_choice=NAMED, **options
         )
         (call,) = answer.choices[0].message.tool_calls
         assert isinstance(call.function.parsed_arguments, GetWeather), call
@@ -124,11 +138,6 @@ def openai_checks(url: str, model: str) -> Checks:
         assert "send tools" in told, told
 
     return {
-        "tools": tools,
-        "a conversation with a tool": a_conversation,
-        "tools that may be called": auto,
-        "streamed tools": streamed_tools,
-        "stream helper, pydantic_function_tool": stream_helper,
         "parse, pydantic_function_tool": parse_tools,
         "parse, response_format": parse_response_format,
         "reasoning_effort": effort,
