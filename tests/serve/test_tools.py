@@ -329,6 +329,8 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tool_choice": CHOSEN}, "tool_choice", "there are no tools to choose from"),
     ({"tools": TOOLS, "guided_regex": "a"}, None, "structured_outputs and guided_* exclude tools"),
     ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"choice": ["a"]}}, None, "exclude tools"),
+    ({"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, None,
+     "the schema of response_format is false"),
     ({"functions": [{"name": "a"}]}, "functions", "functions are called tools now"),
     ({"function_call": "auto"}, "function_call", "functions are called tools now"),
     (history(tool_calls=None, function_call={"name": "a"}), "messages.1.function_call", "called tools now"),

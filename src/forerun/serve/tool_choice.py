@@ -31,9 +31,8 @@ def required_shape(body: ChatRequest, form: CallForm) -> StructuredOutputsParams
     if choice in (None, "auto"):
         if asked is None:
             return None
-        answer = json.loads(asked.key[1])
         rules, schemas = _calls(tools, form, several=body.parallel_tool_calls)
-        schemas["answer"] = answer if isinstance(answer, dict) else {}
+        schemas["answer"] = _as_object(json.loads(asked.key[1]))
         return StructuredOutputsParams(grammar=f"start: @answer | calls\n{rules}", schemas=schemas)
     if isinstance(choice, Chosen):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -62,6 +61,13 @@ def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """A schema without parameters that it does not name, where it leaves that open: functions refuse those."""
     schema = {"type": "object", "properties": {}, **(parameters or {})}
     return schema if set(schema) & OPEN_ENDED else {**schema, "additionalProperties": False}
+
+
+def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """A schema that is true or false, which llguidance does not take; nothing meets the latter."""
+    if schema is False:
+        raise ConfigError("the schema of response_format is false, which no answer can meet")
+    return {} if schema is True else schema
 
 
 def _quoted(text: str) -> str:
