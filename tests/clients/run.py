@@ -86,7 +86,7 @@ def openai_checks(url: str, model: str) -> Checks:
             for chunk in create(messages=asked(), tools=[WEATHER], stream=True, **chosen)
             for call in chunk.choices[0].delta.tool_calls or []
         ]
-        assert pieces[0].id.startswith("call_"), pieces[0]
+        assert pieces[0].id, pieces[0]
         assert pieces[0].function.name == "GetWeather", pieces[0]
         assert "".join(piece.function.arguments for piece in pieces) == whole.arguments, pieces
 

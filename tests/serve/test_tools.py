@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,7 @@ def client(hermes: Running) -> Iterator[openai.OpenAI]:
 def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
     calls = choice["message"].get("tool_calls", [])
     assert len({call["id"] for call in calls}) == len(calls)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call["id"]) for call in calls)  # as Mistral's templates demand
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 

@@ -18,6 +18,8 @@ from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG
 MARKERS = (OPENING, PYTHON_TAG)
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 OPEN_STRING = re.compile(r'"(?:[^"\\]|\\.)*\\?', re.S)
+ID = 9
+"""Letters and digits of a call's id: Mistral's templates refuse any other number, and a prefix."""
 NAME = ""
 """Stands for the function's name among the parts of a call."""
 BEGUN_NAME = re.compile(r'"name"\s*:\s*"([^"]*)')
@@ -34,7 +36,7 @@ class Call:
     name: str
     arguments: str = ""
     complete: bool = False
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:ID])
 
 
 @dataclass(slots=True)
