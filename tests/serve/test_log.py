@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from running import Running
 
+from forerun import LLM
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"prompt": "def parse(", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
@@ -74,3 +76,13 @@ def test_whoever_leaves_leaves_a_line(server: Running, lines: Callable[..., list
     (line,) = lines(1)
     assert line["finish"] == "abort"
     assert 0 < int(line["completion_tokens"]) < 400
+
+
+def test_a_stream_that_fails_says_so(
+    server: Running, served: LLM, lines: Callable[..., list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(served.engine.model, "forward", lambda batch, cache: 1 / 0)
+        assert '"internal_error"' in server.post(COMPLETIONS, {**PROMPT, "prompt": "b = ", "stream": True}).text
+        (line,) = lines(1)
+    assert (line["status"], line["finish"]) == ("200", "error")
