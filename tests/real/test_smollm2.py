@@ -10,10 +10,18 @@ from transformers import AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
+from forerun.models.chat import CallForm
 from forerun.models.tokenizer import load_tokenizer
+from forerun.serve.schema import ChatRequest
+from forerun.serve.tool_choice import required_shape
+from forerun.serve.tools import ToolParser
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CAPITAL = [{"role": "user", "content": "What is the capital of Japan?"}]
+WEATHER = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
+PLACE = {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}}
+PARAMETERS = {"type": "object", "properties": PLACE, "required": ["city", "unit"]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 LIST = [{"role": "user", "content": "Count from one to ten, twice."}]
 TEXTS = [
     "", " ", "\n\n\t ", "Hello, World!", "it's 2024, 1234567 times", "résumé e\u0301", "нещо на Български", "កាន់តែពិសេស",
@@ -51,6 +59,24 @@ def test_it_knows_the_capital_of_japan_and_stops(assistant):
     assert answer.text == "The capital of Japan is Tokyo."
     assert answer.finish_reason == "stop"
     assert assistant.model.info.eos_ids == {2}
+
+
+def test_it_calls_a_tool_where_it_must_and_says_what_came_of_it(assistant):
+    body = ChatRequest.model_validate({"messages": WEATHER, "tools": [TOOL], "tool_choice": "required",
+                                       "parallel_tool_calls": False})  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=64, structured_outputs=required_shape(body, CallForm.HERMES))
+    for speculate in (True, False):
+        answer = assistant.chat(WEATHER, params, tools=[TOOL], speculate=speculate)[0].outputs[0]
+        parser = ToolParser(["weather"])
+        parser.push(answer.text, last=True)
+        (call,) = parser.calls
+        assert json.loads(call.arguments) == {"city": "Paris", "unit": "celsius"}
+        assert answer.finish_reason == "stop"
+    made = {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21, "sky": "clear"}'}
+    turns = [*WEATHER, {"role": "assistant", "content": None, "tool_calls": [made]}, result]
+    said = assistant.chat(turns, SamplingParams(temperature=0, max_tokens=40), tools=[TOOL])[0].outputs[0].text
+    assert "21" in said
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -55,7 +55,7 @@ def short(body: Any) -> Any:
     if not isinstance(body, dict) or not ({"prompt", "messages"} & set(body)):
         return body
     changed = {key: 2 for key in ("max_tokens", "max_completion_tokens") if isinstance(body.get(key), int)}
-    return {**body, **changed} if changed or "tools" in body else {**body, "max_tokens": 2, "min_tokens": 0}
+    return {**body, **changed} if changed else {**body, "max_tokens": 2, "min_tokens": 0}
 
 
 def some(body: dict[str, Any], data: st.DataObject) -> dict[str, Any]:

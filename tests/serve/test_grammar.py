@@ -215,6 +215,8 @@ def test_end_of_text_is_all_that_follows_the_end(served: LLM) -> None:
         ({"json": {"uniqueItems": True}}, "Unimplemented keys"),
         ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "NoExtension"),
         ({"grammar": "start: missing"}, "unknown name"),
+        ({"grammar": "start: @missing", "schemas": {"a": {}}}, "missing"),
+        ({"grammar": "start: @a", "schemas": {"a": {"type": "nonsense"}}}, "Invalid type: nonsense"),
     ],
 )
 def test_a_grammar_that_cannot_be_kept_is_refused(served: LLM, wanted: dict[str, Any], message: str) -> None:
@@ -234,6 +236,9 @@ def test_a_grammar_that_cannot_be_kept_is_refused(served: LLM, wanted: dict[str,
         {"json": 5},
         {"json": 0},
         {"xml": "a"},
+        {"schemas": {"a": {}}},
+        {"choice": ["a"], "schemas": {"a": {}}},
+        {"grammar": "start: @a", "schemas": [{}]},
     ],
 )
 def test_wrong_options(wanted: dict[str, Any]) -> None:

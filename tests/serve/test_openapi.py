@@ -16,6 +16,8 @@ from forerun.serve.app import ServerOptions
 
 COMPLETION = {"prompt": "def parse(", "max_tokens": 12, "logprobs": 2, "stream_options": {"include_usage": True}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+FUNCTION = {"name": "add", "parameters": {"properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}}}
+CALLED = {**CHAT, "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required", "max_tokens": 64}
 TRACED = {"temperature": 0.8, "seed": 7, "speculative": {"method": "draft_model", "trace": True}}
 
 
@@ -41,6 +43,8 @@ def operations(description: dict[str, Any]) -> list[tuple[str, str, dict[str, An
         ("/v1/completions", {"prompt": "a", "n": 2, "stop": "e"}, "Completion", "CompletionChunk"),
         ("/v1/chat/completions", CHAT, "Chat", "ChatChunk"),
         ("/v1/chat/completions", {**CHAT, **TRACED}, "Chat", "ChatChunk"),
+        ("/v1/chat/completions", CALLED, "Chat", "ChatChunk"),
+        ("/v1/chat/completions", {**CALLED, **TRACED, "max_tokens": 20}, "Chat", "ChatChunk"),
         ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, "Chat", "ChatChunk"),
     ],
 )

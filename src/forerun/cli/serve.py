@@ -28,6 +28,7 @@ AllowedHosts = Annotated[
         show_default="--host if that is a loopback address, else any",
     ),
 ]
+NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="no line in the log for each request")]
 AlsoDraft = Annotated[
     list[str] | None,
     typer.Option(metavar="JSON", help="another drafter, which requests may choose by method (repeatable)"),
@@ -59,6 +60,7 @@ def serve(
     request_timeout: Annotated[float, typer.Option(help="seconds from arrival to the last token", min=1)] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores but one, for HTTP")] = None,
+    no_request_log: NoRequestLog = False,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
@@ -76,8 +78,7 @@ def serve(
         from forerun.serve.run import address_of, allow_files, open_socket, run
     except ModuleNotFoundError as error:
         raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
-    logging.getLogger("forerun").addHandler(logging.StreamHandler())
-    set_threads(all_but_one() if threads is None else threads)
+    _set_up(threads, log_requests=not no_request_log)
     allow_files(max_connections)
     listener = open_socket(host, port)
     local = is_loopback(listener.getsockname()[0])
@@ -97,6 +98,15 @@ def serve(
     out().print(f"{name}: {_facts(llm)}\nlistening on {address_of(host, listener)}", soft_wrap=True)
     limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)
     run(app, asynchronous, listener, drain_seconds=drain_timeout, limits=limits)
+
+
+def _set_up(threads: int | None, *, log_requests: bool) -> None:
+    """The process: what it writes to standard error, and its threads."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logging.getLogger("forerun").addHandler(handler)
+    logging.getLogger("forerun.requests").setLevel(logging.INFO if log_requests else logging.WARNING)
+    set_threads(all_but_one() if threads is None else threads)
 
 
 def _key(given: str | None) -> str | None:

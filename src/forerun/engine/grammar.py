@@ -7,6 +7,7 @@ do, by catching up, so nothing that was drafted and rejected is ever part of it.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import OrderedDict
@@ -250,10 +251,13 @@ class GrammarCompiler:
 
     def _compile(self, kind: str, text: str, cost: Cost) -> Any:
         library = self._library
-        if kind == "grammar" and len(re.findall("::=|:", text)) > MOST_RULES:
+        lark, schemas = json.loads(text) if kind == "schemas" else (text, {})
+        if kind in ("grammar", "schemas") and len(re.findall("::=|:", lark)) > MOST_RULES:
             raise RequestError(f"structured output, grammar: more than {MOST_RULES} rules")
         try:
-            if kind == "json":
+            if kind == "schemas":
+                grammar = _with_schemas(lark, schemas)
+            elif kind == "json":
                 grammar = library.LLMatcher.grammar_from_json_schema(_as_object(text), defaults=COMPACT)
             else:
                 grammar = library.grammar_from(kind, text)
@@ -268,6 +272,13 @@ class GrammarCompiler:
             if broken is not None:
                 raise RequestError(f"structured output, {kind}: {broken}")
         return matcher
+
+
+def _with_schemas(lark: str, schemas: dict[str, Any]) -> str:
+    """A Lark grammar and the JSON schemas that its rules name, as llguidance takes them together."""
+    compact = {name: {"x-guidance": COMPACT, **schema} for name, schema in schemas.items()}
+    named = [{"name": name, "json_schema": schema} for name, schema in compact.items()]
+    return json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *named]})
 
 
 def _as_object(schema: str) -> str:

@@ -176,22 +176,24 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Seq[Mapping[str, Any]] | None = None,
         speculate: bool = True,
         on_update: Callable[[Update], None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several: lists of messages, mappings with ``role`` and ``content``.
 
-        ``chat_template`` (Jinja) replaces the model's, ``chat_template_kwargs`` are its variables. To let the model go
-        on with a message of its own, give that last, with ``continue_final_message=True`` and
-        ``add_generation_prompt=False``. The rest is as in ``generate``. Raises RequestError for a model without a
-        template and for messages that it refuses.
+        ``chat_template`` (Jinja) replaces the model's, ``chat_template_kwargs`` are its variables. ``tools`` are told
+        to the model, as OpenAI's API has them; its calls come as text. To let the model go on with a message of its
+        own, give that last, with ``continue_final_message=True`` and ``add_generation_prompt=False``. The rest is as in
+        ``generate``. Raises RequestError for a model without a template and for messages that it refuses.
         """
         prompts: list[Prompt] = []
         for conversation in conversations(messages):
             text = render_chat(
                 self.tokenizer,
                 conversation,
+                tools=tools,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from enum import StrEnum
 from typing import Any
 
 from jinja2 import TemplateError
@@ -12,11 +15,34 @@ from forerun.core.errors import RequestError
 
 Message = Mapping[str, Any]
 
+DEEPEST = 64
+"""Objects and lists within each other in a tool's schema or a call's arguments."""
+OPENING, CLOSING, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
+EXPLANATION = """You can call functions. Here they are, one in each line, with their parameters as JSON schemas:
+<tools>
+{tools}
+</tools>
+To call a function, answer with nothing but its name and its arguments as a JSON object between <tool_call> and \
+</tool_call>, like this:
+<tool_call>
+{{"name": "function_name", "arguments": {{"parameter": "value"}}}}
+</tool_call>
+The function's result comes between <tool_response> and </tool_response>. Say then in your own words what it means."""
+"""For a template without words of its own: the form of the Hermes models (https://github.com/NousResearch/Hermes-Function-Calling)."""
+
+
+class CallForm(StrEnum):
+    """How a model is told to write calls."""
+
+    HERMES = "hermes"
+    LLAMA = "llama"
+
 
 def render_chat(
     tokenizer: Any,
     messages: Seq[Message],
     *,
+    tools: Seq[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
@@ -24,17 +50,27 @@ def render_chat(
 ) -> str:
     """The prompt of a conversation: its messages, in order, with ``role`` and ``content``.
 
+    ``tools`` are OpenAI's, and so are an assistant's ``tool_calls`` and the ``tool_call_id`` of a message of the role
+    ``tool``. A template that does not know of them gets them as text, in the form of the Hermes models.
     ``chat_template`` replaces the tokenizer's; it runs in transformers' sandbox. ``continue_final_message`` leaves the
     last message open, for the model to go on with it. Raises RequestError if there is no template, or it refuses the
-    messages.
+    messages, and for calls and tools that are none.
     """
     if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
         raise RequestError("this model has no chat template: give chat_template, or call generate with a prompt")
     if add_generation_prompt and continue_final_message:
         raise RequestError("continue_final_message continues the last message: set add_generation_prompt=False with it")
+    tools = _checked_tools(tools or ())
+    turns = _with_parsed_calls(messages)
     try:
+        template = tokenizer.get_chat_template(chat_template, tools or None)
+        if "tool_calls" not in template:
+            turns = _calls_as_text(turns)
+        if tools and not _knows_tools(template):
+            turns, tools = _explained(turns, tools), []
         return tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            turns,
+            tools=tools or None,
             chat_template=chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -42,8 +78,137 @@ def render_chat(
             **(chat_template_kwargs or {}),
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
+        if isinstance(error, RequestError):
+            raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
+
+
+def call_form(tokenizer: Any, chat_template: str | None = None) -> CallForm:
+    """The form of calls that the prompt asks for: Llama 3's templates speak of ``parameters``, all others are taken
+    for Hermes'."""
+    template = tokenizer.get_chat_template(chat_template, [{}])
+    named = re.search(r'"name\\?": .{0,80}"parameters\\?":', template)
+    llama = _knows_tools(template) and OPENING not in template and (named or PYTHON_TAG in template)
+    return CallForm.LLAMA if llama else CallForm.HERMES
+
+
+def _knows_tools(template: str) -> bool:
+    return re.search(r"\btools\b", template) is not None
+
+
+def _checked_tools(tools: Any) -> list[dict[str, Any]]:
+    """Copies of the tools. Raises RequestError for what has no function with a name, and for schemas too deep."""
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Seq):
+        raise RequestError(f"tools are a list of mappings, not {_kind(tools)}", param="tools")
+    for place, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError("a tool is a mapping with a function, which has a name", param=f"tools.{place}")
+        _check_depth(function.get("parameters"), f"tools.{place}.function.parameters")
+    return [dict(tool) for tool in tools]
+
+
+def _check_depth(value: Any, param: str) -> None:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inner: list[Any] = []
+        for item in level:
+            inner.extend(item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ())
+        if not inner:
+            return
+        level = inner
+    raise RequestError(f"{param}: more than {DEEPEST} objects and lists within each other", param=param)
+
+
+def _with_parsed_calls(messages: Seq[Message]) -> list[dict[str, Any]]:
+    """The messages as templates expect them: arguments as mappings, content that is text, a tool's name beside its
+    answer. Raises RequestError for arguments that are not a JSON object."""
+    names: dict[Any, Any] = {}
+    turns = []
+    for place, message in enumerate(messages):
+        turn = dict(message)
+        if turn.get("tool_calls"):
+            turn["tool_calls"] = _parsed(turn["tool_calls"], f"messages.{place}.tool_calls")
+            turn["content"] = turn.get("content") or ""
+            names |= {call.get("id"): call["function"]["name"] for call in turn["tool_calls"]}
+        if turn["role"] == "tool" and turn.get("tool_call_id") in names:
+            turn.setdefault("name", names[turn["tool_call_id"]])
+        turns.append(turn)
+    return turns
+
+
+def _parsed(calls: Any, param: str) -> list[dict[str, Any]]:
+    found = []
+    for place, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        where = f"{param}.{place}.function"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError("a tool call is a mapping with a function, which has a name", param=where)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _loaded(arguments)
+        if not isinstance(arguments, Mapping):
+            message = f"{where}.arguments: must be a JSON object, as text"
+            raise RequestError(message, param=f"{where}.arguments")
+        _check_depth(arguments, f"{where}.arguments")
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
+
+
+def _loaded(text: str) -> Any:
+    """What a JSON text says; None where it is none."""
+    try:
+        return json.loads(text or "{}", parse_constant=_refused)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refused(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _calls_as_text(turns: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls within the assistant's text, and a tool's answers as one message of the user."""
+    found: list[dict[str, Any]] = []
+    answers = False
+    """Whether the last message is made of answers."""
+    for turn in turns:
+        if turn["role"] == "tool":
+            text = f"<tool_response>\n{_text(turn)}\n</tool_response>"
+            if answers:
+                found[-1]["content"] += "\n" + text
+            else:
+                found.append({"role": "user", "content": text})
+        elif turn.get("tool_calls"):
+            calls = [written(call["function"]) for call in turn["tool_calls"]]
+            text = "\n".join([_text(turn), *calls] if turn["content"] else calls)
+            found.append({"role": turn["role"], "content": text})
+        else:
+            found.append(turn)
+        answers = turn["role"] == "tool"
+    return found
+
+
+def written(function: Mapping[str, Any]) -> str:
+    """A call as a Hermes model writes it."""
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"{OPENING}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSING}"
+
+
+def _explained(turns: Seq[dict[str, Any]], tools: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tools in the system's message, which comes first."""
+    text = EXPLANATION.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+    if turns and turns[0]["role"] in ("system", "developer"):
+        first = {**turns[0], "content": f"{_text(turns[0])}\n\n{text}"}
+        return [first, *turns[1:]]
+    return [{"role": "system", "content": text}, *turns]
+
+
+def _text(turn: Mapping[str, Any]) -> str:
+    if not isinstance(turn["content"], str):
+        raise RequestError(f"the content of a message of the role {turn['role']} must be text here", param="messages")
+    return turn["content"]
 
 
 def conversations(messages: Any) -> list[list[Message]]:
@@ -56,7 +221,9 @@ def conversations(messages: Any) -> list[list[Message]]:
         if not isinstance(conversation, Seq) or isinstance(conversation, (str, bytes)) or not conversation:
             raise RequestError(f"a conversation is a list of at least one message, not {_kind(conversation)}")
         for message in conversation:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(f"a message is a mapping with role and content, not {_kind(message)}")
+            if "content" not in message and not message.get("tool_calls"):
                 raise RequestError(f"a message is a mapping with role and content, not {_kind(message)}")
     return [list(conversation) for conversation in found]
 

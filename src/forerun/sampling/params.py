@@ -72,8 +72,9 @@ class StructuredOutputsParams:
     """What the answer must look like: exactly one of vLLM's kinds. Works with any drafter and acceptance rule.
 
     ``json`` is a schema, as a mapping, as text, or True for any JSON; ``regex`` must match the whole answer;
-    ``choice`` lists the answers; ``grammar`` is Lark or GBNF; ``json_object`` permits any JSON object. Raises
-    ConfigError for none or several of them; what the grammar itself does wrong is found when a request is added.
+    ``choice`` lists the answers; ``grammar`` is Lark or GBNF, in which ``@name`` stands for one of ``schemas``;
+    ``json_object`` permits any JSON object. Raises ConfigError for none or several of them; what the grammar itself
+    does wrong is found when a request is added.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -81,10 +82,13 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+    schemas: Mapping[str, Any] | None = None
+    """JSON schemas by name, for the rules of a Lark ``grammar``."""
 
     def __post_init__(self) -> None:
         absent = {"json_object": (None, False)}  # a schema may be False
-        given = [f.name for f in fields(self) if getattr(self, f.name) not in absent.get(f.name, (None,))]
+        kinds = [f.name for f in fields(self) if f.name != "schemas"]
+        given = [name for name in kinds if getattr(self, name) not in absent.get(name, (None,))]
         if len(given) != 1:
             raise ConfigError(
                 f"structured_outputs takes exactly one of json, regex, choice, grammar and json_object, not "
@@ -100,6 +104,8 @@ class StructuredOutputsParams:
             if not choice or any(not isinstance(text, str) or not text for text in choice):
                 raise ConfigError("structured_outputs: choice must be a list of non-empty strings")
             object.__setattr__(self, "choice", tuple(choice))
+        if self.schemas is not None and (self.grammar is None or not isinstance(self.schemas, Mapping)):
+            raise ConfigError("structured_outputs: schemas are JSON schemas by name, for a grammar")
 
     @property
     def key(self) -> tuple[str, str]:
@@ -112,6 +118,8 @@ class StructuredOutputsParams:
             return "choice", dumps(self.choice)
         if self.regex is not None:
             return "regex", self.regex
+        if self.schemas is not None:
+            return "schemas", dumps([self.grammar, self.schemas])
         return "grammar", self.grammar or ""
 
 

@@ -148,27 +148,52 @@ class ChatLogprobs(Answer):
     content: list[ListedToken]
 
 
+class CalledFunction(Answer):
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it")
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null where there is nothing but tool_calls")
     refusal: None
+    tool_calls: list[ToolCall] = sometimes("if tools are called")
+
+
+class FunctionDelta(Answer):
+    name: str = sometimes("in a call's first")
+    arguments: str = Field(description="what is new of them")
+
+
+class ToolCallDelta(Answer):
+    index: int
+    id: str = sometimes("in a call's first")
+    type: Literal["function"] = sometimes("in a call's first")
+    function: FunctionDelta
 
 
 class ChatDelta(Answer):
     role: Literal["assistant"] = sometimes("in the first")
-    content: str
+    content: str = sometimes("if there is new text")
+    tool_calls: list[ToolCallDelta] = sometimes("if there is something new of a call")
 
 
 class ChatChoiceBase(Traced):
     index: int
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None = Field(description="the stop string or token id that ended it")
 
 
 class ChatChoice(ChatChoiceBase):
     message: ChatMessage
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatChunkChoice(ChatChoiceBase):

@@ -23,9 +23,10 @@ from forerun.sampling.params import SamplingParams
 from forerun.serve import answers, errors, openapi, page
 from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard, allowed_host
+from forerun.serve.log import RequestLog
 from forerun.serve.metrics import Recorder
 from forerun.serve.openapi import BODY, GENERATION, responses
-from forerun.serve.replies import ChatReply, CompletionReply, Echo
+from forerun.serve.replies import ChatReply, CompletionReply, Echo, ToolOptions
 from forerun.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -36,6 +37,7 @@ from forerun.serve.schema import (
 )
 from forerun.serve.stream import DONE, Reply
 from forerun.serve.text import TextService
+from forerun.serve.tool_choice import required_shape
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,11 @@ class Server:
         wanted = params.grammar
         if wanted is not None:
             # A schema may take a second to compile: not in the engine's thread.
-            await asyncio.to_thread(lambda: self.engine.engine.grammars.compile(wanted))
+            try:
+                await asyncio.to_thread(lambda: self.engine.engine.grammars.compile(wanted))
+            except RequestError as error:
+                error.param = "tools" if wanted.schemas is not None else error.param
+                raise
         streams: list[Stream] = []
         try:
             for prompt in prompts:
@@ -137,7 +143,7 @@ class Server:
             raise
         return streams
 
-    def reply_options(self, body: Generation, streams: Seq[Stream], logprobs: bool) -> dict[str, Any]:
+    def reply_options(self, body: Generation, streams: Seq[Stream], logprobs: bool, request_id: str) -> dict[str, Any]:
         sequence = streams[0].jobs[0].sequence
         drafter = self.engine.engine.router.drafters.get(sequence.drafter or "")
         own = drafter.config.num_speculative_tokens if drafter is not None else 0
@@ -149,10 +155,11 @@ class Server:
             "logprobs": logprobs,
             "trace": body.speculative is not None and body.speculative.trace,
             "identical": self.engine.engine.identity,
+            "request_id": request_id,
             "num_spec_tokens": own if sequence.max_draft is None else min(own, sequence.max_draft),
         }
 
-    async def completion(self, body: CompletionRequest) -> Reply:
+    async def completion(self, body: CompletionRequest, request_id: str) -> Reply:
         self.check_model(body.model)
         if body.echo and body.stream and body.logprobs is not None:
             raise ApiError(400, "echo with logprobs does not stream: remove stream, echo or logprobs", param="echo")
@@ -174,7 +181,7 @@ class Server:
         )
         echo = await self._echo(body, prompts) if body.echo else None
         streams = await self.submit(prompts, params, body, explicit)
-        options = self.reply_options(body, streams, body.logprobs is not None)
+        options = self.reply_options(body, streams, body.logprobs is not None, request_id)
         return CompletionReply(streams, self.text, echo=echo, silent=body.max_tokens == 0, **options)
 
     async def _prompts(self, body: CompletionRequest) -> list[list[int]]:
@@ -192,20 +199,33 @@ class Server:
             return [Echo(text) for text in texts]
         return [Echo(text, await self.text.offsets(prompt, text)) for prompt, text in zip(prompts, texts)]
 
-    async def chat(self, body: ChatRequest) -> Reply:
+    async def chat(self, body: ChatRequest, request_id: str) -> Reply:
         self.check_model(body.model)
-        ids = await self.text.encode_chat([message.plain() for message in body.messages])
+        tools = body.offered()
+        messages = [message.plain() for message in body.messages]
+        ids = await self.text.encode_chat(messages, [tool.plain() for tool in tools])
         limit = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling(logprobs=logprobs, max_tokens=limit, prompt_logprobs=None)
+        if tools:
+            shape = required_shape(body, self.text.call_form) or params.structured_outputs
+            shown = self.text.hides_calls
+            params = params.clone(
+                structured_outputs=shape, skip_special_tokens=params.skip_special_tokens and not shown
+            )
         streams = await self.submit([ids], params, body, limit)
-        return ChatReply(streams, self.text, **self.reply_options(body, streams, body.logprobs))
+        options = self.reply_options(body, streams, body.logprobs, request_id)
+        return ChatReply(streams, self.text, tools=ToolOptions.of(body) if tools else None, **options)
 
     async def answer(self, request: Request, body: Generation, make: Coroutine[Any, Any, Reply]) -> Response:
-        reply = await make
+        reply = request.state.reply = await make
+        ignored = ", ".join(body.ignored())
+        headers = {"Forerun-Ignored": ignored} if ignored else {}
         if body.stream:
-            return EventStream(reply.events(), headers={"Cache-Control": "no-cache"})
-        return await unless_gone(request, reply.collect())
+            return EventStream(reply.events(), headers={"Cache-Control": "no-cache", **headers})
+        answer = await unless_gone(request, reply.collect())
+        answer.headers.update(headers)
+        return answer
 
 
 class EventStream(StreamingResponse):
@@ -259,6 +279,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> Fas
         max_body_bytes=options.max_body_bytes,
         body_timeout=options.body_timeout,
     )
+    app.add_middleware(RequestLog)
     errors.install(app)
     page.install(app)
     drafters = engine.engine.router.drafters
@@ -279,17 +300,18 @@ def _answers(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/completions", response_model=None, responses=completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await server.answer(request, body, server.completion(body))
+        return await server.answer(request, body, server.completion(body, request.state.request_id))
 
     @app.post("/v1/chat/completions", response_model=None, responses=conversation)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await server.answer(request, body, server.chat(body))
+        return await server.answer(request, body, server.chat(body, request.state.request_id))
 
     @app.post("/tokenize", responses=responses(*BODY, good=answers.Tokens))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
         if body.messages is not None:
-            tokens = await server.text.encode_chat([message.plain() for message in body.messages], counted=True)
+            messages, tools = [[item.plain() for item in items or ()] for items in (body.messages, body.tools)]
+            tokens = await server.text.encode_chat(messages, tools, counted=True)
         else:
             tokens = await server.text.count(body.prompt or "", special=body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": server.limit}

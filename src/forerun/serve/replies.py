@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.engine.logprobs import TokenLogprobs, finite
-from forerun.engine.stop import ERROR, LENGTH, Finish
+from forerun.engine.stop import ERROR, LENGTH, STOP, Finish
 from forerun.engine.stream import Delta
 from forerun.serve.listed import Placed, by_name
+from forerun.serve.schema import ChatRequest
 from forerun.serve.stream import Choice, Reply
+from forerun.serve.tools import Call, Piece, ToolParser
+
+TOOL_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOptions:
+    """How to read an answer for calls: of which functions, at most how many (None: any number), and whether it
+    must be calls."""
+
+    names: frozenset[str]
+    most: int | None
+    must: bool
+
+    @classmethod
+    def of(cls, body: ChatRequest) -> ToolOptions:
+        names = frozenset(tool.function.name for tool in body.offered())
+        return cls(names, None if body.parallel_tool_calls else 1, body.tool_choice not in (None, "auto"))
+
+    def parser(self) -> ToolParser:
+        return ToolParser(self.names, self.most, silent=self.must)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +71,8 @@ class CompletionReply(Reply):
         prompt = self._echo(choice)
         return self._body(choice, prompt.text + choice.text, self._logprobs(choice, prompt))
 
-    def piece(self, choice: Choice) -> dict[str, Any]:
-        return self._body(choice, choice.text, self._logprobs(choice, Echo()))
+    def pieces(self, choice: Choice) -> list[dict[str, Any]]:
+        return [self._body(choice, choice.text, self._logprobs(choice, Echo()))]
 
     @staticmethod
     def _body(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -87,22 +109,49 @@ class ChatReply(Reply):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
+    def __init__(self, *arguments: Any, tools: ToolOptions | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.tools = tools
+        self.parsed = tools is not None
+        self._parsers: dict[int, ToolParser] = {}
+
     def openings(self) -> list[dict[str, Any]]:
         return [self._body(choice, {"delta": {"role": "assistant", "content": ""}}) for choice in self.choices]
 
     def whole(self, choice: Choice) -> dict[str, Any]:
-        return self._body(choice, {"message": {"role": "assistant", "content": choice.text, "refusal": None}})
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if self.tools is None:
+            return self._body(choice, {"message": message})
+        parser = self.tools.parser()
+        parser.push(choice.text, last=True)
+        if parser.calls or self.tools.must:
+            message["content"] = parser.content or None
+        if parser.calls:
+            message["tool_calls"] = [_call(call) for call in parser.calls]
+        return self._body(choice, {"message": message}, parser)
 
-    def piece(self, choice: Choice) -> dict[str, Any]:
-        return self._body(choice, {"delta": {"content": choice.text}})
+    def pieces(self, choice: Choice) -> list[dict[str, Any]]:
+        if self.tools is None:
+            return [self._body(choice, {"delta": {"content": choice.text}})]
+        parser = self._parsers.setdefault(choice.index, self.tools.parser())
+        last = choice.finish is not None
+        deltas = [_delta(piece) for piece in parser.push(choice.text, last=last)]
+        if not deltas and (last or choice.trace or choice.logprobs):
+            deltas = [{}]
+        alone = replace(choice, finish=None, logprobs=[])
+        bodies = [self._body(alone, {"delta": delta}) for delta in deltas[:-1]]
+        return bodies + [self._body(choice, {"delta": delta}, parser) for delta in deltas[-1:]]
 
-    def _body(self, choice: Choice, content: dict[str, Any]) -> dict[str, Any]:
+    def _body(self, choice: Choice, content: dict[str, Any], parser: ToolParser | None = None) -> dict[str, Any]:
         finish = choice.finish
+        reason = finish.reason if finish is not None else None
+        if reason == STOP and parser is not None and parser.calls and all(call.complete for call in parser.calls):
+            reason = TOOL_CALLS
         return {
             "index": choice.index,
             **content,
             "logprobs": {"content": [self._token(item) for item in choice.logprobs]} if self.logprobs else None,
-            "finish_reason": finish.reason if finish is not None else None,
+            "finish_reason": reason,
             "stop_reason": finish.stopped_by if finish is not None else None,
         }
 
@@ -114,3 +163,17 @@ class ChatReply(Reply):
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text, encoded = self.text.token_text(token)
         return {"token": text, "logprob": finite(value), "bytes": encoded}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    if piece.call is None:
+        return {"content": piece.text}
+    function = {"arguments": piece.text}
+    if not piece.begins:
+        return {"tool_calls": [{"index": piece.call.index, "function": function}]}
+    begun = {"id": piece.call.id, "type": "function", "function": {"name": piece.call.name, **function}}
+    return {"tool_calls": [{"index": piece.call.index, **begun}]}

@@ -5,65 +5,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    GetJsonSchemaHandler,
-    Tag,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
 
 from forerun.core.errors import ConfigError
 from forerun.sampling.params import COLDEST, SamplingParams, StructuredOutputsParams
+from forerun.serve.fields import IGNORED, Absent, Body, Object, ObjectOrText, Replaced, Text, Whole, one_of
+from forerun.serve.messages import Chosen, Messages, Tool, ToolChoice, Tools
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 
-
-def _encodable(text: Any) -> Any:
-    """JSON can spell half a surrogate pair, which is no text."""
-    if isinstance(text, str):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("the text has half a surrogate pair") from None
-    return text
-
-
-Whole = BeforeValidator(_encodable)
-Text = Annotated[str, Whole]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Regex = Annotated[str, Field(max_length=65536), Whole]
 StopText = Annotated[str, Field(min_length=1, max_length=1024), Whole]
-
-
-def _shape(value: Any) -> str | None:
-    """Which member of a union is meant: errors are then about that one alone."""
-    if isinstance(value, list):
-        first = value[0] if value else None
-        return "lists" if isinstance(first, list) else "numbers" if isinstance(first, int) else "list"
-    return {str: "text", dict: "object", bool: "flag"}.get(type(value))
-
-
-def _choice(what: str) -> Discriminator:
-    return Discriminator(_shape, custom_error_type="wrong_kind", custom_error_message=f"must be {what}")
-
-
 Stop = Annotated[
     Annotated[StopText, Tag("text")] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("list")],
-    _choice("a text or a list of texts"),
+    one_of("a text or a list of texts"),
 ]
-Object = Annotated[dict[str, Any], Tag("object")]
-ObjectOrText = Annotated[Object | Annotated[Text, Tag("text")], _choice("an object or a text")]
 Prompt = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES), Tag("list")]
@@ -71,48 +32,8 @@ Prompt = Annotated[
     | Annotated[
         list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES), Tag("lists")
     ],
-    _choice("a text, a list of texts, a list of token ids, or a list of such lists"),
+    one_of("a text, a list of texts, a list of token ids, or a list of such lists"),
 ]
-
-
-def _absent(value: Any) -> None:
-    if value is not None and value not in ("", [], {}):
-        raise ValueError("this server does not support it: leave it out")
-
-
-Absent = Annotated[None, BeforeValidator(_absent), WithJsonSchema({"enum": [None, "", [], {}]})]
-"""OpenAI's, and without a meaning here: accepted only where it asks for nothing."""
-IGNORED = "accepted; makes no difference"
-
-
-class Body(BaseModel):
-    """A JSON object without unknown fields or converted types. Null is an optional field's default."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @classmethod
-    def _optional(cls) -> set[str]:
-        return {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        optional = cls._optional()
-        return {name: value for name, value in given.items() if value is not None or name not in optional}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        schema = handler(core_schema)
-        fields = handler.resolve_ref_schema(schema).get("properties", {})
-        for name in cls._optional() & set(fields):
-            about = {key: fields[name].pop(key) for key in ("title", "description", "default") if key in fields[name]}
-            kinds = fields[name].get("anyOf", [fields[name]])
-            if {"type": "null"} not in kinds and None not in fields[name].get("enum", []):
-                fields[name] = {"anyOf": [*kinds, {"type": "null"}]}
-            fields[name] |= about
-        return schema
 
 
 class Speculative(Body):
@@ -135,7 +56,7 @@ class JsonSchema(Body):
 
     name: str = Field("schema", max_length=64)
     description: str | None = None
-    schema_: Annotated[Object | Annotated[bool, Tag("flag")], _choice("an object, true or false")] = Field(
+    schema_: Annotated[Object | Annotated[bool, Tag("flag")], one_of("an object, true or false")] = Field(
         alias="schema"
     )
     strict: bool | None = None
@@ -209,6 +130,10 @@ class Generation(Body):
             raise ValueError("stream_options goes with stream: true")
         return self
 
+    def ignored(self) -> list[str]:
+        """Fields that ask for something and change nothing, which the answer's headers say."""
+        return []
+
     def structured(self) -> StructuredOutputsParams | None:
         """The request's grammar. Raises ConfigError if several are asked for."""
         given: dict[str, Any] = {}
@@ -272,54 +197,44 @@ class CompletionRequest(Generation):
         return self
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: Text
-
-
-Content = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[TextPart], Tag("list")], _choice("a text or a list of text parts")
-]
-
-
-class Message(Body):
-    """A turn. An answer's own message is one: what OpenAI's client adds to it may stay, as long as it says nothing."""
-
-    # Before the content, which is null where a tool is called: that is what the error should be about.
-    tool_calls: Absent = None
-    function_call: Absent = None
-    refusal: Absent = None
-    annotations: Absent = None
-    audio: Absent = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    name: Annotated[str, Field(max_length=256), Whole] | None = None
-
-    def plain(self) -> dict[str, str]:
-        """As a chat template wants it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name is not None else {})
-
-
 class ChatRequest(Generation):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Absent = None
-    tool_choice: Literal["none", "auto"] | None = Field(None, description=IGNORED)
-    parallel_tool_calls: bool | None = Field(None, description=IGNORED)
-    functions: Absent = None
-    function_call: Literal["none", "auto"] | None = Field(None, description=IGNORED)
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = Field(None, description="default: auto, where there are tools")
+    parallel_tool_calls: bool = Field(True, description="false: at most one call")
+    functions: Replaced = None
+    function_call: Replaced = None
     modalities: list[Literal["text"]] | None = Field(None, description=IGNORED)
     audio: Absent = None
     prediction: Absent = None
     web_search_options: Absent = None
-    reasoning_effort: Absent = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="accepted; makes no difference, which the header Forerun-Ignored says"
+    )
     verbosity: Absent = None
     service_tier: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
     prompt_cache_key: str | None = Field(None, description=IGNORED)
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _among_the_tools(cls, choice: Any, given: ValidationInfo) -> Any:
+        tools: list[Tool] = given.data.get("tools") or []
+        if choice not in (None, "none", "auto") and not tools:
+            raise ValueError("there are no tools to choose from: send tools")
+        if isinstance(choice, Chosen) and choice.function.name not in [tool.function.name for tool in tools]:
+            raise ValueError(f"there is no tool {choice.function.name!r} among tools")
+        return choice
+
+    def offered(self) -> list[Tool]:
+        """The tools that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def ignored(self) -> list[str]:
+        return [] if self.reasoning_effort is None else ["reasoning_effort"]
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
@@ -333,13 +248,16 @@ class ChatRequest(Generation):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _one_text(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools go with messages")
         return self
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from collections.abc import Sequence as Seq
@@ -16,7 +15,7 @@ from typing import Any
 
 from forerun.core.errors import ForerunError
 from forerun.engine.metrics import RequestMetrics
-from forerun.engine.stop import ERROR, Finish
+from forerun.engine.stop import ABORT, ERROR, Finish
 from forerun.engine.stream import Delta, Stream
 from forerun.models.tokenizer import Detokenizer
 from forerun.serve.errors import ApiError, as_api_error
@@ -83,6 +82,8 @@ class Reply(ABC):
     kind: str
     chunk_kind: str
     prefix: str
+    parsed = False
+    """Whether the text is read before it is shown."""
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class Reply(ABC):
         trace: bool = False,
         identical: bool = False,
         num_spec_tokens: int = 0,
+        request_id: str,
     ) -> None:
         self.streams = streams
         self.text = text
@@ -106,9 +108,12 @@ class Reply(ABC):
         self.identical = identical
         self.num_spec_tokens = num_spec_tokens
         self.method = streams[0].jobs[0].sequence.drafter
-        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.head = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self.per_prompt = len(streams[0].jobs)
         self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
+        self.reasons: dict[int, str] = {}
+        """Why answers ended, as they say it; by index."""
+        self.failed = False
         self._detokenizers: dict[int, Detokenizer] = {}
         self._listed: dict[int, Listed] = {}
         self._frames: dict[int, tuple[str, str]] = {}
@@ -118,8 +123,8 @@ class Reply(ABC):
         """A finished answer."""
 
     @abstractmethod
-    def piece(self, choice: Choice) -> dict[str, Any]:
-        """What is new of an answer."""
+    def pieces(self, choice: Choice) -> list[dict[str, Any]]:
+        """What is new of an answer, as one event each; none if nothing can be told yet."""
 
     def openings(self) -> list[dict[str, Any]]:
         """Choices to stream before the first token."""
@@ -187,6 +192,7 @@ class Reply(ABC):
         choices = []
         for choice in self.choices:
             body = self.whole(choice)
+            self.reasons[choice.index] = body["finish_reason"]
             if self.traced:
                 body["trace"] = choice.trace
             choices.append(body)
@@ -213,6 +219,7 @@ class Reply(ABC):
             if self.include_usage:
                 ending += self._event([], usage=self.usage(), metrics=self.metrics())
         except (ApiError, ForerunError) as error:
+            self.failed = True
             ending += _data(as_api_error(error).body)
         finally:
             for stream in self.streams:
@@ -225,7 +232,7 @@ class Reply(ABC):
         texts: dict[int, str] = {}
         for place, delta in batch:
             index = place * self.per_prompt + delta.index
-            if delta.finish is None and not (self.logprobs or self.traced or self.continuous_usage):
+            if delta.finish is None and not (self.logprobs or self.traced or self.continuous_usage or self.parsed):
                 self.choices[index].num_tokens += len(delta.token_ids)
                 texts[index] = texts.get(index, "") + delta.text
                 continue
@@ -236,10 +243,12 @@ class Reply(ABC):
             except ApiError as error:
                 return "".join(events), error
             if new.text or new.finish is not None or new.trace or (self.logprobs and new.logprobs):
-                body = self.piece(new)
+                bodies = self.pieces(new)
+                if new.finish is not None:
+                    self.reasons[new.index] = bodies[-1]["finish_reason"]
                 if new.trace:
-                    body["trace"] = new.trace
-                events.append(self._event([body]))
+                    bodies[-1]["trace"] = new.trace
+                events.extend(self._event([body]) for body in bodies)
         events.extend(self._more_text(index, text) for index, text in texts.items())
         return "".join(events), None
 
@@ -250,7 +259,7 @@ class Reply(ABC):
         self.choices[index].text += text
         frame = self._frames.get(index)
         if frame is None:
-            before, _, after = self._event([self.piece(Choice(index, MARK))]).partition(quote(MARK))
+            before, _, after = self._event(self.pieces(Choice(index, MARK))).partition(quote(MARK))
             frame = self._frames[index] = (before, after)
         return frame[0] + quote(text) + frame[1]
 
@@ -258,6 +267,13 @@ class Reply(ABC):
         if self.continuous_usage:
             rest.setdefault("usage", self.usage())
         return _data({**self.head, "object": self.chunk_kind, "choices": choices, **rest})
+
+    @property
+    def outcome(self) -> str:
+        """Why the answers ended, in a word each; ``abort``: the client left before."""
+        if self.failed:
+            return ERROR
+        return ",".join(dict.fromkeys(self.reasons.get(choice.index, ABORT) for choice in self.choices))
 
     def usage(self) -> dict[str, Any]:
         """Token counts: prompts once each, and every emitted token, the one that ended the answer included."""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
+import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
-
 from forerun.core.errors import ContextLengthError, RequestError
+from forerun.models.chat import OPENING, PYTHON_TAG, CallForm, Message, call_form, render_chat
 from forerun.models.tokenizer import Detokenizer, encode
-
-log = logging.getLogger("forerun")
 
 T = TypeVar("T")
 
@@ -63,6 +60,7 @@ class TextService:
         self.tokenizer = tokenizer
         self.limit = limit
         self.short, self.long = Lane(tokenizer, "short-text"), Lane(tokenizer, "long-text")
+        self.own_template = chat_template
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self.token_text = lru_cache(maxsize=1 << 17)(self._token_text)
         self.token_name = lru_cache(maxsize=1 << 17)(self._token_name)
@@ -127,25 +125,20 @@ class TextService:
         before = max(0, detokenizer.text.find(text))
         return [min(max(0, offset - before), len(text)) for offset in offsets]
 
-    async def encode_chat(self, messages: Seq[dict[str, str]], *, counted: bool = False) -> list[int]:
+    async def encode_chat(
+        self, messages: Seq[Message], tools: Seq[dict[str, Any]] = (), *, counted: bool = False
+    ) -> list[int]:
         """A conversation's tokens. Raises RequestError if there is no template, or it refuses the messages, and
         ContextLengthError as ``encode`` does, or what ``count`` does where they are only ``counted``."""
         if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
             )
-        size = sum(len(text) for message in messages for text in message.values())
-        return await self.run(size, self._encode_chat, list(messages), counted)
+        size = sum(len(message["content"]) + _written(message.get("tool_calls")) for message in messages)
+        return await self.run(size + _written(tools), self._encode_chat, list(messages), tools, counted)
 
-    def _encode_chat(self, tokenizer: Any, messages: list[dict[str, str]], counted: bool) -> list[int]:
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            log.info("a chat template failed", exc_info=error)
-            message = f"the model's chat template refuses these messages: {error}"
-            raise RequestError(message, param="messages") from None
+    def _encode_chat(self, tokenizer: Any, messages: list[Message], tools: Seq[Any], counted: bool) -> list[int]:
+        text = render_chat(tokenizer, messages, tools=tools, chat_template=self.own_template)
         try:
             if not counted:
                 return self._encode(tokenizer, text, False)
@@ -154,6 +147,17 @@ class TextService:
         except RequestError as error:
             error.param = "messages"
             raise
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """How calls are written here."""
+        return call_form(self.tokenizer, self.own_template)
+
+    @cached_property
+    def hides_calls(self) -> bool:
+        """Whether a marker of calls is a special token, which texts leave out unless told otherwise."""
+        known = self.tokenizer.added_tokens_decoder.values()
+        return any(token.special and token.content in (OPENING, PYTHON_TAG) for token in known)
 
     def _token_text(self, token: int) -> tuple[str, list[int] | None]:
         """One token's text and, where they can be told, its bytes (half a character has no text of its own)."""
@@ -189,3 +193,8 @@ def _tokens(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 def _text(tokenizer: Any, tokens: list[int]) -> str:
     return tokenizer.decode(tokens)
+
+
+def _written(value: Any) -> int:
+    """Characters of calls or tools, as templates write them."""
+    return len(json.dumps(value)) if value else 0

@@ -1,0 +1,307 @@
+"""Calls of tools, read out of an answer as it grows.
+
+Two forms are known: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of the Hermes models, and
+``{"name": ..., "parameters": {...}}`` of Llama 3 at the beginning of the answer, with or without ``<|python_tag|>``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG
+
+MARKERS = (OPENING, PYTHON_TAG)
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
+OPEN_STRING = re.compile(r'"(?:[^"\\]|\\.)*\\?', re.S)
+ID = 9
+"""Letters and digits of a call's id: Mistral's templates refuse any other number, and a prefix."""
+NAME = ""
+"""Stands for the function's name among the parts of a call."""
+BEGUN_NAME = re.compile(r'"name"\s*:\s*"([^"]*)')
+HEAD = (('"name"',), (":",), (NAME,), (",",), ('"arguments"', '"parameters"'), (":",), ("{",))
+HEADS = ((("{",), *HEAD), (("{",), ('"type"',), (":",), ('"function"',), (",",), *HEAD))
+"""What a call begins with; Llama 3.2 may say its type first. White space may stand between the parts."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A call so far. ``arguments`` is JSON as the model wrote it."""
+
+    index: int
+    name: str
+    arguments: str = ""
+    complete: bool = False
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:ID])
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new: text of the answer, or (more) arguments of a call, which ``begins`` with this."""
+
+    text: str = ""
+    call: Call | None = None
+    begins: bool = False
+
+
+class Brackets:
+    """Finds where a JSON object or list ends, in text that comes in pieces."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._quoted = self._escaped = False
+
+    def end(self, text: str) -> int | None:
+        """How much of the next ``text`` belongs to it, if it ends there."""
+        for place, letter in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = letter == "\\", letter != '"'
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return place + 1
+        return None
+
+
+class ToolParser:
+    """One answer. What might still become part of a call is held back, and nothing else.
+
+    ``names`` are the functions that a call without a marker must name. More calls than ``most`` are dropped. An answer
+    in the form of a call that is none is text. White space around calls belongs to them. ``silent``: the answer must be
+    calls, so that what is none is one that was cut off, and not told.
+    """
+
+    def __init__(self, names: Collection[str], most: int | None = None, *, silent: bool = False) -> None:
+        self.names = names
+        self.most = most
+        self.silent = silent
+        self.calls: list[Call] = []
+        self.content = ""
+        """Text outside of calls."""
+        self._held = ""
+        self._last = False
+        self._bare = True
+        """A call without a marker may begin here: no text came before."""
+        self._marker = ""
+        """What began the call that is being read, as it was written."""
+        self._brackets = Brackets()
+        self._scanned = 0
+        self._new: list[Piece] = []
+        self._step: Callable[[], bool] = self._read_text
+
+    def push(self, text: str, *, last: bool = False) -> list[Piece]:
+        """What can be told once ``text`` has come; ``last``: nothing more will."""
+        self._held += text
+        self._last = last
+        self._new = []
+        while self._step():
+            pass
+        return self._new
+
+    def _say(self, text: str) -> None:
+        if not text or self.silent:
+            return
+        self._bare = False
+        self.content += text
+        if self._new and self._new[-1].call is None:
+            self._new[-1].text += text
+        else:
+            self._new.append(Piece(text))
+
+    # Each reads what is held in one state, and tells whether to go on with what is left.
+
+    def _read_text(self) -> bool:
+        held = self._held
+        bare = len(held) - len(held.lstrip()) if self._bare else -1
+        if 0 <= bare < len(held) and held[bare] == "{":
+            return self._begin(0, bare)
+        found = [(at, marker) for marker in MARKERS if (at := held.find(marker)) >= 0]
+        if found:
+            at, marker = min(found)
+            before = held[:at].rstrip()
+            self._say(before)
+            return self._begin(len(before), at + len(marker))
+        end = len(held) if self._last else _certain(held)
+        if self._last and self.calls and not held.strip():
+            end = 0
+        self._say(held[:end])
+        self._held = held[end:]
+        return False
+
+    def _begin(self, start: int, end: int) -> bool:
+        self._marker, self._held = self._held[start:end], self._held[end:]
+        self._step = self._read_head
+        return True
+
+    def _read_head(self) -> bool:
+        name, end = head_of(self._held)
+        marked = bool(self._marker.strip())
+        if not marked and not self._may_be_known(end):
+            return self._release(0)
+        if name is not None:
+            self._held = self._held[end - 1 :]  # from the arguments' bracket on
+            self._start(name)
+            self._brackets, self._step = Brackets(), self._read_arguments
+            return True
+        if end < 0 and not self._last:
+            return False
+        if marked and self._held.lstrip().startswith(("{", "[")):
+            self._brackets, self._scanned, self._step = Brackets(), 0, self._read_object
+            return True
+        return self._release(0)
+
+    def _may_be_known(self, end: int) -> bool:
+        """Whether what is held begins, or may begin, a call of a known function."""
+        named = BEGUN_NAME.search(self._held)
+        if end > 0:
+            return named is not None and named[1] in self.names
+        return end < 0 and (named is None or any(name.startswith(named[1]) for name in self.names))
+
+    def _read_arguments(self) -> bool:
+        end = self._brackets.end(self._held)
+        self._more(self._held[:end])
+        self._held = self._held[end:] if end is not None else ""
+        if end is None:
+            return False
+        self.calls[-1].complete = True
+        self._brackets, self._step = Brackets(depth=1), self._read_rest
+        return True
+
+    def _read_rest(self) -> bool:
+        """What a call says after its arguments means nothing."""
+        end = self._brackets.end(self._held)
+        self._held = self._held[end:] if end is not None else ""
+        self._step = self._read_rest if end is None else self._read_closing
+        return end is not None
+
+    def _read_object(self) -> bool:
+        """A call, or a list of them, whose name does not come first."""
+        end = self._brackets.end(self._held[self._scanned :])
+        if end is None:
+            self._scanned = len(self._held)
+            return self._release(self._scanned) if self._last else False
+        end += self._scanned
+        calls = calls_in(self._held[:end])
+        if calls is None:
+            return self._release(end)
+        for name, arguments in calls[: self.most]:
+            self._start(name)
+            self._more(arguments)
+            self.calls[-1].complete = True
+        self._held, self._step = self._held[end:], self._read_closing
+        return True
+
+    def _read_closing(self) -> bool:
+        """The marker at a call's end, or what stands between two calls of Llama 3."""
+        rest = self._held.lstrip()
+        for mark in (CLOSING, ";"):
+            if mark.startswith(rest) and rest != mark and not self._last:
+                return False
+            if rest.startswith(mark):
+                rest = rest[len(mark) :]
+                break
+        self._held, self._bare = rest, True
+        self._step = self._drop if self.most is not None and len(self.calls) >= self.most else self._read_text
+        return True
+
+    def _drop(self) -> bool:
+        self._held = ""
+        return False
+
+    def _release(self, count: int) -> bool:
+        """It is no call: its marker is text, and ``count`` letters behind it."""
+        self._say(self._marker + self._held[:count])
+        self._held, self._bare, self._step = self._held[count:], False, self._read_text
+        return True
+
+    def _start(self, name: str) -> None:
+        self.calls.append(Call(len(self.calls), name))
+        self._new.append(Piece(call=self.calls[-1], begins=True))
+
+    def _more(self, arguments: str) -> None:
+        call = self.calls[-1]
+        call.arguments += arguments
+        if self._new and self._new[-1].call is call:
+            self._new[-1].text += arguments
+        elif arguments:
+            self._new.append(Piece(arguments, call))
+
+
+def _certain(text: str) -> int:
+    """How much of ``text`` cannot become (white space before) a marker, whatever follows."""
+    end = len(text)
+    at = text.rfind("<")
+    if at >= 0 and any(marker.startswith(text[at:]) for marker in MARKERS):
+        end = at
+    return len(text[:end].rstrip())
+
+
+def head_of(text: str) -> tuple[str | None, int]:
+    """The function that a call names first, and where its arguments' bracket ends. Without a name: -1 if more text may
+    make it a call, 0 if none will."""
+    ends = []
+    for parts in HEADS:
+        name, end = _match(text, parts)
+        if name is not None and end > 0:
+            return name, end
+        ends.append(end)
+    return None, min(ends)
+
+
+def _match(text: str, parts: tuple[tuple[str, ...], ...]) -> tuple[str | None, int]:
+    name, place = None, 0
+    for options in parts:
+        rest = text[place:].lstrip()
+        place = len(text) - len(rest)
+        if options == (NAME,):
+            found = STRING.match(rest)
+            if found is None:
+                return None, -1 if not rest or OPEN_STRING.fullmatch(rest) else 0
+            name = _unquoted(found[0])
+            if not name:
+                return None, 0
+            place += found.end()
+            continue
+        whole = next((option for option in options if rest.startswith(option)), None)
+        if whole is None:
+            return None, -1 if any(option.startswith(rest) for option in options) else 0
+        place += len(whole)
+    return name, place
+
+
+def _unquoted(text: str) -> str | None:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def calls_in(text: str) -> list[tuple[str, str]] | None:
+    """Names and arguments (JSON) of the calls that a JSON text holds; None: it is something else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    found = []
+    for call in value if isinstance(value, list) else [value]:
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str) or not name:
+            return None
+        found.append((name, _as_text(call.get("arguments", call.get("parameters")))))
+    return found or None
+
+
+def _as_text(arguments: Any) -> str:
+    if arguments is None:
+        return "{}"
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

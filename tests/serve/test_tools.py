@@ -1,0 +1,373 @@
+"""Tools over HTTP, with a model that knows nothing of them: what it must call it calls rightly."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+from running import Running, run_server
+from transformers import AddedToken
+
+from forerun import LLM
+from forerun.serve.app import ServerOptions
+from forerun.serve.text import TextService
+from forerun.serve.tool_choice import MOST_CALLS
+
+CHAT = "/v1/chat/completions"
+ASK = [{"role": "user", "content": "hi"}]
+DATE = {
+    "type": "object",
+    "properties": {"day": {"type": "integer", "minimum": 1, "maximum": 31}, "month": {"$ref": "#/$defs/month"}},
+    "required": ["day", "month"],
+    "$defs": {"month": {"enum": ["may", "june"]}},
+}
+COLOUR = {"properties": {"names": {"type": "array", "items": {"enum": ["red", 'a "b"']}, "maxItems": 2}}}
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    function = {"name": name, "description": f"{name} it", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+TOOLS = [tool("set_date", DATE), tool("paint", COLOUR), tool("stop")]
+SCHEMAS = {"set_date": DATE, "paint": COLOUR, "stop": {"properties": {}, "additionalProperties": False}}
+BODY = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 300}
+CHOSEN = {"type": "function", "function": {"name": "set_date"}}
+HERMES = (
+    "{% for t in tools %}<tool_call> {{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"
+    "{{ m.tool_calls | length if m.tool_calls }}\n{% endfor %}"
+)
+LLAMA = (
+    "{% if tools %}Answer with {\"name\": it, \"parameters\": {...}}: {% for t in tools %}{{ t.function.name }} "
+    "{% endfor %}{% endif %}{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    "{{ c.function.name }}({{ c.function.arguments.day }}){% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(served: LLM) -> Iterator[Running]:
+    """A server whose template knows tools, in Llama 3's form."""
+    with run_server(served, ServerOptions(model_name="tiny", chat_template=LLAMA)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hermes(served: LLM) -> Iterator[Running]:
+    """A server whose template knows tools, in the Hermes models' form, and says little of them."""
+    with run_server(served, ServerOptions(model_name="tiny", chat_template=HERMES)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(hermes: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
+    calls = choice["message"].get("tool_calls", [])
+    assert len({call["id"] for call in calls}) == len(calls)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call["id"]) for call in calls)  # as Mistral's templates demand
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def check_calls(calls: list[tuple[str, str]]) -> None:
+    assert calls
+    for name, arguments in calls:
+        jsonschema_rs.validator_for(SCHEMAS[name]).validate(json.loads(arguments))
+
+
+def together(events: str) -> dict[str, Any]:
+    """A stream as the whole answer's choice."""
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    finish = None
+    for line in events.split("\n\n"):
+        if not line or line.endswith("[DONE]"):
+            continue
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        message["content"] += choice["delta"].get("content", "")
+        for new in choice["delta"].get("tool_calls", []):
+            if "id" in new:
+                assert (new["index"], new["type"]) == (len(message["tool_calls"]), "function")
+                message["tool_calls"].append(new)
+            else:
+                assert set(new["function"]) == {"arguments"}
+                message["tool_calls"][new["index"]]["function"]["arguments"] += new["function"]["arguments"]
+        assert finish is None
+        finish = choice["finish_reason"]
+    return {"message": message, "finish_reason": finish}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("wish", ["required", CHOSEN], ids=["required", "named"])
+def test_a_call_that_is_asked_for_is_valid(hermes: Running, seed: int, wish: Any) -> None:
+    body = {**BODY, "tool_choice": wish, "seed": seed}
+    (choice,) = hermes.post(CHAT, body).json()["choices"]
+    calls = calls_of(choice)
+    check_calls(calls)
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+    if wish == CHOSEN:
+        assert [name for name, _ in calls] == ["set_date"]
+    streamed = together(hermes.post(CHAT, {**body, "stream": True}).text)
+    assert calls_of(streamed) == calls
+    assert (streamed["message"]["content"], streamed["finish_reason"]) == ("", "tool_calls")
+
+
+def test_several_calls_come_unless_one_alone_is_wanted(hermes: Running) -> None:
+    seen = []
+    for seed in range(8):
+        several = calls_of(hermes.post(CHAT, {**BODY, "seed": seed}).json()["choices"][0])
+        one = calls_of(hermes.post(CHAT, {**BODY, "seed": seed, "parallel_tool_calls": False}).json()["choices"][0])
+        check_calls(several)
+        assert one == several[:1]
+        seen.append(len(several))
+    assert max(seen) > 1
+    assert max(seen) <= MOST_CALLS
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_same_seed_gives_the_same_calls_with_and_without_drafts(
+    hermes: Running, temperature: float, stream: bool
+) -> None:
+    body = {**BODY, "temperature": temperature, "seed": 7, "stream": stream}
+    if stream:
+        body["stream_options"] = {"continuous_usage_stats": True}
+    wishes = [{"enabled": False}, {"method": "draft_model"}, {"method": "ngram"}, {"method": "pattern"}]
+    answers = [hermes.post(CHAT, {**body, "speculative": wish}) for wish in wishes]
+    calls = [calls_of(together(a.text) if stream else a.json()["choices"][0]) for a in answers]
+    check_calls(calls[0])
+    assert calls == calls[:1] * 4
+    if not stream:
+        drafts = [a.json()["metrics"]["speculative_decoding"]["num_draft_tokens"] for a in answers]
+        assert drafts[0] == 0
+        assert min(drafts[1:]) > 0
+
+
+def test_a_call_that_is_cut_off_says_so(hermes: Running) -> None:
+    body = {**BODY, "tool_choice": CHOSEN, "max_tokens": 30, "seed": 1}
+    full = calls_of(hermes.post(CHAT, {**body, "max_tokens": 300}).json()["choices"][0])
+    (choice,) = hermes.post(CHAT, body).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    ((name, arguments),) = calls_of(choice)
+    assert name == "set_date"
+    assert full[0][1].startswith(arguments)
+    assert arguments != full[0][1]
+    assert calls_of(together(hermes.post(CHAT, {**body, "stream": True}).text)) == [(name, arguments)]
+
+
+def test_a_call_that_is_cut_off_before_its_name_is_none(hermes: Running) -> None:
+    body = {**BODY, "max_tokens": 3}
+    (choice,) = hermes.post(CHAT, body).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
+    assert choice["finish_reason"] == "length"
+    streamed = together(hermes.post(CHAT, {**body, "stream": True}).text)
+    assert streamed == {"message": {"content": "", "tool_calls": []}, "finish_reason": "length"}
+
+
+def test_the_openai_package(client: openai.OpenAI) -> None:
+    """Its own types, whole and streamed, and an answer's message back in the next request."""
+    options: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "seed": 3, "tool_choice": CHOSEN}
+    answer = client.chat.completions.create(messages=ASK, **options)
+    (call,) = answer.choices[0].message.tool_calls or []
+    check_calls([(call.function.name, call.function.arguments)])
+    with client.chat.completions.stream(messages=ASK, **options) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert [c.function.arguments for c in streamed] == [call.function.arguments]
+    turns = [*ASK, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    again = client.chat.completions.create(messages=turns, **options)
+    assert again.usage.prompt_tokens > answer.usage.prompt_tokens
+    assert again.choices[0].finish_reason == "tool_calls"
+
+
+def text_of(server: Running, **body: Any) -> str:
+    tokens = server.post("/tokenize", body).json()["tokens"]
+    return server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "set_date", "arguments": '{"day":3}'}}
+HISTORY = [
+    {"role": "system", "content": "Be brief."},
+    *ASK,
+    {"role": "assistant", "content": None, "tool_calls": [CALL, {**CALL, "id": "call_2"}]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+    {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "no"}]},
+]
+
+
+def test_a_template_that_does_not_know_tools_is_told_of_them(server: Running) -> None:
+    written = '<tool_call>\n{"name": "set_date", "arguments": {"day": 3}}\n</tool_call>'
+    said = (
+        f"<user>hi\n<assistant>{written}\n{written}\n"
+        "<user><tool_response>\ndone\n</tool_response>\n<tool_response>\nno\n</tool_response>\n<assistant>"
+    )
+    assert text_of(server, messages=HISTORY) == f"<system>Be brief.\n{said}"
+    told = text_of(server, messages=HISTORY, tools=TOOLS[:1])
+    assert told.startswith("<system>Be brief.\n\n")
+    assert told.endswith(f"\n{said}")
+    function = {"parameters": DATE, "name": "set_date", "description": "set_date it"}
+    assert json.loads(told.split("<tools>\n")[1].split("\n</tools>")[0]) == function
+    alone = text_of(server, messages=ASK, tools=TOOLS)
+    assert alone.startswith("<system>")
+    assert alone.endswith("\n<user>hi\n<assistant>")
+
+
+def test_a_template_that_knows_tools_gets_them(llama: Running) -> None:
+    told = text_of(llama, messages=[*ASK, *HISTORY[2:3]], tools=TOOLS)
+    begun = 'Answer with {"name": it, "parameters": {...}}: set_date paint stop '
+    assert told == f"{begun}<user>hi<assistant>set_date(3)set_date(3)"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_llama_s_form(llama: Running, stream: bool) -> None:
+    body = {**BODY, "seed": 5, "stream": stream}
+    answer = llama.post(CHAT, body)
+    choice = together(answer.text) if stream else answer.json()["choices"][0]
+    check_calls(calls_of(choice))
+    assert len(calls_of(choice)) == 1
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_markers_that_are_special_tokens_are_not_left_out(served: LLM) -> None:
+    tokenizer = copy.deepcopy(served.tokenizer)
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    assert not TextService(tokenizer, 512, HERMES).hides_calls
+    tokenizer = copy.deepcopy(served.tokenizer)
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=True)], special_tokens=True)
+    assert tokenizer.decode(tokenizer.encode("<tool_call>"), skip_special_tokens=True) == ""
+    assert TextService(tokenizer, 512, HERMES).hides_calls
+
+
+def test_tools_that_may_not_be_called_are_not_there(server: Running) -> None:
+    plain = server.post(CHAT, {"messages": ASK, "max_tokens": 8, "seed": 1}).json()
+    none = server.post(CHAT, {**BODY, "tool_choice": "none", "max_tokens": 8, "seed": 1}).json()
+    assert none["choices"] == plain["choices"]
+    assert none["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+
+
+def test_tools_that_may_be_called_leave_the_text_alone(server: Running) -> None:
+    """A model that calls nothing answers as it would anyway, after the same prompt."""
+    body = {**BODY, "tool_choice": "auto", "max_tokens": 24, "seed": 4}
+    (choice,) = server.post(CHAT, body).json()["choices"]
+    prompt = server.post("/tokenize", {"messages": ASK, "tools": TOOLS}).json()["tokens"]
+    plain = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 24, "seed": 4}).json()["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": plain["text"], "refusal": None}
+    assert together(server.post(CHAT, {**body, "stream": True}).text)["message"]["content"] == plain["text"]
+
+
+@pytest.mark.parametrize(("unwanted", "called"), [("{", True), ("<", False)])
+def test_a_response_format_binds_what_is_no_call(hermes: Running, served: LLM, unwanted: str, called: bool) -> None:
+    first = {str(i): -100 for token, i in served.tokenizer.get_vocab().items() if token.startswith(unwanted)}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    wish = {"type": "json_schema", "json_schema": {"name": "ok", "schema": schema}}
+    body = {**BODY, "tool_choice": "auto", "response_format": wish, "logit_bias": first, "seed": 2}
+    (choice,) = hermes.post(CHAT, body).json()["choices"]
+    if called:
+        check_calls(calls_of(choice))
+    else:
+        assert set(json.loads(choice["message"]["content"])) == {"ok"}
+        assert choice["finish_reason"] == "stop"
+
+
+def test_efforts_are_ignored_visibly(server: Running) -> None:
+    body = {"messages": ASK, "max_tokens": 2, "seed": 1}
+    plain = server.post(CHAT, body)
+    assert "forerun-ignored" not in plain.headers
+    for stream in (False, True):
+        answer = server.post(CHAT, {**body, "reasoning_effort": "high", "stream": stream})
+        assert answer.headers["forerun-ignored"] == "reasoning_effort"
+        if not stream:
+            assert answer.json()["choices"] == plain.json()["choices"]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def history(**changes: Any) -> dict[str, Any]:
+    return {"messages": [*ASK, {**HISTORY[2], **changes}]}
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    return history(tool_calls=[{**CALL, "function": {"name": "set_date", "arguments": arguments}}])
+
+
+WRONG: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"tools": []}, "tools", "at least 1 item"),
+    ({"tools": [tool(f"f{i}") for i in range(200)]}, "tools", "at most 128 items, not 200"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
+    ({"tools": [{**tool("a"), "type": "web_search"}]}, "tools.0.type", "'function'"),
+    ({"tools": [tool("a b")]}, "tools.0.function.name", "match pattern"),
+    ({"tools": [tool("a"), tool("a")]}, "tools", "two tools are called 'a'"),
+    ({"tools": [tool("a", "x")]}, "tools.0.function.parameters", "must be an object"),
+    ({"tools": [tool("a", {"type": "string"})]}, "tools.0.function.parameters", "must be the schema of an object"),
+    ({"tools": [tool("a", nested(40))]}, "tools.0.function.parameters", "more than 64 objects and lists within"),
+    ({"tools": [tool("a", nested(400))]}, "tools.0.function.parameters", "more than 64 objects and lists within"),
+    ({"tools": [tool("a", {"properties": {"b": {"type": "nonsense"}}})], "tool_choice": "required"}, "tools",
+     "nonsense"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice",
+     "there is no tool 'other' among tools"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "'none', 'auto' or 'required'"),
+    ({"tools": TOOLS, "tool_choice": 3}, "tool_choice", "must be 'none', 'auto', 'required' or an object"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "Field required"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools to choose from"),
+    ({"tool_choice": CHOSEN}, "tool_choice", "there are no tools to choose from"),
+    ({"tools": TOOLS, "guided_regex": "a"}, None, "structured_outputs and guided_* exclude tools"),
+    ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"choice": ["a"]}}, None, "exclude tools"),
+    ({"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, None,
+     "the schema of response_format is false"),
+    ({"functions": [{"name": "a"}]}, "functions", "functions are called tools now"),
+    ({"function_call": "auto"}, "function_call", "functions are called tools now"),
+    (history(tool_calls=None, function_call={"name": "a"}), "messages.1.function_call", "called tools now"),
+    ({"messages": [{"role": "function", "name": "a", "content": "x"}]}, "messages.0.role", "'assistant' or 'tool'"),
+    (history(role="user"), "messages.1.tool_calls", "goes with the role assistant"),
+    (history(tool_calls=[]), "messages.1.content", "a text or a list of text parts"),
+    (history(tool_calls=[{"id": "a"}]), "messages.1.tool_calls.0.function", "Field required"),
+    (history(tool_calls=[{**CALL, "id": ""}]), "messages.1.tool_calls.0.id", "at least 1 character"),
+    (called("{"), "messages.1.tool_calls.0.function.arguments", "must be a JSON object, as text"),
+    (called("[1]"), "messages.1.tool_calls.0.function.arguments", "must be a JSON object, as text"),
+    (called('{"a": NaN}'), "messages.1.tool_calls.0.function.arguments", "must be a JSON object, as text"),
+    (called('{"a":' * 90 + "1" + "}" * 90), "messages.1.tool_calls.0.function.arguments", "more than 64 objects"),
+    (called('{"a":' * 9000 + "1" + "}" * 9000), "messages.1.tool_calls.0.function.arguments", "must be a JSON object"),
+    (called('{"a": "\\ud800"}'), "messages", "half a surrogate pair"),
+    (called({"day": 3}), "messages.1.tool_calls.0.function.arguments", "valid string"),
+    ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages.1", "tool_call_id goes with the role tool"),
+    ({"messages": [{**ASK[0], "tool_call_id": "a"}]}, "messages.0", "tool_call_id goes with the role tool"),
+    ({"messages": [*ASK, HISTORY[3]]}, "messages", "message 1 answers the call 'call_1', which no message before made"),
+]  # fmt: skip
+
+
+def test_schemas_that_are_too_large_for_a_grammar_are_refused(hermes: Running) -> None:
+    large = [tool("a", {"properties": {"b": {"const": "x" * 70000}}})]
+    answer = hermes.post(CHAT, {**BODY, "tools": large})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert "more than the 65536 that a grammar may have" in answer.json()["error"]["message"]
+    assert hermes.post(CHAT, {**BODY, "tools": large, "tool_choice": "auto", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(("body", "param", "message"), WRONG, ids=range(len(WRONG)))
+def test_wrong_bodies(server: Running, body: dict[str, Any], param: str | None, message: str) -> None:
+    answer = server.post(CHAT, {"messages": ASK, "max_tokens": 4, **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert error["param"] == param
+    assert "\n" not in error["message"]
+    assert "Traceback" not in answer.text
