@@ -231,7 +231,7 @@ def strict(served: LLM) -> Iterator[Running]:
 
 
 def test_the_key_guards_all_but_three_paths(strict: Running) -> None:
-    for path in ("/", "/health", "/metrics"):
+    for path in ("/", "/health", "/live", "/metrics"):
         assert strict.http.get(path).status_code == 200
     for path in ("/v1/models", "/version", "/openapi.json"):
         check(strict.http.get(path), 401, "API key")
@@ -325,6 +325,7 @@ def test_a_draining_server_refuses(served: LLM) -> None:
         running.engine.draining = True
         check(running.post(COMPLETIONS, GOOD), 503, "shutting down")
         check(running.http.get("/health"), 503, "shutting down")
+        assert running.http.get("/live").status_code == 200
 
 
 def test_two_servers_on_a_port() -> None:

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running import Running, run_server
 
-from forerun import LLM
+from forerun import LLM, ConfigError
 from forerun.serve.app import ServerOptions
 
 PROMPT = "def parse("
@@ -133,3 +133,38 @@ def test_refused_requests_have_no_answers_that_end(server: Running) -> None:
         label: after[name, label] - before[name, label] for name, label in after if name == "request_success_total"
     }
     assert ended == {"stop": 0, "length": 1, "error": 0, "abort": 0}
+
+
+GATEWAY = {
+    "vllm:num_requests_waiting": "gauge", "vllm:num_requests_running": "gauge", "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:cache_config_info": "gauge", "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter", "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
+}  # fmt: skip
+"""Names and types in vLLM's documentation that routers and dashboards read."""
+
+
+def test_what_gateways_read(served: LLM, server: Running) -> None:
+    assert "vllm:" not in server.http.get("/metrics").text
+    with run_server(served, ServerOptions(model_name="tiny", metrics_names="vllm")) as running:
+        running.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "seed": 7})
+        text = running.http.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {name: families[name].type for name in GATEWAY} == GATEWAY
+    for name in GATEWAY:
+        own = families.get(name.replace("vllm:", "forerun:"))
+        for sample in families[name].samples:
+            assert sample.labels["engine"] == "0"
+            if own is not None:
+                assert sample.labels["model_name"] == "tiny"
+                twin = {key: value for key, value in sample.labels.items() if key != "engine"}
+                assert [each.value for each in own.samples if each.labels == twin] == [sample.value]
+    (facts,) = families["vllm:cache_config_info"].samples
+    pool = served.engine.target.cache.pool
+    assert facts.value == 1.0
+    assert (facts.labels["block_size"], facts.labels["num_gpu_blocks"]) == (str(pool.page_size), str(pool.num_pages))
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="metrics_names is forerun or vllm, not 'sglang'"):
+        ServerOptions(metrics_names="sglang")

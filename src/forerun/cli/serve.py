@@ -29,6 +29,9 @@ AllowedHosts = Annotated[
     ),
 ]
 NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="no line in the log for each request")]
+MetricsNames = Annotated[
+    str, typer.Option(metavar="forerun|vllm", help="vllm: its names, beside our own, for gateways that read them")
+]
 AlsoDraft = Annotated[
     list[str] | None,
     typer.Option(metavar="JSON", help="another drafter, which requests may choose by method (repeatable)"),
@@ -61,6 +64,7 @@ def serve(
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores but one, for HTTP")] = None,
     no_request_log: NoRequestLog = False,
+    metrics_names: MetricsNames = "forerun",
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
@@ -79,6 +83,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
     _set_up(threads, log_requests=not no_request_log)
+    limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)
     allow_files(max_connections)
     listener = open_socket(host, port)
     local = is_loopback(listener.getsockname()[0])
@@ -88,15 +93,14 @@ def serve(
         chat_template=None if chat_template is None else read_file(chat_template),
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
+        metrics_names=metrics_names,
     )
-    if options.api_key is None and not local:
-        warn(f"{host} can be reached from outside and there is no --api-key")
+    _warn_if_open(host, options.api_key, local=local)
     llm = _load(engine, _drafters(speculative, engine, also_draft or []))
     asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
     name = served_model_name or llm.model.info.name
     app = create_app(asynchronous, replace(options, model_name=name))
     out().print(f"{name}: {_facts(llm)}\nlistening on {address_of(host, listener)}", soft_wrap=True)
-    limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)
     run(app, asynchronous, listener, drain_seconds=drain_timeout, limits=limits)
 
 
@@ -107,6 +111,11 @@ def _set_up(threads: int | None, *, log_requests: bool) -> None:
     logging.getLogger("forerun").addHandler(handler)
     logging.getLogger("forerun.requests").setLevel(logging.INFO if log_requests else logging.WARNING)
     set_threads(all_but_one() if threads is None else threads)
+
+
+def _warn_if_open(host: str, key: str | None, *, local: bool) -> None:
+    if key is None and not local:
+        warn(f"{host} can be reached from outside and there is no --api-key")
 
 
 def _key(given: str | None) -> str | None:

@@ -24,7 +24,7 @@ from forerun.serve import answers, errors, openapi, page
 from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard, allowed_host
 from forerun.serve.log import RequestLog
-from forerun.serve.metrics import Recorder
+from forerun.serve.metrics import NAMES, Recorder
 from forerun.serve.openapi import BODY, GENERATION, responses
 from forerun.serve.replies import ChatReply, CompletionReply, Echo, ToolOptions
 from forerun.serve.schema import (
@@ -53,8 +53,12 @@ class ServerOptions:
     body_timeout: float = 60.0
     request_timeout: float = 600.0
     """From arrival to the last token."""
+    metrics_names: str = "forerun"
+    """``vllm``: beside our own, vLLM's names of what gateways and dashboards read."""
 
     def __post_init__(self) -> None:
+        if self.metrics_names not in NAMES:
+            raise ConfigError(f"metrics_names is {' or '.join(NAMES)}, not {self.metrics_names!r}")
         for name in self.allowed_hosts or ():
             allowed_host(name)
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
@@ -71,7 +75,7 @@ class Server:
         self.engine = engine
         self.options = options
         self.text = TextService(engine.tokenizer, self.limit, options.chat_template)
-        self.recorder = Recorder(engine, options.model_name)
+        self.recorder = Recorder(engine, options.model_name, options.metrics_names)
         self.started = int(time.time())
 
     @property
@@ -352,6 +356,10 @@ def _operations(app: FastAPI, server: Server) -> None:
     async def health() -> dict[str, str]:
         if engine.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
+        return {"status": "ok"}
+
+    @app.get("/live", responses=responses(good=answers.Health))
+    async def live() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get("/version", responses=responses(good=answers.Version))

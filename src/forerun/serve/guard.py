@@ -16,7 +16,7 @@ from forerun.serve.errors import ApiError
 
 HOST = re.compile(r"(?:([a-z0-9._-]+)|\[([0-9a-f:.]+)\])(?::[0-9]*)?", re.ASCII | re.IGNORECASE)
 """A name or an address, and perhaps a port: all that a Host header may hold here."""
-OPEN = ("/", "/health", "/metrics")
+OPEN = ("/", "/health", "/live", "/metrics")
 """Paths that need no key; the playground's files, under /page/, neither."""
 
 

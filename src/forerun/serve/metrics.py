@@ -18,17 +18,56 @@ from forerun.engine.stream import Delta, Stream
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+NAMES = ("forerun", "vllm")
+ROUTED = frozenset(
+    (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
+        "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
+    )
+)  # fmt: skip
+"""What vLLM's servers have under ``vllm:`` with the same name and meaning; routers and dashboards read some of it."""
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
 class EngineCollector:
-    """The engine's own counters, as they stand."""
+    """The engine's own counters, as they stand; with ``names`` ``vllm`` beside them what gateways look for."""
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
+    def __init__(self, engine: AsyncEngine, model: str, names: str = "forerun") -> None:
         self.engine = engine
         self.model = model
+        self.names = names
 
     def collect(self) -> Iterator[Metric]:
+        for family in self._own():
+            yield family
+            name = family.name.removeprefix("forerun:")
+            if self.names == "vllm" and name in ROUTED:
+                yield self._as_vllm(family, name)
+        if self.names == "vllm":
+            yield self._cache_config()
+
+    def _as_vllm(self, own: Metric, name: str) -> Metric:
+        family = Metric(f"vllm:{name}", own.documentation, own.type)
+        for sample in own.samples:
+            suffix = sample.name.removeprefix(own.name)
+            family.add_sample(family.name + suffix, {"engine": "0", **sample.labels}, sample.value)
+        return family
+
+    def _cache_config(self) -> Metric:
+        """A gauge of 1 whose labels are the facts."""
+        pool = self.engine.engine.target.cache.pool
+        facts = {
+            "block_size": str(pool.page_size), "num_gpu_blocks": str(pool.num_pages), "cache_dtype": "auto",
+            "enable_prefix_caching": str(self.engine.engine.config.caches_prefixes), "engine": "0",
+        }  # fmt: skip
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "the KV cache: tokens in a page, pages", labels=list(facts)
+        )
+        family.add_metric(list(facts.values()), 1.0)
+        return family
+
+    def _own(self) -> Iterator[Metric]:
         engine, stats = self.engine.engine, self.engine.engine.stats
         pool = engine.target.cache.pool
         running = len(engine.scheduler.running)
@@ -99,10 +138,10 @@ class Latency:
 class Recorder:
     """Latency histograms, and how requests ended; sees all deltas in the event loop."""
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
+    def __init__(self, engine: AsyncEngine, model: str, names: str = "forerun") -> None:
         self.engine = engine
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine, model))
+        self.registry.register(EngineCollector(engine, model, names))
 
         self.first = Latency("time_to_first_token_seconds", "from arrival to the first token", model, FIRST_TOKEN)
         self.between = Latency(
