@@ -220,10 +220,13 @@ class Engine:
         if method is None:
             method = next(iter(loaded), None)
         elif method not in loaded:
-            raise RequestError(f"method {method!r} is not loaded; there is {', '.join(loaded) or NONE}")
+            raise RequestError(f"method {method!r} is not loaded; there is {', '.join(loaded) or NONE}", param="method")
         limit = loaded[method].config.num_speculative_tokens if method is not None else 0
         if max_draft is not None and not 0 <= max_draft <= limit:
-            raise RequestError(f"num_speculative_tokens must be from 0 to {limit} here, not {max_draft}")
+            raise RequestError(
+                f"num_speculative_tokens must be from 0 to {limit} here, not {max_draft}",
+                param="num_speculative_tokens",
+            )
         return method
 
     def _check(self, prompt: Seq[int], params: SamplingParams) -> SamplingParams:

@@ -41,7 +41,9 @@ class TraceRound(Answer):
     """What became of one round's draft."""
 
     tokens: list[tuple[str, Literal["accepted", "corrected", "bonus", "plain"]]]
+    token_ids: list[int]
     rejected: list[str]
+    rejected_ids: list[int]
     drafted: int
     method: str | None
 

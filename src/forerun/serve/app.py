@@ -131,7 +131,7 @@ class Server:
             try:
                 await asyncio.to_thread(lambda: self.engine.engine.grammars.compile(wanted))
             except RequestError as error:
-                error.param = "tools" if wanted.schemas is not None else error.param
+                error.param = "tools" if wanted.schemas is not None else body.shape_field
                 raise
         streams: list[Stream] = []
         try:
@@ -142,8 +142,8 @@ class Server:
         except BaseException as error:
             for stream in streams:
                 stream.abort()
-            if isinstance(error, RequestError) and error.param == "prompt" and isinstance(body, ChatRequest):
-                error.param = "messages"
+            if isinstance(error, RequestError):
+                error.param = body.field_of(error.param)
             raise
         return streams
 

@@ -134,6 +134,16 @@ class Generation(Body):
         """Fields that ask for something and change nothing, which the answer's headers say."""
         return []
 
+    def field_of(self, param: str | None) -> str | None:
+        """The field of this body that the engine calls ``param``."""
+        return f"speculative.{param}" if param in Speculative.model_fields else param
+
+    @property
+    def shape_field(self) -> str | None:
+        """The field that asks for structured output."""
+        names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+        return next((name for name in (*names, "guided_grammar") if getattr(self, name) is not None), None)
+
     def structured(self) -> StructuredOutputsParams | None:
         """The request's grammar. Raises ConfigError if several are asked for."""
         given: dict[str, Any] = {}
@@ -235,6 +245,9 @@ class ChatRequest(Generation):
 
     def ignored(self) -> list[str]:
         return [] if self.reasoning_effort is None else ["reasoning_effort"]
+
+    def field_of(self, param: str | None) -> str | None:
+        return "messages" if param == "prompt" else super().field_of(param)
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:

@@ -178,7 +178,9 @@ class Reply(ABC):
             texts[-1] += detokenizer.finish()
         return {
             "tokens": [[text, origin] for text, origin in zip(texts, round_.origins)],
+            "token_ids": round_.tokens,
             "rejected": [self.text.token_text(token)[0] for token in round_.rejected],
+            "rejected_ids": round_.rejected,
             "drafted": round_.drafted,
             "method": round_.method,
         }

@@ -1,238 +1,275 @@
-// The playground: one request at a time, streamed, every token coloured by what became of its draft.
+// The playground: a conversation, or a text to continue; one request at a time.
 
+import { Answer } from "/page/answer.js";
+import { servedModel } from "/page/api.js";
 import { drawPositions, drawRounds, drawSpeeds } from "/page/charts.js";
+import { asked, clearErrors, offer, showError } from "/page/options.js";
+import { decode, Run } from "/page/run.js";
 
 const $ = (id) => document.getElementById(id);
-let running = null; // the AbortController of the run in progress
-let drafters = {}; // the server's, by method
+const turns = []; // {text, answer, element} of the conversation
+let busy = null; // {controller, done} of what is in progress
+let model = null;
 
-function headers() {
-  const key = $("key").value;
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-}
+const key = () => $("key").value;
+const chatting = () => !$("chat").hidden;
+const box = () => $(chatting() ? "message" : "prompt");
+const say = (text) => ($("status").textContent = text);
 
-function say(text, isError = false) {
-  $("status").textContent = text;
-  $("status").classList.toggle("error", isError);
-}
+// --- the model and its modes
 
-async function loadModel() {
-  const response = await fetch("/v1/models", { headers: headers() });
-  const body = await response.json();
-  if (!response.ok) throw new Error(body.error.message);
-  const model = body.data[0];
-  $("model").textContent = `${model.id}, ${model.max_model_len} tokens of context.`;
-  drafters = model.speculative;
-  const options = [...Object.keys(drafters), "none"].map((name) => new Option(name, name));
-  $("method").replaceChildren(...options);
-  offerDrafts();
-  $("chat").disabled = !model.chat_template;
+async function load() {
+  model = await servedModel(key());
+  $("model").textContent = `${model.id} · ${model.max_model_len.toLocaleString("en")} tokens of context`;
+  offer(model);
+  $("tab_chat").disabled = !model.chat_template;
   $("chat_note").hidden = model.chat_template;
-  if (!model.chat_template) $("chat").checked = false;
+  choose(model.chat_template ? "chat" : "complete");
 }
 
-// What the chosen method leaves to choose.
-function offerDrafts() {
-  const drafter = drafters[$("method").value];
-  $("tokens").disabled = $("compare").disabled = !drafter;
-  $("tokens").max = drafter?.num_speculative_tokens ?? 0;
-  $("tokens").placeholder = drafter ? `up to ${drafter.num_speculative_tokens}` : "none";
-}
-
-// The request's body; `plain` decodes without drafts.
-function body(plain) {
-  const number = (id) => Number($(id).value);
-  const speculative = { enabled: !plain, trace: true };
-  if (!plain) {
-    speculative.method = $("method").value;
-    if ($("tokens").value !== "") speculative.num_speculative_tokens = number("tokens");
+function choose(mode) {
+  for (const name of ["chat", "complete"]) {
+    $(name).hidden = name !== mode;
+    $(`tab_${name}`).setAttribute("aria-selected", name === mode);
+    $(`tab_${name}`).tabIndex = name === mode ? 0 : -1;
   }
-  const request = {
-    temperature: number("temperature"), top_p: number("top_p"), top_k: number("top_k"), min_p: number("min_p"),
-    seed: number("seed"), max_tokens: number("max_tokens"),
-    stream: true, stream_options: { include_usage: true }, speculative,
-  };
-  if ($("stop_text").value) request.stop = [$("stop_text").value];
-  if ($("regex").value) request.structured_outputs = { regex: $("regex").value };
-  const prompt = $("prompt").value;
-  return $("chat").checked ? { ...request, messages: [{ role: "user", content: prompt }] } : { ...request, prompt };
+  $("system_field").hidden = mode !== "chat";
+  offerFresh();
+  clearErrors();
+  measure(chatting() ? turns.at(-1)?.answer : completed);
 }
 
-// The parsed events of a streamed answer. Throws what the server says is wrong.
-async function* events(request, signal) {
-  const path = request.messages ? "/v1/chat/completions" : "/v1/completions";
-  const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(request), signal });
-  if (!response.ok) throw new Error((await response.json()).error.message);
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new Error(event.error.message);
-      yield event;
+// --- one thing at a time
+
+function setBusy(now) {
+  busy = now;
+  for (const button of document.querySelectorAll(".run")) button.hidden = busy !== null;
+  for (const button of document.querySelectorAll(".stop")) button.hidden = busy === null;
+}
+
+// Ends what is in progress and does `work`; gives whether that came to its end.
+async function occupy(work) {
+  busy?.controller.abort();
+  await busy?.done;
+  const controller = new AbortController();
+  const held = document.activeElement?.matches(".run");
+  clearErrors();
+  const task = work(controller.signal).then(
+    () => true,
+    (error) => {
+      if (error.name === "AbortError") say("Stopped.");
+      else {
+        say("That did not work.");
+        showError(error, box());
+      }
+      return false;
+    },
+  );
+  setBusy({ controller, done: task });
+  if (held) visible(".stop")?.focus();
+  const whole = await task;
+  const stopping = document.activeElement?.matches(".stop");
+  setBusy(null);
+  if (stopping) visible(".run")?.focus();
+  return whole;
+}
+
+const visible = (selector) => [...document.querySelectorAll(selector)].find((each) => each.offsetParent !== null);
+
+// --- measurements of one answer
+
+let measured = null;
+
+function measure(answer) {
+  measured = answer ?? null;
+  $("measured").hidden = !measured;
+  $("speeds_figure").hidden = !measured?.speeds;
+  if (!measured) return;
+  drawPositions($("positions"), measured.run.positions);
+  drawRounds($("rounds"), measured.run.rounds);
+  if (measured.speeds) drawSpeeds($("speeds"), measured.speeds);
+}
+
+// Streams an answer into the page; `follow` keeps its end in sight.
+async function stream(answer, signal, follow) {
+  say(answer.request.speculative.method ? "Speculating …" : "Decoding plainly …");
+  measure(answer);
+  try {
+    await decode(answer.request, key(), signal, answer.run, (round) => {
+      follow(() => answer.show(round));
+      if (measured === answer) measure(answer);
+    });
+  } catch (error) {
+    if (answer.run.tokens.length) answer.end(error.name === "AbortError" ? "stopped" : "broken off");
+    throw error;
+  }
+  follow(() => answer.end());
+  say(`Done: ${answer.run.verdict}.`);
+}
+
+const compareNow = (answer) =>
+  occupy(async (signal) => {
+    const last = answer === turns.at(-1)?.answer;
+    const tell = (text, done) => (last ? atEnd : (change) => change())(() => answer.tellComparison(text, done));
+    try {
+      say("Comparing …");
+      const told = await answer.compare(key(), signal, (found, text) => {
+        answer.speeds = found.on.length ? found : null;
+        measure(answer);
+        tell(text, false);
+      });
+      tell(told, true);
+      say(told);
+    } catch (error) {
+      tell("", false);
+      answer.speeds = null;
+      measure(answer);
+      throw error;
     }
-  }
+  });
+
+function newAnswer(request, options) {
+  const wishes = $("probabilities").checked
+    ? request.messages ? { logprobs: true, top_logprobs: 3 } : { logprobs: 3 }
+    : {};
+  return new Answer({ ...request, ...wishes }, new Run(), { ...options, compareNow });
 }
 
-function span(text, kind) {
-  const struck = kind === "rejected" || kind === "dropped";
-  const element = document.createElement(struck ? "s" : "span");
-  element.className = kind;
-  // What is no part of the answer must not break its lines.
-  element.textContent = struck ? text.replaceAll("\n", "⏎") : text;
-  return element;
+// --- the conversation
+
+function history(text) {
+  const messages = turns.flatMap((turn) => [
+    { role: "user", content: turn.text },
+    { role: "assistant", content: turn.answer.run.text },
+  ]);
+  const system = $("system").value.trim();
+  return [...(system ? [{ role: "system", content: system }] : []), ...messages, { role: "user", content: text }];
 }
 
-// One round: its accepted tokens, the rejected rest of the draft, then the target's own token.
-function showRound(round) {
-  const own = round.tokens.filter(([, origin]) => origin !== "accepted");
-  const kept = round.tokens.filter(([, origin]) => origin === "accepted");
-  const pieces = kept.map(([text, origin]) => span(text, origin));
-  if (round.rejected.length) pieces.push(...round.rejected.map((text) => span(text, "rejected")));
-  pieces.push(...own.map(([text, origin]) => span(text, origin)));
-  const answer = $("answer");
-  const atEnd = answer.scrollHeight - answer.scrollTop - answer.clientHeight < 40;
-  answer.append(...pieces);
-  if (atEnd) answer.scrollTop = answer.scrollHeight;
+// Does `change`; whoever was reading the end of the page still does afterwards.
+function atEnd(change) {
+  const end = () => $("turns").getBoundingClientRect().bottom - $("composer").getBoundingClientRect().top;
+  const reading = end() < 48;
+  change();
+  if (reading && end() > 0) scrollBy({ top: end(), behavior: "instant" });
 }
 
-// Of the tokens shown, the first `length` characters are the answer; a stop text cut the rest off.
-function cutAnswer(length) {
-  let left = length;
-  for (const token of document.querySelectorAll("#answer span:not(.prompt)")) {
-    const text = token.textContent;
-    if (text.length > left) {
-      token.after(span(text.slice(left), "dropped"));
-      token.textContent = text.slice(0, left);
+async function send(text) {
+  await occupy(async (signal) => {
+    const answer = newAnswer({ ...asked(), messages: history(text) }, { again: () => again(turn) });
+    const element = document.createElement("div");
+    element.className = "turn";
+    const question = Object.assign(document.createElement("p"), { className: "question", textContent: text });
+    element.append(question, answer.element);
+    const turn = { text, answer, element };
+    $("welcome").hidden = true;
+    $("turns").append(element);
+    turns.push(turn);
+    $("message").value = "";
+    element.scrollIntoView({ block: "start" });
+    try {
+      await stream(answer, signal, atEnd);
+    } finally {
+      if (!answer.run.tokens.length) takeBack(turn);
+      offerFresh();
     }
-    left -= token.textContent.length;
-  }
+  });
 }
 
-// On a narrow screen the answer is below the form. The focus stays where it is.
-function bringAnswerIntoView() {
-  const section = $("answer").parentElement;
-  if (section.getBoundingClientRect().top > 0.6 * innerHeight) section.scrollIntoView();
+const offerFresh = () => ($("fresh").hidden = !chatting() || !turns.length);
+
+// A turn that leaves the conversation; its message can be sent once more.
+function takeBack(turn) {
+  for (const dropped of turns.splice(turns.indexOf(turn))) dropped.element.remove();
+  $("message").value ||= turn.text;
+  $("welcome").hidden = turns.length > 0;
+  measure(turns.at(-1)?.answer);
 }
 
-class Run {
-  constructor() {
-    this.text = "";
-    this.lengths = [];
-    this.positions = [];
-    this.tokens = 0;
-    this.first = null;
-    this.speed = 0;
-    this.usage = null;
-  }
-
-  add(round) {
-    const now = performance.now();
-    const accepted = round.tokens.filter(([, origin]) => origin === "accepted").length;
-    this.lengths.push(round.tokens.length);
-    this.tokens += round.tokens.length;
-    for (let i = 0; i < round.drafted; i++) {
-      this.positions[i] ??= { drafted: 0, accepted: 0 };
-      this.positions[i].drafted += 1;
-      this.positions[i].accepted += i < accepted ? 1 : 0;
-    }
-    if (this.first === null) this.first = { now, tokens: this.tokens };
-    else this.speed = (1000 * (this.tokens - this.first.tokens)) / (now - this.first.now);
-  }
+async function again(turn) {
+  busy?.controller.abort();
+  await busy?.done;
+  const draft = $("message").value;
+  takeBack(turn);
+  await send(turn.text);
+  $("message").value ||= draft;
 }
 
-async function decode(plain, signal, onRound) {
-  const run = new Run();
-  for await (const event of events(body(plain), signal)) {
-    for (const choice of event.choices) {
-      run.text += choice.text ?? choice.delta.content;
-      for (const round of choice.trace ?? []) {
-        run.add(round);
-        onRound(run, round);
+async function startAnew() {
+  busy?.controller.abort();
+  await busy?.done;
+  const draft = $("message").value;
+  if (turns.length) takeBack(turns[0]);
+  $("message").value = draft;
+  offerFresh();
+  clearErrors();
+  say("A new conversation.");
+  $("message").focus();
+}
+
+function sendMessage() {
+  const text = $("message").value;
+  if (text.trim()) send(text);
+  else $("message").focus();
+}
+
+// --- a text to continue
+
+let completed = null;
+
+const complete = () =>
+  occupy(async (signal) => {
+    const prompt = $("prompt").value;
+    const answer = newAnswer({ ...asked(), prompt }, { prompt });
+    const before = completed;
+    completed = answer;
+    $("completion").replaceChildren(answer.element);
+    if (answer.element.getBoundingClientRect().top > 0.6 * innerHeight) answer.element.scrollIntoView();
+    try {
+      await stream(answer, signal, (change) => change());
+    } finally {
+      if (!answer.run.tokens.length) {
+        completed = before;
+        $("completion").replaceChildren(...(before ? [before.element] : []));
+        measure(before);
       }
     }
-    if (event.usage) {
-      run.usage = event.usage;
-      run.metrics = event.metrics;
-      run.speed = event.metrics.tokens_per_second ?? run.speed;
-    }
-  }
-  return run;
-}
-
-async function runAll(signal) {
-  const speeds = { on: 0, off: 0 };
-  const plainOnly = $("method").value === "none";
-  $("answer").replaceChildren(span($("prompt").value, "prompt"));
-  bringAnswerIntoView();
-  $("verdict").textContent = "";
-  drawSpeeds($("speeds"), speeds);
-  drawRounds($("rounds"), $("mean"), []);
-  drawPositions($("positions"), []);
-  say(plainOnly ? "Decoding plainly …" : "Speculating …");
-  const first = await decode(plainOnly, signal, (run, round) => {
-    showRound(round);
-    speeds[plainOnly ? "off" : "on"] = run.speed;
-    drawRounds($("rounds"), $("mean"), run.lengths);
-    drawPositions($("positions"), run.positions);
-    drawSpeeds($("speeds"), speeds);
   });
-  cutAnswer(first.text.length);
-  speeds[plainOnly ? "off" : "on"] = first.speed;
-  drawSpeeds($("speeds"), speeds);
-  if ($("compare").checked && !plainOnly) {
-    say("The same again, plainly …");
-    const second = await decode(true, signal, (run) => {
-      speeds.off = run.speed;
-      drawSpeeds($("speeds"), speeds);
-    });
-    speeds.off = second.speed;
-    drawSpeeds($("speeds"), speeds);
-    compare(first, second);
-  }
-  say(`${first.usage.completion_tokens} tokens in ${first.lengths.length} rounds.`);
-}
 
-function compare(first, second) {
-  const ratio = second.speed ? `${(first.speed / second.speed).toFixed(2)} times plain decoding's speed; ` : "";
-  const promised = first.metrics.speculative_decoding.identical_to_plain_decoding;
-  const same = first.text === second.text ? "the same text." : "another text.";
-  const note = promised ? "" : " This rule keeps the distribution, not the text.";
-  $("verdict").textContent = `${ratio}${same}${note}`;
-}
+// --- what the page listens to
 
-async function start(event) {
-  event?.preventDefault();
-  if (running || !$("form").reportValidity()) return;
-  running = new AbortController();
-  $("run").disabled = true;
-  $("stop").disabled = false;
-  try {
-    if (!$("method").options.length) await loadModel();
-    await runAll(running.signal);
-  } catch (error) {
-    if (error.name === "AbortError") say("Stopped.");
-    else say(error.message, true);
-  } finally {
-    running = null;
-    $("run").disabled = false;
-    $("stop").disabled = true;
-  }
+$("composer").addEventListener("submit", (event) => (event.preventDefault(), sendMessage()));
+$("continuing").addEventListener("submit", (event) => (event.preventDefault(), complete()));
+for (const button of document.querySelectorAll(".stop")) button.addEventListener("click", () => busy?.controller.abort());
+for (const button of document.querySelectorAll("#welcome button")) {
+  button.addEventListener("click", () => send(button.textContent));
 }
-
-$("form").addEventListener("submit", start);
-$("method").addEventListener("change", offerDrafts);
-$("stop").addEventListener("click", () => running?.abort());
-$("rejects").addEventListener("change", () => document.body.classList.toggle("hide-rejected", !$("rejects").checked));
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) start(event);
-  if (event.key === "Escape") running?.abort();
+$("fresh").addEventListener("click", startAnew);
+for (const name of ["chat", "complete"]) $(`tab_${name}`).addEventListener("click", () => choose(name));
+$("tabs").addEventListener("keydown", (event) => {
+  if (!["ArrowLeft", "ArrowRight"].includes(event.key) || !model?.chat_template) return;
+  choose(chatting() ? "complete" : "chat");
+  $("tabs").querySelector("[aria-selected=true]").focus();
 });
-$("key").addEventListener("change", () => loadModel().then(() => say("Ready."), (error) => say(error.message, true)));
-loadModel().catch((error) => say(error.message, true));
+$("rejects").addEventListener("change", () => document.body.classList.toggle("show-rejected", $("rejects").checked));
+$("message").addEventListener("keydown", (event) => {
+  // Where there is no Shift at hand, Enter is a new line.
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || matchMedia("(hover: none)").matches) return;
+  event.preventDefault();
+  sendMessage();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) chatting() ? sendMessage() : complete();
+  if (event.key === "Escape") busy?.controller.abort();
+});
+
+function connect() {
+  clearErrors();
+  load().then(() => say("Ready."), (error) => {
+    choose("chat");
+    say("The model could not be asked for.");
+    showError(error, $("message"));
+  });
+}
+$("key").addEventListener("change", connect);
+connect();
