@@ -15,6 +15,9 @@ Row = Mapping[str, Any]
 INK = "#7b7f86"
 """Of text and axes: contrast above 4 on white and on GitHub's dark page."""
 GAIN, LOSS, MARK, CHAIN = "#2a9d5c", "#c8553d", "#d08c00", "#5b8fd6"
+FASTER, SLOWER, UNCLEAR = "faster", "slower", "no clear difference"
+VERDICTS = {FASTER: GAIN, SLOWER: LOSS, UNCLEAR: INK}
+TREE_PANELS = {"tokens_per_round": "tokens per round", "speedup": "speed over plain decoding"}
 SPEED, ACCEPTANCE, TREES = "speedup.svg", "acceptance.svg", "trees.svg"
 CELL = (0.16, 0.62, 0.36)
 POSITIONS = 6
@@ -105,7 +108,8 @@ def _axes(figure_class: Any, count: int, names: Seq[str], width: float) -> tuple
 
 def _legend(figure: Any, axes: Iterable[Any]) -> None:
     """One for all panels, below them."""
-    found = {text: handle for each in axes for handle, text in zip(*each.get_legend_handles_labels())}
+    told = {text: handle for each in axes for handle, text in zip(*each.get_legend_handles_labels())}
+    found = {text: told[text] for text in sorted(told)}
     if found:
         figure.legend(found.values(), found.keys(), loc="outside lower right", ncols=len(found), fontsize=7)
 
@@ -114,19 +118,28 @@ def _title(temperature: float, concurrency: int) -> str:
     return f"T = {temperature:g}, {concurrency} at a time"
 
 
+def _verdict(row: Row) -> str:
+    """What a row's repeats say together: a range that holds 1 says nothing."""
+    least, most = row["speedup_range"]
+    return FASTER if least > 1 else SLOWER if most < 1 else UNCLEAR
+
+
 def _speed(figure_class: Any, rows: Seq[Row]) -> Any:
-    """Measured speed-ups as bars with their range, predictions as marks; losing rows included."""
+    """Measured speed-ups as bars with the range of their repeats, predictions as marks; losing rows included. One
+    scale for all panels."""
     panels = _panels(rows)
     names = list(dict.fromkeys(label(row) for row in rows))
     figure, axes = _axes(figure_class, len(panels), names, 2.1)
     for each, (place, members) in zip(axes, panels.items()):
-        at = [names.index(label(row)) for row in members]
-        speeds = [row["speedup"] for row in members]
-        ends = [[s - r["speedup_range"][0] for s, r in zip(speeds, members)],
-                [r["speedup_range"][1] - s for s, r in zip(speeds, members)]]  # fmt: skip
-        colors = [GAIN if speed >= 1 else LOSS for speed in speeds]
-        each.barh(at, speeds, color=colors, xerr=ends, ecolor=INK, height=0.62, error_kw={"elinewidth": 0.8})
-        known = [(row["predicted_speedup"], y) for row, y in zip(members, at) if row["predicted_speedup"]]
+        each.sharex(axes[0])
+        for verdict, color in VERDICTS.items():
+            found = [row for row in members if _verdict(row) == verdict]
+            at = [names.index(label(row)) for row in found]
+            if found:
+                each.barh(at, [row["speedup"] for row in found], color=color, alpha=0.5, height=0.62, label=verdict)
+            for row, y in zip(found, at):
+                _range(each, row, y, color)
+        known = [(row["predicted_speedup"], names.index(label(row))) for row in members if row["predicted_speedup"]]
         if known:
             each.plot(*zip(*known), "d", color=MARK, markersize=4, label="predicted")
         each.axvline(1.0, color=INK, linewidth=0.7)
@@ -134,6 +147,12 @@ def _speed(figure_class: Any, rows: Seq[Row]) -> Any:
         each.set_xlabel("speed over plain decoding")
     _legend(figure, axes)
     return figure
+
+
+def _range(each: Any, row: Row, y: float, color: str) -> None:
+    """From the slowest to the fastest repeat of a row."""
+    each.plot(row["speedup_range"], [y, y], color=color, linewidth=1.8, solid_capstyle="butt")
+    each.plot([], [], color=INK, linewidth=1.8, label="range of repeats")
 
 
 def _acceptance(figure_class: Any, rows: Seq[Row]) -> Any:
@@ -160,25 +179,29 @@ def _acceptance(figure_class: Any, rows: Seq[Row]) -> Any:
 
 
 def _trees(figure_class: Any, rows: Seq[Row], trees: Seq[Row]) -> Any:
-    """Tokens per round and speed of each tree beside its chain of the same depth."""
+    """Tokens per round and speed of each tree above its chain of the same depth. Panels that show the same quantity
+    stand side by side and have one scale; what was timed has its range."""
     panels = _panels(trees)
     names = list(dict.fromkeys(label(row) for row in trees))
     figure, axes = _axes(figure_class, 2 * len(panels), names, 2.0)
-    pairs = [(place, key) for place in panels for key in ("tokens_per_round", "speedup")]
-    for each, (place, key) in zip(axes, pairs):
-        for tree in panels[place]:
-            y = names.index(label(tree))
-            chain = _chain_of(tree, rows)
-            each.plot([chain[key], tree[key]], [y, y], color=INK, linewidth=1, zorder=1)
-            each.scatter([chain[key]], [y], s=16, color=CHAIN, zorder=2, label="chain")
-            each.scatter([tree[key]], [y], s=16, color=GAIN, zorder=3, label="tree")
-            if key == "speedup" and tree["predicted_speedup"]:
-                each.scatter([tree["predicted_speedup"]], [y], s=14, color=MARK, marker="d", label="tree, predicted")
-        if key == "speedup":
-            each.axvline(1.0, color=INK, linewidth=0.7)
-        each.set_title(_title(*place))
-        each.set_xlabel({"tokens_per_round": "tokens per round", "speedup": "speed over plain decoding"}[key])
-        each.margins(x=0.12)
+    for start, (key, about) in zip((0, len(panels)), TREE_PANELS.items()):
+        for each, (place, members) in zip(axes[start:], panels.items()):
+            each.sharex(axes[start])
+            for tree in members:
+                y = names.index(label(tree))
+                for row, dy, color, name in (tree, -0.17, GAIN, "tree"), (_chain_of(tree, rows), 0.17, CHAIN, "chain"):
+                    if key == "speedup":
+                        _range(each, row, y + dy, color)
+                    each.scatter([row[key]], [y + dy], s=16, color=color, zorder=3, label=name)
+                if key == "speedup" and tree["predicted_speedup"]:
+                    at = [tree["predicted_speedup"]]
+                    each.scatter(at, [y - 0.17], s=14, color=MARK, marker="d", zorder=4, label="tree, predicted")
+            if key == "speedup":
+                each.axvline(1.0, color=INK, linewidth=0.7)
+            each.set_title(_title(*place))
+            each.set_xlabel(about)
+            each.grid(axis="y", color=INK, alpha=0.2, linewidth=0.6)
+            each.margins(x=0.12)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
     _legend(figure, axes)
     return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -26,8 +27,8 @@ class Kind(NamedTuple):
 KINDS = {
     ACCEPTED: Kind("green", "[", "]", "drafted and accepted"),
     REJECTED: Kind("red strike", "~", "~", "drafted and rejected"),
-    CORRECTED: Kind("bold blue", "<", ">", "the target's own token in its place"),
-    BONUS: Kind("bold magenta", "+", "+", "the target's extra token after a whole draft"),
+    CORRECTED: Kind("bold yellow", "<", ">", "the target's own token in its place"),
+    BONUS: Kind("bold blue", "+", "+", "the target's extra token after a whole draft"),
     PLAIN: Kind("default", "", "", "decoded without a draft"),
 }
 
@@ -90,45 +91,55 @@ def show(console: Console, rounds: Seq[TraceRound], tokenizer: Any) -> None:
     console.print(legend(plain=plain), soft_wrap=True)
 
 
+TOKENS = Path(__file__).parents[1] / "serve" / "page" / "tokens.css"
+"""The playground's colours of tokens, so that a colour means the same there and here."""
 STYLE = """
-:root { color-scheme: light dark; --paper: #fdfdfb; --ink: #22252a; --faint: #767b84; --line: #e2e2dd;
-  --accepted: #1a7f37; --rejected: #b42318; --corrected: #1849c6; --bonus: #9333a8; }
-@media (prefers-color-scheme: dark) { :root { --paper: #16181c; --ink: #e4e6ea; --faint: #8d939d; --line: #2c3037;
-  --accepted: #4cc26a; --rejected: #f2766a; --corrected: #7aa5ff; --bonus: #d28be0; } }
-body { margin: 2rem auto; max-width: 68rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.3rem; } h2 { font-size: 1rem; margin-top: 2rem; }
-pre, td { font: 13px/1.55 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
-pre { border: 1px solid var(--line); border-radius: 6px; padding: .8rem; }
-table { border-collapse: collapse; width: 100%; } td { border-top: 1px solid var(--line); padding: .15rem .5rem; }
-td:nth-child(-n+2) { color: var(--faint); white-space: nowrap; width: 1%; text-align: right; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; }
-dt { color: var(--faint); } dd { margin: 0; }
-.prompt { color: var(--faint); } .accepted { color: var(--accepted); } .bonus { color: var(--bonus); font-weight: 600; }
-.rejected { color: var(--rejected); text-decoration: line-through; }
-.corrected { color: var(--corrected); font-weight: 600; }
+body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; background: var(--back); color: var(--text);
+  font: 15px/1.55 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; margin: 0 0 .6rem; } h2 { font-size: 1rem; margin: 1.8rem 0 .5rem; }
+pre, td:last-child { font: 13.5px/1.7 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
+pre { margin: 0; background: var(--panel); border: 1px solid var(--line); border-radius: .6rem; padding: .8rem 1rem; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th { color: var(--faint); font-weight: 400; font-size: .85rem; }
+th, td { padding: .2rem .9rem .2rem 0; text-align: right; white-space: nowrap; width: 1%; vertical-align: baseline; }
+th:last-child, td:last-child { text-align: left; width: auto; padding-right: 0; }
+td { border-top: 1px solid var(--line); color: var(--faint); } td:last-child { color: var(--text); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0; }
+dt { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; } dt span { color: var(--text); }
 """
 
 
-def span(kind: str, text: str) -> str:
-    return f'<span class="{kind}" title="{kind}">{escape(text)}</span>'
+def span(kind: str, text: str, title: str = "") -> str:
+    told = f' title="{escape(title)}"' if title else ""
+    return f'<span class="{kind}"{told}>{escape(text)}</span>'
+
+
+def _cells(round_: TraceRound, number: int, tokenizer: Any) -> list[tuple[str, str, str]]:
+    """(kind, text, title) of a round's tokens, in the order of ``parts``."""
+    kept = round_.origins.count(ACCEPTED)
+    ids = [*round_.tokens[:kept], *round_.rejected, *round_.tokens[kept:]]
+    told = zip(parts(round_, tokenizer), ids, strict=True)
+    return [(kind, text, f"{kind} in round {number}, token {token}") for (kind, text), token in told]
 
 
 def page(rounds: Seq[TraceRound], tokenizer: Any, prompt: str, facts: dict[str, str]) -> str:
     """A self-contained HTML page: the text, its rounds, the legend and ``facts``; light and dark."""
-    told = [parts(round_, tokenizer) for round_ in rounds]
-    text = "".join(span(kind, piece_) for round_ in told for kind, piece_ in round_ if kind != REJECTED)
+    told = [_cells(round_, number, tokenizer) for number, round_ in enumerate(rounds, start=1)]
+    text = "".join(span(*cell) for cells in told for cell in cells if cell[0] != REJECTED)
     rows = []
-    for number, (round_, found) in enumerate(zip(rounds, told), start=1):
-        cells = "".join(span(kind, visible(piece_, "\u21b5")) for kind, piece_ in found)
-        count = f"{round_.origins.count(ACCEPTED)}/{round_.drafted}" if round_.drafted else ""
-        rows.append(f"<tr><td>{number}</td><td>{count}</td><td>{cells}</td></tr>")
+    for number, (round_, cells) in enumerate(zip(rounds, told), start=1):
+        shown = "".join(span(kind, visible(piece_, "\u21b5"), title) for kind, piece_, title in cells)
+        count = f"{round_.origins.count(ACCEPTED)} of {round_.drafted}" if round_.drafted else ""
+        rows.append(f"<tr><td>{number}</td><td>{count}</td><td>{shown}</td></tr>")
     key = "".join(f"<dt>{span(kind, kind)}</dt><dd>{escape(look.meaning)}</dd>" for kind, look in KINDS.items())
     told_facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    style = TOKENS.read_text(encoding="utf-8") + STYLE
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Forerun: a traced generation</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>\n'
-        f"<h1>A traced generation</h1><dl>{told_facts}</dl>\n<h2>Tokens</h2><dl>{key}</dl>\n"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head><body>\n'
+        f"<h1>A traced generation</h1><dl>{told_facts}</dl>\n<h2>Colours</h2><dl>{key}</dl>\n"
         f"<h2>Text</h2><pre>{span('prompt', prompt)}{text}</pre>\n"
-        f"<h2>Rounds</h2><table>{''.join(rows)}</table></body></html>\n"
+        "<h2>Rounds</h2><table><thead><tr><th>round</th><th>accepted</th><th>tokens</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></body></html>\n"
     )

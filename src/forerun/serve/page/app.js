@@ -82,9 +82,9 @@ let measured = null;
 
 function measure(answer) {
   measured = answer ?? null;
-  $("measured").hidden = !measured;
+  $("measured").hidden = !measured?.run.rounds.length;
   $("speeds_figure").hidden = !measured?.speeds;
-  if (!measured) return;
+  if ($("measured").hidden) return;
   drawPositions($("positions"), measured.run.positions);
   drawRounds($("rounds"), measured.run.rounds);
   if (measured.speeds) drawSpeeds($("speeds"), measured.speeds);

@@ -117,7 +117,7 @@ export function drawSpeeds(element, { on, off }) {
   drawInto(element, height, said.join("; "), (put, width) => {
     const start = 82;
     const most = 1.05 * Math.max(...on, ...off);
-    const levels = ticks(most, Math.max(2, Math.floor((width - start) / 60)));
+    const levels = ticks(most, Math.max(2, Math.floor((width - start) / 45)));
     const x = (speed) => start + ((width - RIGHT - start) * speed) / most;
     for (const level of levels.filter((each) => each <= most)) {
       put("line", { x1: x(level), x2: x(level), y1: TOP, y2: height - BOTTOM });
