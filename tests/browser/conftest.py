@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS / "serve"))
+sys.path.insert(0, str(TESTS / "unit"))
 
+from chat_model import save_chat_model
+from pages import DESKTOP, SECONDS, visit
 from running import Running, run_server
 
 from forerun import LLM
@@ -28,7 +33,7 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     path = shutil.which("chromium")
     assert path is not None, "the playground's tests need a browser: apt-get install chromium"
@@ -38,16 +43,50 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def bundled() -> Iterator[Running]:
-    """The bundled pair, as ``forerun serve`` runs it."""
+    """The bundled pair, as ``forerun serve`` runs it, with a chat template."""
     llm = LLM(speculative_config=[{"method": "draft_model"}, {"method": "ngram"}], max_num_seqs=2, max_model_len=512)
     with run_server(llm) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
-def no_template() -> Iterator[Running]:
-    """The bundled target alone, which has no chat template."""
-    with run_server(LLM(max_num_seqs=2, max_model_len=512), ServerOptions(model_name="tiny")) as running:
+@pytest.fixture(scope="session")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A tiny chat model with its own template, which drafts for itself and writes on until it is stopped."""
+    folder = save_chat_model(tmp_path_factory.mktemp("chat"))
+    for name in ("config.json", "generation_config.json"):
+        about = json.loads(Path(folder, name).read_text(encoding="utf-8"))
+        Path(folder, name).write_text(json.dumps({**about, "eos_token_id": None}), encoding="utf-8")
+    drafts = {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}
+    llm = LLM(folder, speculative_config=drafts, page_size=64)
+    with run_server(llm, ServerOptions(model_name="tiny")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def no_template() -> Iterator[Running]:
+    """The bundled target alone, which has no chat template; it asks for a key."""
+    options = ServerOptions(model_name="tiny", api_key="secret")
+    with run_server(LLM(max_num_seqs=2, max_model_len=512), options) as running:
+        yield running
+
+
+@pytest.fixture
+def talk(browser: Browser, talking: Running, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """A conversation, on a desktop's size unless the test says otherwise."""
+    with visit(browser, talking.url, getattr(request, "param", DESKTOP)) as page:
+        expect(page.locator("#message")).to_be_visible(timeout=20 * SECONDS)
+        page.fill("#max_tokens", "24")
+        yield page
+
+
+@pytest.fixture
+def page(browser: Browser, bundled: Running, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """A text to continue, likewise."""
+    with visit(browser, bundled.url, getattr(request, "param", DESKTOP)) as page:
+        expect(page.locator("#message")).to_be_visible(timeout=20 * SECONDS)
+        page.click("#tab_complete")
+        page.fill("#prompt", "def read_lines(path):\n")
+        page.fill("#max_tokens", "60")
+        yield page

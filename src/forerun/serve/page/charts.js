@@ -82,7 +82,7 @@ export function drawPositions(element, positions) {
   const shares = positions.map(({ drafted, accepted }) => (drafted ? (100 * accepted) / drafted : 0));
   const said = shares.map((share, i) => `token ${i + 1}: ${Math.round(share)} %`).join(", ");
   drawInto(element, 110, said, (put, width) => {
-    const [slots, levels] = [Math.max(4, shares.length), [0, 50, 100]];
+    const [slots, levels] = [Math.max(2, shares.length), [0, 50, 100]];
     const stacks = shares.map((share) => [[share, "accepted"]]);
     columns(put, width, 110, { stacks, first: 1, slots, levels, name: (level) => `${level}%` });
   });

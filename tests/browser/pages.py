@@ -1,0 +1,76 @@
+"""Pages of the playground, and what tests do with them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Page, expect
+
+SECONDS = 1000
+DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+REFUSED = re.compile("status of 4..")
+"""The browser itself reports a refused request as an error; the page's own answer to it is tested."""
+
+
+@contextmanager
+def visit(browser: Browser, url: str, options: dict[str, Any]) -> Iterator[Page]:
+    """A page that may not err, may ask no other machine, and may not be wider than its window."""
+    context = browser.new_context(**options, permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on(
+        "console",
+        lambda said: problems.append(said.text) if said.type == "error" and not REFUSED.search(said.text) else None,
+    )
+    page.on("request", lambda sent: None if sent.url.startswith((url, "data:")) else problems.append(sent.url))
+    page.goto(url)
+    yield page
+    width = page.evaluate("document.documentElement.scrollWidth")
+    context.close()
+    assert problems == []
+    assert width <= options["viewport"]["width"]
+
+
+def ended(page: Page) -> None:
+    """Nothing is in progress any more."""
+    expect(page.locator(".run:visible")).to_be_visible(timeout=30 * SECONDS)
+
+
+def run(page: Page) -> None:
+    """The text is continued, to its end."""
+    page.locator("#continuing .run").click()
+    ended(page)
+
+
+def ask(page: Page, text: str) -> dict[str, Any]:
+    """A message and its answer; gives the request."""
+    page.fill("#message", text)
+    with page.expect_request(lambda sent: sent.url.endswith("/v1/chat/completions")) as sent:
+        page.locator("#composer .run").click()
+    ended(page)
+    body: dict[str, Any] = sent.value.post_data_json
+    return body
+
+
+def shown(page: Page, answer: int = -1) -> list[list[str]]:
+    """Text and kind of an answer's tokens."""
+    selector = ".tokens span:not(.prompt)"
+    tokens: list[list[str]] = (
+        page.locator(".answer")
+        .nth(answer)
+        .evaluate(f"e => [...e.querySelectorAll('{selector}')].map(item => [item.textContent, item.className])")
+    )
+    return tokens
+
+
+def screenshot(page: Page, name: str) -> None:
+    """Kept where FORERUN_SCREENSHOTS names a folder."""
+    if folder := os.environ.get("FORERUN_SCREENSHOTS"):
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
