@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS / "serve"))
-sys.path.insert(0, str(TESTS / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from chat_model import save_chat_model
 from pages import DESKTOP, SECONDS, visit

@@ -146,12 +146,14 @@ function history(text) {
   return [...(system ? [{ role: "system", content: system }] : []), ...messages, { role: "user", content: text }];
 }
 
-// Does `change`; whoever was reading the end of the page still does afterwards.
+// How far the conversation goes on behind the box for messages.
+const beyond = () => $("turns").getBoundingClientRect().bottom - $("composer").getBoundingClientRect().top;
+
+// Does `change`; whoever was reading the end of the conversation still does afterwards.
 function atEnd(change) {
-  const end = () => $("turns").getBoundingClientRect().bottom - $("composer").getBoundingClientRect().top;
-  const reading = end() < 48;
+  const reading = beyond() < 48;
   change();
-  if (reading && end() > 0) scrollBy({ top: end(), behavior: "instant" });
+  if (reading && beyond() > 0) scrollBy({ top: beyond(), behavior: "instant" });
 }
 
 async function send(text) {
@@ -166,7 +168,7 @@ async function send(text) {
     $("turns").append(element);
     turns.push(turn);
     $("message").value = "";
-    element.scrollIntoView({ block: "start" });
+    scrollBy({ top: Math.max(0, beyond()), behavior: "instant" });
     try {
       await stream(answer, signal, atEnd);
     } finally {
