@@ -242,7 +242,7 @@ def test_a_prompt_alone_is_scored(client: openai.OpenAI, server: Running) -> Non
         assert own[-1].finish_reason == "length"
 
 
-def test_trace_tells_every_token_and_draft(client: openai.OpenAI) -> None:
+def test_trace_tells_every_token_and_draft(client: openai.OpenAI, server: Running) -> None:
     options = {"model": "tiny", "prompt": PROMPT, "temperature": 0.8, "seed": 7, "max_tokens": 24}
     extra = {"speculative": {"trace": True}}
     answer = client.completions.create(**options, extra_body=extra)
@@ -251,6 +251,13 @@ def test_trace_tells_every_token_and_draft(client: openai.OpenAI) -> None:
     assert {origin for r in rounds for _, origin in r["tokens"]} <= {"accepted", "corrected", "bonus", "plain"}
     accepted = sum(origin == "accepted" for r in rounds for _, origin in r["tokens"])
     assert accepted + sum(len(r["rejected"]) for r in rounds) == sum(r["drafted"] for r in rounds) > 0
+    for made in rounds:
+        for texts, ids in (
+            ([text for text, _ in made["tokens"]], made["token_ids"]),
+            (made["rejected"], made["rejected_ids"]),
+        ):
+            alone = [server.post("/detokenize", {"tokens": [token]}).json()["prompt"] for token in ids]
+            assert alone == texts
     streamed = client.completions.create(**options, extra_body=extra, stream=True)
     assert [r for chunk in streamed for r in chunk.choices[0].trace] == rounds
 

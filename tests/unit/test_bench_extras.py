@@ -4,8 +4,10 @@ say so."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from forerun.bench.peers import peer_contenders
 from forerun.bench.peers.gguf import gguf_name, write_gguf
-from forerun.bench.plots import check_folder, label, plots
+from forerun.bench.plots import GAIN, INK, LOSS, check_folder, label, plots
 from forerun.bench.shapes import random_checkpoint
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
@@ -111,3 +113,50 @@ def test_drafts_that_were_all_rejected_are_drawn_and_old_pictures_go(tmp_path: P
     (tmp_path / "mine.svg").write_text("kept", encoding="utf-8")
     plots({"rows": [row], "environment": about}, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"speedup.svg", "acceptance.svg", "mine.svg"}
+
+
+def drawn_row(speedup: float, spread: float, temperature: float, method: str) -> dict[str, Any]:
+    return {
+        "method": method, "temperature": temperature, "concurrency": 1, "speedup": speedup,
+        "speedup_range": [speedup - spread, speedup + spread], "predicted_speedup": None, "tree": None,
+        "over_chain": None, "acceptance_by_position": None, "synthetic": False, "tokens_per_round": 1.0 + speedup,
+    }  # fmt: skip
+
+
+def panels(drawing: Path) -> list[str]:
+    """What is drawn in each panel, as SVG."""
+    axes = drawing.read_text(encoding="utf-8").split('<g id="legend_')[0]
+    return re.split(r'<g id="axes_\d+">', axes)[1:]
+
+
+def numbers_below(panel: str) -> list[str]:
+    return re.findall(r">([\d.]+)</text>", panel.split('id="matplotlib.axis_')[1])
+
+
+def test_compared_panels_have_one_scale_and_noise_no_colour(tmp_path: Path):
+    rows = [drawn_row(speed * (1 + 2 * t), spread, t, f"m{speed}") for t in (0.0, 1.0) for speed, spread in SPEEDS]
+    about = {"model": "m", "dtype": "float32", "prompt_set": "random", "invariant": True, "threads": 1}
+    plots({"rows": rows, "environment": about}, tmp_path)
+    cold, hot = panels(tmp_path / "speedup.svg")
+    assert numbers_below(cold) == numbers_below(hot)
+    # At T = 0 one is faster, one slower, and one both, as its repeats go; at T = 1 all are faster.
+    fills = [re.findall(r'd="[^"]*z\s*"[^>]*fill: (#\w{6})', panel) for panel in (cold, hot)]
+    assert [(each.count(GAIN), each.count(LOSS), each.count(INK)) for each in fills] == [(1, 1, 1), (3, 0, 0)]
+    assert cold.count("stroke-width: 1.8") == hot.count("stroke-width: 1.8") == 3  # the ranges
+
+
+SPEEDS = ((1.5, 0.1), (0.5, 0.1), (1.02, 0.1))
+
+
+def test_trees_beside_their_chains_have_the_range_of_their_repeats(tmp_path: Path):
+    chains = [drawn_row(speed, 0.1, t, "eagle") for t, speed in ((0.0, 1.2), (1.0, 0.6))]
+    trees = [{**chain, "tree": "best 8", "over_chain": 1.1, "speedup": chain["speedup"] + 0.05} for chain in chains]
+    about = {"model": "m", "dtype": "float32", "prompt_set": "random", "invariant": True, "threads": 1}
+    plots({"rows": [*chains, *trees], "environment": about}, tmp_path)
+    drawn = panels(tmp_path / "trees.svg")
+    assert [re.search(">(tokens per round|speed over plain decoding)<", panel)[1] for panel in drawn] == [
+        "tokens per round", "tokens per round", "speed over plain decoding", "speed over plain decoding",
+    ]  # fmt: skip
+    assert numbers_below(drawn[0]) == numbers_below(drawn[1])
+    assert numbers_below(drawn[2]) == numbers_below(drawn[3])
+    assert [panel.count("stroke-width: 1.8") for panel in drawn] == [0, 0, 2, 2]  # tree and chain
