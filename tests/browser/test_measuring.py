@@ -19,7 +19,7 @@ COMPLETIONS = "**/v1/completions"
 
 def compared(page: Page) -> str:
     page.get_by_role("button", name="Compare with plain decoding").click()
-    expect(page.locator(".comparison.done")).to_be_visible(timeout=30 * SECONDS)
+    expect(page.locator(".comparison strong")).not_to_be_empty(timeout=30 * SECONDS)
     return page.locator(".comparison").inner_text()
 
 
@@ -80,7 +80,9 @@ def test_noise_is_called_noise_and_another_text_another(page: Page) -> None:
     run(page)
     feign(page, speeds([101, 99, 100, 102, 98], [100] * 5, text_of(page) + "!"))
     said = compared(page)
-    assert "(median of 5 interleaved pairs; 0.98 to 1.02, so no clear difference)" in said
+    assert said.startswith(
+        "No clear difference in speed (1.00× plain decoding's, median of 5 interleaved pairs; 0.98 to"
+    )
     assert "10 of 11 answers differ!" in said
 
 
@@ -124,7 +126,7 @@ def test_a_conversation_goes_on_from_a_comparison(
     ask(talk, "and now this")
     expect(talk.locator(".comparison").first).to_be_hidden()
     talk.get_by_role("button", name="Compare with plain decoding").last.click()
-    expect(talk.locator(".comparison.done")).to_contain_text("All 11 answers are identical.", timeout=30 * SECONDS)
+    expect(talk.locator(".comparison").last).to_contain_text("All 11 answers are identical.", timeout=30 * SECONDS)
     expect(talk.get_by_role("button", name="Copy").last).to_be_in_viewport(ratio=1)
 
 

@@ -176,7 +176,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("page", [DESKTOP, PHONE], indirect=True, ids=["desktop", "phone"])
+@pytest.mark.parametrize("page", [DESKTOP, CALM_PHONE], indirect=True, ids=["desktop", "phone"])
 def test_what_is_wrong_is_said_beside_its_field(page: Page) -> None:
     for field, value, message in WRONG:
         before = page.input_value(f"#{field}")

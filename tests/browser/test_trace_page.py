@@ -16,8 +16,7 @@ LOOK = """element => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
 def test_a_colour_means_the_same_as_in_the_playground(
     browser: Browser, talking: Running, size: dict[str, object], scheme: str
 ) -> None:

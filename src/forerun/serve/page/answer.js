@@ -92,19 +92,18 @@ export class Answer {
     this.actions.hidden = false;
   }
 
-  // Gives what came of it; `onPair` is told the speeds so far and the words to show.
+  // Gives what came of it, in two parts; `onPair` is told the speeds so far and the words to show.
   async compare(key, signal, onPair) {
     const found = await compare(this.request, this.run.text, key, signal, (so_far, pair) =>
       onPair(so_far, `Comparing with plain decoding: pair ${pair + 1} of ${PAIRS} …`),
     );
-    const told = words(found, this.run.metrics.speculative_decoding.identical_to_plain_decoding);
-    onPair(found, told);
-    return told;
+    onPair(found, "");
+    return words(found, this.run.metrics.speculative_decoding.identical_to_plain_decoding);
   }
 
-  tellComparison(text, done) {
-    this.comparison.hidden = text === "";
-    this.comparison.textContent = text;
-    this.comparison.classList.toggle("done", done);
+  // What matters in it and the rest; nothing of both hides the line.
+  tellComparison(head, rest) {
+    this.comparison.hidden = !head && !rest;
+    this.comparison.replaceChildren(make("strong", "", head), ` ${rest}`);
   }
 }

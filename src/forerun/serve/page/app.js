@@ -110,18 +110,18 @@ async function stream(answer, signal, follow) {
 const compareNow = (answer) =>
   occupy(async (signal) => {
     const last = answer === turns.at(-1)?.answer;
-    const tell = (text, done) => (last ? atEnd : (change) => change())(() => answer.tellComparison(text, done));
+    const tell = (head, rest) => (last ? atEnd : (change) => change())(() => answer.tellComparison(head, rest));
     try {
       say("Comparing …");
       const told = await answer.compare(key(), signal, (found, text) => {
         answer.speeds = found.on.length ? found : null;
         measure(answer);
-        tell(text, false);
+        if (text) tell("", text);
       });
-      tell(told, true);
-      say(told);
+      tell(...told);
+      say(told.join(" "));
     } catch (error) {
-      tell("", false);
+      tell("", "");
       answer.speeds = null;
       measure(answer);
       throw error;

@@ -34,15 +34,18 @@ export async function compare(asked, shown, key, signal, onPair) {
   return found;
 }
 
-// What a comparison says. `promised`: whether the rule in use keeps the text.
+// What a comparison says, what matters first. `promised`: whether the rule in use keeps the text.
 export function words(found, promised) {
+  const reason = promised ? "!" : ": this rule keeps the distribution, not the text.";
   const texts = found.different
-    ? `${found.different} of ${found.texts} answers differ${promised ? "!" : ": this rule keeps the distribution, not the text."}`
+    ? `${found.different} of ${found.texts} answers differ${reason}`
     : `All ${found.texts} answers are identical.`;
-  if (found.on.length < PAIRS || found.off.length < PAIRS) return `Too short to time. ${texts}`;
+  if (found.on.length < PAIRS || found.off.length < PAIRS) return ["Too short to time.", texts];
   const ratios = found.on.map((speed, i) => speed / found.off[i]);
-  const [least, most] = [Math.min(...ratios), Math.max(...ratios)].map((ratio) => ratio.toFixed(2));
-  const unclear = Math.min(...ratios) <= 1 && Math.max(...ratios) >= 1 ? ", so no clear difference" : "";
-  const middle = `${median(ratios).toFixed(2)}× the speed of plain decoding`;
-  return `${middle} (median of ${PAIRS} interleaved pairs; ${least} to ${most}${unclear}). ${texts}`;
+  const [least, most] = [Math.min(...ratios), Math.max(...ratios)];
+  const middle = `${median(ratios).toFixed(2)}×`;
+  const spread = `median of ${PAIRS} interleaved pairs; ${least.toFixed(2)} to ${most.toFixed(2)}`;
+  return least <= 1 && most >= 1
+    ? ["No clear difference in speed", `(${middle} plain decoding's, ${spread}). ${texts}`]
+    : [`${middle} the speed of plain decoding`, `(${spread}). ${texts}`];
 }
