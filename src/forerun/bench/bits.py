@@ -105,6 +105,36 @@ def measure(names: list[str], dtypes: list[str], paths: list[str]) -> Iterator[R
                     yield Row(name, dtype, model.info.path, sizes, len(found), str(found[0]) if found else "")
 
 
+def _cell(rows: list[dict[str, Any]]) -> str:
+    """The rows that calls may have, path by path; in bold how many ways of feeding changed bits."""
+    parts = []
+    for row in rows:
+        sizes = row["rows_in_calls"].split(", ")
+        text = sizes[0] if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        text = f"**{row['ways']} ways differ**" if row["finding"] else text
+        parts.append(("native " if row["path"].startswith("native") else "") + text)
+    return ", ".join(parts) or "–"
+
+
+def table(files: list[Path]) -> str:
+    """Markdown of what ``--out`` wrote, a block of columns for each file. Raises OSError and ValueError."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    heads = ["architecture"]
+    for run in runs:
+        about = run["environment"]
+        how = "our kernels" if about["kernels"] else "torch"
+        heads += [f"{dtype}, {how}" for dtype in DTYPES]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for name in dict.fromkeys(row["architecture"] for run in runs for row in run["rows"]):
+        cells = [
+            _cell([row for row in run["rows"] if (row["architecture"], row["dtype"]) == (name, dtype)])
+            for run in runs
+            for dtype in DTYPES
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m forerun.bench.bits", description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(ARCHITECTURES), help="architectures, comma-separated")
@@ -112,7 +142,11 @@ def main() -> None:
     parser.add_argument("--paths", default=",".join(PATHS))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="print such files as a table, and end")
     wanted = parser.parse_args()
+    if wanted.table:
+        print(table(wanted.table))
+        return
     torch.set_num_threads(wanted.threads)
     warnings.simplefilter("ignore")
     rows = []

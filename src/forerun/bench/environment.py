@@ -16,13 +16,23 @@ import forerun
 from forerun.engine.llm import LLM
 
 
+UNITS = {
+    "avx2": "AVX2", "avx512f": "AVX-512", "avx_vnni": "AVX-VNNI", "avx512_vnni": "VNNI", "avx512_bf16": "BF16",
+    "amx_tile": "AMX",
+}  # fmt: skip
+"""What arithmetic is made of, by the flags in /proc/cpuinfo."""
+
+
 def processor() -> str:
-    """The processor's name."""
+    """The processor's name, which hypervisors shorten, and what it computes with."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines) if value}
+    flags = facts.get("flags", "").split()
+    units = ", ".join(name for flag, name in UNITS.items() if flag in flags)
+    return facts.get("model name", platform.machine()) + (f" ({units})" if units else "")
 
 
 def read_bandwidth(device: torch.device, megabytes: int = 512) -> float:
