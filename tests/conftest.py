@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -65,6 +66,15 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for reason, count in sorted(config.stash.get(LEFT_OUT, Counter()).items()):
         terminalreporter.write_line(f"NOT TESTED here ({count} tests): {reason}", yellow=True, bold=True)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A command that runs in a test writes its log to that test's standard error, and to no later one's."""
+    logger = logging.getLogger("forerun")
+    before = list(logger.handlers)
+    yield
+    logger.handlers[:] = before
 
 
 @pytest.fixture(params=["kernel", "torch"])

@@ -32,7 +32,7 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright keeps an event loop running in this thread until it is closed
 def browser() -> Iterator[Browser]:
     path = shutil.which("chromium")
     assert path is not None, "the playground's tests need a browser: apt-get install chromium"

@@ -66,7 +66,7 @@ def test_it_is_found_by_name_and_changes_no_token(run, tiny_target):
 
 def test_the_conformance_matrix_covers_it_unasked(run):
     output = run(
-        "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-vv", "tests/conformance/test_identity.py",
+        "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-vv", "tests/conformance/test_identity.py",
         "-k", "periodic",
     )  # fmt: skip
     passed = re.findall(r"\[periodic-(chain|tree)-(\w+)-\w+-\w+-\w+\] PASSED", output)

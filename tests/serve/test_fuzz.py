@@ -28,6 +28,7 @@ PATHS = {
     "/v1/models/{name}": 10,
     "/v1/models": 1,
     "/health": 1,
+    "/live": 1,
     "/version": 1,
     "/metrics": 1,
 }
@@ -35,7 +36,7 @@ PATHS = {
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 BODIES = (*GENERATING, "/tokenize", "/detokenize")
 """Where something invalid can be sent."""
-ANSWERED = (*BODIES, "/v1/models", "/health", "/version", "/metrics")
+ANSWERED = (*BODIES, "/v1/models", "/health", "/live", "/version", "/metrics")
 """Where some valid request must be answered."""
 
 
