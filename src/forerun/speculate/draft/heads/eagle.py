@@ -46,10 +46,12 @@ DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 
 
 
 class EagleHead(Head):
-    """Options: ``layers`` (hidden states read), ``draft_vocab_size`` with ``d2t``, ``own_head``."""
+    """Options: ``layers`` (hidden states read), ``draft_vocab_size`` with ``d2t``, ``own_head``; ``mixed``: a matrix
+    makes the layer's input of the token's embedding and the feature (as in EAGLE, arXiv 2401.15077), which its
+    attention reads alone, so that the embedding reaches the output directly."""
 
     method = "eagle"
-    options_known = frozenset(DEFAULTS) | {"layers", "draft_vocab_size", "own_head"}
+    options_known = frozenset(DEFAULTS) | {"layers", "draft_vocab_size", "own_head", "mixed"}
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -61,9 +63,11 @@ class EagleHead(Head):
         self.hidden_norm = Norm(size, o["eps"])
         self.post_attention_layernorm = Norm(size, o["eps"])
         self.norm = Norm(size, o["eps"])
-        self.q_proj = nn.Linear(2 * size, self.heads * self.width, bias=False)
-        self.k_proj = nn.Linear(2 * size, self.kv_heads * self.width, bias=False)
-        self.v_proj = nn.Linear(2 * size, self.kv_heads * self.width, bias=False)
+        self.mix = nn.Linear(2 * size, size, bias=False) if o.get("mixed") else None
+        read = size if self.mix is not None else 2 * size
+        self.q_proj = nn.Linear(read, self.heads * self.width, bias=False)
+        self.k_proj = nn.Linear(read, self.kv_heads * self.width, bias=False)
+        self.v_proj = nn.Linear(read, self.kv_heads * self.width, bias=False)
         self.o_proj = nn.Linear(self.heads * self.width, size, bias=False)
         nn.init.zeros_(self.o_proj.weight)
         self.mlp = FeedForward(size, o["inner_size"])
@@ -81,11 +85,19 @@ class EagleHead(Head):
             return tuple(given)
         return (2, last // 2, last - 3) if last >= 12 else tuple(sorted({1, max(1, last // 2), max(1, last - 1)}))
 
+    def enter(self, embedded: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
+        """The layer's residual stream, [..., hidden size]."""
+        if self.mix is None:
+            return feature
+        return self.mix(torch.cat([self.input_layernorm(embedded), feature], dim=-1))
+
     def qkv(
-        self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor
+        self, embedded: torch.Tensor, stream: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys, values [..., n, heads, width]."""
-        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], dim=-1)
+        """Queries, keys, values [..., n, heads, width], of what ``enter`` gave."""
+        x = self.hidden_norm(stream)
+        if self.mix is None:
+            x = torch.cat([self.input_layernorm(embedded), x], dim=-1)
         q = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.width)), positions, self.options["theta"])
         k = rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.width)), positions, self.options["theta"])
         return q, k, self.v_proj(x).unflatten(-1, (self.kv_heads, self.width))
@@ -101,28 +113,57 @@ class EagleHead(Head):
         length = lesson.tokens.shape[1] - self.sizes.depth - 1
         features = torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1)
         feature = self.fc(features[:, :length])
-        causal = torch.ones(length, length, dtype=torch.bool, device=feature.device).tril()
+        seen = torch.ones(length, length, dtype=torch.bool, device=feature.device).tril()
+        if lesson.segments is not None:
+            texts = lesson.segments[:, :length]
+            seen = (seen & (texts[:, :, None] == texts[:, None, :]))[:, None]
+        places = self._places(lesson, length)
         groups = self.heads // self.kv_heads
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         ids = self.token_ids() if hasattr(self, "d2t") else None
         for step in range(self.sizes.depth):
             embedded = lesson.embedding[lesson.tokens[:, step + 1 : step + 1 + length]].to(feature.dtype)
+            feature = self.enter(embedded, feature)
             q, k, v = self.qkv(embedded, feature, torch.arange(length, device=feature.device) + step)
             keys.append(k.repeat_interleave(groups, dim=-2))
             values.append(v.repeat_interleave(groups, dim=-2))
-            feature = self.finish(feature, self._unrolled(q, keys, values, causal))
-            logits = self._logits(self.norm(feature), lesson.head)
-            yield Guess(logits, lesson.logits[:, step + 1 : step + 1 + length], ids)
+            feature = self.finish(feature, self._unrolled(q, keys, values, seen))
+            said = feature if places is None else feature[places]
+            self.said = said
+            wanted, known = self._wanted(lesson, slice(step + 1, step + 1 + length), places, ids)
+            yield Guess(self._logits(self.norm(said), lesson.head), wanted, known)
+
+    def _places(self, lesson: Lesson, length: int) -> torch.Tensor | None:
+        """bool [rows, length]: where the whole draft is in one text, and its first token to be guessed; None:
+        everywhere."""
+        if lesson.segments is None or lesson.answers is None:
+            return None
+        depth, texts = self.sizes.depth, lesson.segments
+        inside = texts[:, :length] == texts[:, depth + 1 : depth + 1 + length]
+        return inside & lesson.answers[:, 2 : 2 + length]
+
+    def _wanted(
+        self, lesson: Lesson, shift: slice, places: torch.Tensor | None, ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The target's logits ``shift`` further on, and the ids of the head's own among them."""
+        if lesson.logits is not None:
+            wanted = lesson.logits[:, shift]
+            return (wanted if places is None else wanted[places]), ids
+        last = lesson.hidden[self.sizes.num_layers][:, shift]
+        last = last if places is None else last[places]
+        if ids is not None and lesson.narrow:
+            return F.linear(last, lesson.head[ids]), None
+        return F.linear(last, lesson.head), ids
 
     def _unrolled(
-        self, q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], causal: torch.Tensor
+        self, q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], seen: torch.Tensor
     ) -> torch.Tensor:
         scale = self.width**-0.5
-        scores = (torch.einsum("bqhw,bkhw->bhqk", q, keys[0]) * scale).masked_fill(~causal, float("-inf"))
+        scores = (torch.einsum("bqhw,bkhw->bhqk", q, keys[0]) * scale).masked_fill(~seen, float("-inf"))
         own = [(q * k).sum(-1).transpose(1, 2)[..., None] * scale for k in keys[1:]]
         weights = torch.softmax(torch.cat([scores, *own], dim=-1).float(), dim=-1).to(q.dtype)
-        length = causal.shape[0]
+        length = seen.shape[-1]
         out = torch.einsum("bhqk,bkhw->bqhw", weights[..., :length], values[0])
         for i, v in enumerate(values[1:]):
             out = out + weights[..., length + i].transpose(1, 2)[..., None] * v
