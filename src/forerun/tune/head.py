@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Head, Sizes, weights
+from forerun.speculate.draft.heads.head import Head, Sizes
 from forerun.train import loop
 from forerun.train.positions import Figures, of_head
 from forerun.train.settings import LoopSettings
@@ -26,7 +26,6 @@ class HeadPlan:
 
     depth: int = 3
     rows: int = 8192
-    regression: float = 0.0
 
 
 def new_head(target: PreTrainedModel, features: Features, plan: HeadPlan, always: list[int]) -> EagleHead:
@@ -37,16 +36,23 @@ def new_head(target: PreTrainedModel, features: Features, plan: HeadPlan, always
     torch.manual_seed(0)
     head = EagleHead(sizes)
     scales = start(head, target, ids, features)
-    parametrize.register_parametrization(head.fc, "weight", Scaled(scales))
+    scale(head, scales, target)
     return head
+
+
+def scale(head: EagleHead, sizes: Tensor, target: PreTrainedModel) -> None:
+    """Lets the matrices that read the target learn as if all their inputs were of size 1."""
+    embedding: Any = target.get_input_embeddings().weight
+    both = torch.ones(head.mix.in_features)
+    both[: head.sizes.hidden_size] = embedding.float().square().mean().sqrt()
+    parametrize.register_parametrization(head.fc, "weight", Scaled(sizes))
+    parametrize.register_parametrization(head.mix, "weight", Scaled(both))
 
 
 class Trainer:
     """The loss of a head, and how much of its drafts is kept on held-out conversations."""
 
-    def __init__(self, target: PreTrainedModel, train: Features, test: Features, eval_rows: int = 24, regression: float = 0.0) -> None:
-        self.regression = regression
-        self.norm = target.get_decoder().norm.weight.float()
+    def __init__(self, target: PreTrainedModel, train: Features, test: Features, eval_rows: int = 24) -> None:
         self.target, self.train, self.test = target, train, test
         embedding: Any = target.get_input_embeddings().weight
         output: Any = target.get_output_embeddings().weight
@@ -57,16 +63,7 @@ class Trainer:
         assert isinstance(head, Head)
         with torch.autocast("cpu", torch.bfloat16):
             lesson = self.train.lesson(places, self.target, self.embedding, self.output, narrow=True)
-            if not self.regression:
-                return head.loss(lesson)
-            total = 0.0
-            length = lesson.tokens.shape[1] - head.sizes.depth - 1
-            spots = head._places(lesson, length)
-            for step, (weight, guess) in enumerate(zip(weights(head.sizes.depth), head.guesses(lesson))):
-                want = lesson.hidden[head.sizes.num_layers][:, step + 1 : step + 1 + length][spots] / self.norm
-                far = torch.nn.functional.smooth_l1_loss(head.said.float(), want)
-                total = total + weight * (guess.loss().mean() + self.regression * far)
-            return total
+            return head.loss(lesson)
 
     def evaluate(self, head: nn.Module) -> Figures:
         assert isinstance(head, Head)
@@ -82,5 +79,14 @@ class Trainer:
         return loop.run(head, self.train, self.loss, settings, self.evaluate)
 
 
-def record(folder: Path, head: EagleHead, **said: Any) -> None:
-    head.save(folder, said)
+def export(sizes: Sizes, state: dict[str, Tensor], folder: Path, **said: Any) -> None:
+    """Writes the head that a run's weights make, with what ``said`` tells of it."""
+    plain = EagleHead(sizes)
+    weights = {}
+    for name, tensor in state.items():
+        if name.endswith(".parametrizations.weight.original"):
+            size = state[name.replace("original", "0.size")]
+            name, tensor = name.replace(".parametrizations.weight.original", ".weight"), tensor / size
+        weights[name] = tensor
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    plain.save(folder, said)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.tune.features import Features
 
-LEARN = 60_000
+LEARN = 120_000
 """Tokens that the linear start is fitted to."""
 RIDGE = 0.01
-"""Of the mean square of its inputs."""
+"""Of every input's mean square."""
+BACK = 0.03
+"""How closely features keep to hidden states, which stand in for them while drafting."""
 
 
 def options(config: Any, layers: list[int], rows: int) -> dict[str, Any]:
@@ -41,35 +45,100 @@ def vocabulary(counts: Tensor, rows: int, always: list[int]) -> Tensor:
     return wanted.topk(rows).indices.sort().values
 
 
+class Fit:
+    """Least squares with a ridge, of sums that are added up batch by batch: weights [outputs, inputs]."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self.left, self.right = torch.zeros(inputs, inputs), torch.zeros(inputs, outputs)
+
+    def add(self, known: Tensor, wanted: Tensor) -> None:
+        self.left += known.T @ known
+        self.right += known.T @ wanted
+
+    def solve(self, some: Tensor | slice = slice(None)) -> Tensor:
+        """The weights of the inputs ``some``; every input counts as if its mean square were 1."""
+        left, right = self.left[some][:, some], self.right[some]
+        size = left.diagonal().sqrt().clamp_min(1e-6)
+        left = left / size / size[:, None] + RIDGE * torch.eye(len(size))
+        return (torch.linalg.solve(left, right / size[:, None]) / size[:, None]).T
+
+
 @torch.no_grad()
-def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Features) -> Tensor:
-    """Gives ``head`` the rows ``ids`` of the target's output layer and its final norm. Its feature is the target's last
-    hidden state before that norm's weights, and its output the next token's, as a linear map of feature and embedding
-    fits it best. Returns the size of every input of ``fc``, a root mean square, float32 [inputs]."""
+def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Features, tokens: int = LEARN) -> Tensor:
+    """Gives ``head`` what needs no gradient. Its feature is the target's last hidden state before the final norm's
+    weights, and so is its output, for the next token; rows of the target's output layer, ``ids``, read it. Matrices
+    are fitted to that, one after another, by least squares: of feature and embedding, of what the layer's attention
+    finds and of what its MLP makes of both, with the target's last layer's weights before them. Returns the size of
+    every input of ``fc``, a root mean square, float32 [inputs]."""
     body: Any = target.get_decoder()
     output: Any = target.get_output_embeddings()
     size, norm = head.sizes.hidden_size, body.norm.weight.float()
     head.d2t.copy_(ids - torch.arange(len(ids)))
     head.lm_head.weight.copy_(output.weight[ids].float())
     head.norm.weight.copy_(norm)
-    head.fc.weight.zero_()
-    head.fc.weight[:, -size:] += torch.diag(1 / norm)
+    last = body.layers[-1]
+    for part in ("q_proj", "k_proj", "v_proj"):
+        getattr(head, part).weight.copy_(getattr(last.self_attn, part).weight.float())
+    for part in ("gate_proj", "up_proj"):
+        getattr(head.mlp, part).weight.copy_(getattr(last.mlp, part).weight.float())
+    head.hidden_norm.weight.copy_(last.input_layernorm.weight.float())
+    head.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight.float())
+    head.o_proj.weight.zero_()
+    head.mlp.down_proj.weight.zero_()
     embedding = target.get_input_embeddings().weight.float()
-    left, right = torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, size)
-    squares, count = torch.zeros(head.fc.in_features), 0
-    for part, place, length, prompt in features.sample(LEARN):
-        states = part["hidden"][place : place + length].float()
-        tokens = part["tokens"][place : place + length].long()
+    inputs = head.fc.in_features
+
+    first, squares = Fit(size + inputs, size), torch.zeros(inputs)
+    count = 0
+    for states, said, wanted in _talks(features, embedding, norm, tokens):
+        first.add(torch.cat([said, states], dim=-1)[-len(wanted) :], wanted)
         squares += states.square().sum(0)
-        states = states[max(0, prompt - 2) :]
-        tokens = tokens[max(0, prompt - 2) :]
-        known = torch.cat([head.input_layernorm(embedding[tokens[1:]]), states[:-1, -size:] / norm], dim=-1)
-        left += known.T @ known
-        right += known.T @ (states[1:, -size:] / norm)
-        count += length
-    left += RIDGE * torch.diag(left.diagonal().mean().expand(2 * size))
-    head.mix.weight.copy_(torch.linalg.solve(left, right).T)
+        count += len(states)
+    newest = torch.cat([torch.arange(size), torch.arange(inputs, inputs + size)])
+    short, long = first.solve(newest), first.solve()
+    head.mix.weight.copy_(torch.cat([long[:, :size], short[:, size:] * norm], dim=-1))
+    keep = torch.zeros(size, inputs)
+    keep[:, -size:] = torch.diag(1 / norm)
+    mixed = head.mix.weight[:, size:]
+    scale = BACK * mixed.square().sum() / size
+    lack = long[:, size:] - mixed @ keep
+    head.fc.weight.copy_(keep + torch.linalg.solve(mixed.T @ mixed + scale * torch.eye(size), mixed.T @ lack))
+
+    second = Fit(head.o_proj.in_features, size)
+    for states, said, wanted in _talks(features, embedding, norm, tokens):
+        stream, attended = _attended(head, states, said)
+        second.add(attended[-len(wanted) :], wanted - stream[-len(wanted) :])
+    head.o_proj.weight.copy_(second.solve())
+
+    third = Fit(head.mlp.down_proj.in_features, size)
+    for states, said, wanted in _talks(features, embedding, norm, tokens):
+        stream, attended = _attended(head, states, said)
+        x = stream + head.o_proj(attended)
+        normed = head.post_attention_layernorm(x)
+        inner = functional.silu(head.mlp.gate_proj(normed)) * head.mlp.up_proj(normed)
+        third.add(inner[-len(wanted) :], (wanted - x[-len(wanted) :]))
+    head.mlp.down_proj.weight.copy_(third.solve())
     return (squares / count).sqrt()
+
+
+def _talks(features: Features, embedding: Tensor, norm: Tensor, tokens: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each conversation the features [n, inputs], the embeddings of the tokens behind them, and, for the last of
+    them, where the answer is, the next tokens' hidden states before ``norm``."""
+    for part, place, length, prompt in features.sample(tokens):
+        states = part["hidden"][place : place + length].float()
+        ids = part["tokens"][place : place + length].long()
+        answer = states[max(1, prompt - 1) : -1, -len(norm) :] / norm
+        yield states[:-2], embedding[ids[1:-1]], answer
+
+
+def _attended(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+    """A conversation's stream before the layer [n, hidden size], and what its attention finds [n, heads * width]."""
+    stream = head.enter(said, head.fc(states))
+    q, k, v = head.qkv(said, stream, torch.arange(len(said)))
+    groups = head.heads // head.kv_heads
+    k, v = k.repeat_interleave(groups, dim=-2), v.repeat_interleave(groups, dim=-2)
+    out = functional.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True)
+    return stream, out[0].transpose(0, 1).flatten(-2)
 
 
 class Scaled(nn.Module):
@@ -77,7 +146,7 @@ class Scaled(nn.Module):
 
     def __init__(self, size: Tensor) -> None:
         super().__init__()
-        self.register_buffer("size", size.clamp_min(1e-3), persistent=False)
+        self.register_buffer("size", size.clamp_min(1e-3))
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight / self.size

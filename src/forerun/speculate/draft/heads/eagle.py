@@ -23,12 +23,14 @@ from forerun.attention.sdpa import SdpaAttention
 from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
-from forerun.models import streamed
+from forerun.models import quantize, streamed
 from forerun.models.base import Model
 from forerun.models.fused import RAW, Decoder, Fused, Layer
+from forerun.models.kinds import UNQUANTIZED
 from forerun.models.linear import make_linear
 from forerun.models.native import NativeModel
 from forerun.models.rotary import Rotary
@@ -59,11 +61,12 @@ class EagleHead(Head):
         size, o = sizes.hidden_size, self.options
         self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
-        self.input_layernorm = Norm(size, o["eps"])
         self.hidden_norm = Norm(size, o["eps"])
         self.post_attention_layernorm = Norm(size, o["eps"])
         self.norm = Norm(size, o["eps"])
-        self.mix = nn.Linear(2 * size, size, bias=False) if o.get("mixed") else None
+        mixed = bool(o.get("mixed"))
+        self.mix = nn.Linear(2 * size, size, bias=False) if mixed else None
+        self.input_layernorm = None if mixed else Norm(size, o["eps"])
         read = size if self.mix is not None else 2 * size
         self.q_proj = nn.Linear(read, self.heads * self.width, bias=False)
         self.k_proj = nn.Linear(read, self.kv_heads * self.width, bias=False)
@@ -89,14 +92,14 @@ class EagleHead(Head):
         """The layer's residual stream, [..., hidden size]."""
         if self.mix is None:
             return feature
-        return self.mix(torch.cat([self.input_layernorm(embedded), feature], dim=-1))
+        return self.mix(torch.cat([embedded, feature], dim=-1))
 
     def qkv(
         self, embedded: torch.Tensor, stream: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys, values [..., n, heads, width], of what ``enter`` gave."""
         x = self.hidden_norm(stream)
-        if self.mix is None:
+        if self.input_layernorm is not None:
             x = torch.cat([self.input_layernorm(embedded), x], dim=-1)
         q = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.width)), positions, self.options["theta"])
         k = rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.width)), positions, self.options["theta"])
@@ -130,7 +133,6 @@ class EagleHead(Head):
             values.append(v.repeat_interleave(groups, dim=-2))
             feature = self.finish(feature, self._unrolled(q, keys, values, seen))
             said = feature if places is None else feature[places]
-            self.said = said
             wanted, known = self._wanted(lesson, slice(step + 1, step + 1 + length), places, ids)
             yield Guess(self._logits(self.norm(said), lesson.head), wanted, known)
 
@@ -178,7 +180,7 @@ class EagleHead(Head):
         return torch.arange(d2t.shape[0], device=d2t.device) + d2t
 
     @torch.no_grad()
-    def fuse(self, target: Model) -> Fused | None:
+    def fuse(self, target: Model, quantization: str | None = None) -> Fused | None:
         """The layer, the norm behind it and the output layer in one call, where ``target`` runs so."""
         if not isinstance(target, NativeModel) or target.fused is None:
             return None
@@ -186,25 +188,31 @@ class EagleHead(Head):
         rope: Any = SimpleNamespace(rope_parameters={"rope_theta": self.options["theta"]})
         rotary = Rotary(rope, self.width, target.device, target.dtype)
 
+        def stored(weight: torch.Tensor) -> Any:
+            if quantization is not None:
+                return quantize.quantize(weight, None, quantization)
+            return make_linear(weight, None, "streamed")
+
         def linear(*parts: nn.Linear) -> Any:
-            return make_linear(torch.cat([part.weight for part in parts]), None, "streamed")
+            return stored(torch.cat([part.weight for part in parts]))
 
         def norm(part: Norm) -> Any:
             return streamed.Norm(part.weight, part.eps)
 
         qkv = torch.cat([part.weight for part in (self.q_proj, self.k_proj, self.v_proj)])
         layer = Layer(
-            qkv=make_linear(rotary.arrange_rows(qkv, self.heads + self.kv_heads), None, "streamed"),
+            qkv=stored(rotary.arrange_rows(qkv, self.heads + self.kv_heads)),
             out=linear(self.o_proj),
             gate_up=linear(self.mlp.gate_proj, self.mlp.up_proj),
             down=linear(self.mlp.down_proj),
             norm_attention=norm(self.hidden_norm),
             norm_mlp=norm(self.post_attention_layernorm),
-            norm_token=norm(self.input_layernorm),
+            norm_token=None if self.input_layernorm is None else norm(self.input_layernorm),
         )
         head = whole.head if self.lm_head is None else linear(self.lm_head)
+        mix = None if self.mix is None else linear(self.mix)
         sizes = self.heads, self.kv_heads, self.width
-        decoder = Decoder(*sizes, whole.embedding, [layer], norm(self.norm), head, rotary)
+        decoder = Decoder(*sizes, whole.embedding, [layer], norm(self.norm), head, rotary, mix)
         shape = KVShape(self.kv_heads, self.width, self.width)
         return Fused(decoder) if decoder.can_fuse() and can_attend(target.dtype, target.device, (shape,)) else None
 
@@ -223,6 +231,13 @@ class EagleConfig(TreeConfig, HeadConfig, CatchUpConfig):
 
     prefill_chunk: int = 128
     """As for a draft model. A row costs more here: features are as wide as the target's."""
+    quantization: str | None = None
+    """The head's layer and output layer in 8 bits (int8_rows), where CPU kernels of ours run them; None: as they are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantization not in (None, UNQUANTIZED, "int8_rows"):
+            raise ConfigError(f"a head's quantization is int8_rows or none, not {self.quantization!r}")
 
 
 @drafters.register("eagle")
@@ -240,15 +255,19 @@ class Eagle(HeadDrafter[EagleConfig]):
         longest = context.max_model_len + config.rows_by_depth()[-1]
         page_size = (context.options or {}).get("page_size") or longest
         pages = context.max_num_seqs * -(-longest // page_size)
-        self.fused, self.packed = head.fuse(context.target), head.packed
+        kind = config.quantization
+        able = kind not in (None, UNQUANTIZED) and quantize.ours(info.device, info.dtype)
+        self.quantization = kind if able else None
+        self.fused, self.packed = head.fuse(context.target, self.quantization), head.packed
         attention: type[Attention] = SdpaAttention if self.fused is None else StreamedAttention
         self.cache = attention(Pool([shape], pages, page_size, info.dtype, info.device))
         self.pending: dict[int, list[torch.Tensor]] = {}
         self.chains = self._find_chains()
 
     def _find_chains(self) -> Chains | None:
-        fused = None if hasattr(self.eagle, "d2t") else self.fused
-        return Chains.find(fused, self.cache, self.chooser, branches=self.config.branches, feeds=True)
+        names = self.eagle.token_ids() if hasattr(self.eagle, "d2t") else None
+        branches = self.config.branches
+        return Chains.find(self.fused, self.cache, self.chooser, branches=branches, feeds=True, names=names)
 
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
         """Rows wait here until the token behind each of them is known and the layer has read them."""
@@ -257,7 +276,7 @@ class Eagle(HeadDrafter[EagleConfig]):
     def learn(self) -> None:
         super().learn()
         if self.packed != self.eagle.packed and self.fused is not None:
-            self.fused, self.packed = self.eagle.fuse(self.context.target), self.eagle.packed
+            self.fused, self.packed = self.eagle.fuse(self.context.target, self.quantization), self.eagle.packed
             self.chains = self._find_chains()
 
     @inference
