@@ -66,7 +66,11 @@ class Decoder:
 
     def can_fuse(self) -> bool:
         """Whether the call is here and every linear layer and norm has a kernel."""
-        linears = [self.head, *([self.mix] if self.mix is not None else []), *(linear for layer in self.layers for linear in layer.linears())]
+        linears = [
+            self.head,
+            *([self.mix] if self.mix is not None else []),
+            *(linear for layer in self.layers for linear in layer.linears()),
+        ]
         norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms())]
         return (
             self.embedding.device.type == "cpu"

@@ -1,12 +1,9 @@
-"""What a target sees in its own text, computed once and kept on disk: hidden states of a few layers in bfloat16."""
+"""What a target saw in its own text while it wrote it, kept on disk: hidden states of a few layers in bfloat16."""
 
 from __future__ import annotations
 
-import json
-import os
 import zlib
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,53 +14,6 @@ from transformers import PreTrainedModel
 
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft.heads.head import Lesson
-
-TOGETHER = 4096
-"""Tokens, padding included, of one forward of the target."""
-SHORTEST = 16
-"""Tokens of a conversation that is worth learning from."""
-
-
-@torch.inference_mode()
-def extract(target: PreTrainedModel, text: Path, out: Path, layers: Seq[int], longest: int) -> None:
-    """Writes the hidden states ``layers`` of the conversations in ``text`` (``text.write``) to ``out``, whole or not at
-    all; conversations are cut at ``longest`` tokens."""
-    talks = []
-    for line in text.read_text(encoding="utf-8").splitlines():
-        item = json.loads(line)
-        tokens = (item["prompt"] + item["answer"])[:longest]
-        if len(tokens) >= max(SHORTEST, len(item["prompt"]) + 2):
-            talks.append((tokens, len(item["prompt"])))
-    talks.sort(key=lambda talk: len(talk[0]))
-    hidden: list[Tensor] = []
-    start = 0
-    while start < len(talks):
-        end = start + 1
-        while end < len(talks) and len(talks[end][0]) * (end + 1 - start) <= TOGETHER:
-            end += 1
-        hidden += _states(target, [tokens for tokens, _ in talks[start:end]], layers)
-        start = end
-    content = {
-        "layers": list(layers),
-        "tokens": torch.tensor([token for tokens, _ in talks for token in tokens], dtype=torch.int32),
-        "lengths": torch.tensor([len(tokens) for tokens, _ in talks], dtype=torch.int32),
-        "prompts": torch.tensor([prompt for _, prompt in talks], dtype=torch.int32),
-        "hidden": torch.cat(hidden) if hidden else torch.empty(0),
-    }
-    temporary = out.with_suffix(".tmp")
-    torch.save(content, temporary)
-    os.replace(temporary, out)
-
-
-def _states(target: PreTrainedModel, talks: Seq[Seq[int]], layers: Seq[int]) -> list[Tensor]:
-    """[tokens, layers * hidden size] of each conversation; padding follows the text, so that nothing attends to it."""
-    longest = max(map(len, talks))
-    ids = torch.zeros(len(talks), longest, dtype=torch.long)
-    for row, tokens in enumerate(talks):
-        ids[row, : len(tokens)] = torch.tensor(tokens)
-    states = target.get_decoder()(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-    wide = torch.cat([states[layer] for layer in layers], dim=-1).to(torch.bfloat16)
-    return [wide[row, : len(tokens)].clone() for row, tokens in enumerate(talks)]
 
 
 @dataclass(frozen=True)
@@ -77,7 +27,7 @@ class Talk:
 
 
 class Features:
-    """The files that ``extract`` wrote into a folder, read from disk as they are needed; more may come."""
+    """The files that ``text.Writer`` wrote into a folder, read from disk as they are needed; more may come."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self.folder, self.seed = folder, seed
@@ -120,6 +70,10 @@ class Features:
                 return
             tokens -= talk.length
             yield self.parts[talk.part], talk.start, talk.length, talk.prompt
+
+    def each(self) -> Iterator[tuple[dict[str, Any], int, int, int]]:
+        """All of them, as ``sample`` gives them."""
+        return self.sample(sum(talk.length for talk in self.talks) + 1)
 
     def batch(self, consumed: int, rows: int, length: int) -> Tensor:
         """Conversations drawn at random and laid end to end, int64 [rows, length, 3]: where each token is (part and

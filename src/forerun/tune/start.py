@@ -13,8 +13,6 @@ from transformers import PreTrainedModel
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.tune.features import Features
 
-LEARN = 120_000
-"""Tokens that the linear start is fitted to."""
 RIDGE = 0.01
 """Of every input's mean square."""
 BACK = 0.03
@@ -64,7 +62,7 @@ class Fit:
 
 
 @torch.no_grad()
-def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Features, tokens: int = LEARN) -> Tensor:
+def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Features, tokens: int) -> Tensor:
     """Gives ``head`` what needs no gradient. Its feature is the target's last hidden state before the final norm's
     weights, and so is its output, for the next token; rows of the target's output layer, ``ids``, read it. Matrices
     are fitted to that, one after another, by least squares: of feature and embedding, of what the layer's attention
