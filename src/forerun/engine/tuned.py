@@ -25,8 +25,8 @@ FIELDS = {"target": str, "fingerprint": str, "speculative_config": dict, "files"
 
 
 def save(folder: Path, target: str, speculative_config: Mapping[str, Any], files: list[str], **figures: Any) -> None:
-    """Writes ``tuned.json`` for the checkpoint ``target``. Where ``speculative_config`` says ``model``, that is a folder
-    inside ``folder``; ``files`` are those it needs, from there. ``figures`` are kept beside them."""
+    """Writes ``tuned.json`` for the checkpoint ``target``. Where ``speculative_config`` says ``model``, that is a
+    folder inside ``folder``; ``files`` are those it needs, from there. ``figures`` are kept beside them."""
     content = {
         FORMAT: VERSION,
         "target": target,

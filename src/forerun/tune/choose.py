@@ -105,6 +105,6 @@ def verdict(found: Mapping[str, Any]) -> str:
     pays = "" if "head" in str(chosen) else "; the head does not pay, history does"
     return (
         f"{chosen['method']}: {row['tokens_per_second'] / plain:.2f} times plain decoding, "
-        f"{row['tokens_per_second'] / history:.2f} times the best history drafter, {row['tokens_per_round']:.2f} tokens "
-        f"a round{pays}"
+        f"{row['tokens_per_second'] / history:.2f} times the best history drafter, {row['tokens_per_round']:.2f} "
+        f"tokens a round{pays}"
     )

@@ -119,7 +119,7 @@ def _room(config: TuneConfig, run: Path, bytes_each: int, say: Callable[[str], N
     free = shutil.disk_usage(run).free
     say(
         f"{config.hours * 60:.0f} minutes: {SHARES['write']:.0%} to write text, {SHARES['train']:.0%} to train a head, "
-        f"the rest to choose and to check; at most {most / 1e9:.1f} GB of disk in {run}, which can be removed afterwards"
+        f"the rest to choose and to check; at most {most / 1e9:.1f} GB of disk in {run}, to be removed afterwards"
     )
     if free < most + (1 << 28):
         raise ConfigError(
@@ -136,6 +136,7 @@ def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Calla
         raise ConfigError("the model ended every text at once: there is nothing to learn from")
     first = run / "start.pt"
     trainer = Trainer(target, train, test)
+    entered = time.monotonic()
     with state.stage("train"):
         if first.exists():
             head = read_start(first, target)
@@ -149,8 +150,8 @@ def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Calla
             began = time.monotonic()
             trainer.loss(head, train.batch(0, BATCH // LENGTH, LENGTH)).backward()
             head.zero_grad()
-            left = SHARES["train"] * config.seconds - (began - time.monotonic())
             speed = BATCH / (time.monotonic() - began)
+            left = SHARES["train"] * config.seconds - (time.monotonic() - entered)
             state.keep("speed", {"tokens_per_second": speed, "tokens": max(BATCH, int(speed * left))})
         done = loop.run(head, train, trainer.loss, _settings(config, state, run), trainer.evaluate)
         learnt = loop.looked_at(trainer.evaluate, head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,63 +71,85 @@ def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Featu
     every input of ``fc``, a root mean square, float32 [inputs]."""
     body: Any = target.get_decoder()
     output: Any = target.get_output_embeddings()
-    size, norm = head.sizes.hidden_size, body.norm.weight.float()
+    embedding: Any = target.get_input_embeddings()
+    assert isinstance(head.d2t, Tensor)
+    assert head.lm_head is not None
+    norm = body.norm.weight.float()
     head.d2t.copy_(ids - torch.arange(len(ids)))
     head.lm_head.weight.copy_(output.weight[ids].float())
     head.norm.weight.copy_(norm)
-    last = body.layers[-1]
-    for part in ("q_proj", "k_proj", "v_proj"):
-        getattr(head, part).weight.copy_(getattr(last.self_attn, part).weight.float())
-    for part in ("gate_proj", "up_proj"):
-        getattr(head.mlp, part).weight.copy_(getattr(last.mlp, part).weight.float())
-    head.hidden_norm.weight.copy_(last.input_layernorm.weight.float())
-    head.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight.float())
-    head.o_proj.weight.zero_()
-    head.mlp.down_proj.weight.zero_()
-    embedding = target.get_input_embeddings().weight.float()
-    inputs = head.fc.in_features
-
-    first, squares = Fit(size + inputs, size), torch.zeros(inputs)
-    count = 0
-    for states, said, wanted in _talks(features, embedding, norm, tokens):
-        first.add(torch.cat([said, states], dim=-1)[-len(wanted) :], wanted)
-        squares += states.square().sum(0)
-        count += len(states)
-    newest = torch.cat([torch.arange(size), torch.arange(inputs, inputs + size)])
-    short, long = first.solve(newest), first.solve()
-    head.mix.weight.copy_(torch.cat([long[:, :size], short[:, size:] * norm], dim=-1))
-    keep = torch.zeros(size, inputs)
-    keep[:, -size:] = torch.diag(1 / norm)
-    mixed = head.mix.weight[:, size:]
-    scale = BACK * mixed.square().sum() / size
-    lack = long[:, size:] - mixed @ keep
-    head.fc.weight.copy_(keep + torch.linalg.solve(mixed.T @ mixed + scale * torch.eye(size), mixed.T @ lack))
-
-    second = Fit(head.o_proj.in_features, size)
-    for states, said, wanted in _talks(features, embedding, norm, tokens):
+    _take(head, body.layers[-1])
+    known = _Talks(features, embedding.weight.float(), norm, tokens)
+    sizes = _fit_input(head, known)
+    second = Fit(head.o_proj.in_features, len(norm))
+    for states, said, wanted in known:
         stream, attended = _attended(head, states, said)
         second.add(attended[-len(wanted) :], wanted - stream[-len(wanted) :])
     head.o_proj.weight.copy_(second.solve())
-
-    third = Fit(head.mlp.down_proj.in_features, size)
-    for states, said, wanted in _talks(features, embedding, norm, tokens):
+    third = Fit(head.mlp.down_proj.in_features, len(norm))
+    for states, said, wanted in known:
         stream, attended = _attended(head, states, said)
         x = stream + head.o_proj(attended)
         normed = head.post_attention_layernorm(x)
         inner = functional.silu(head.mlp.gate_proj(normed)) * head.mlp.up_proj(normed)
-        third.add(inner[-len(wanted) :], (wanted - x[-len(wanted) :]))
+        third.add(inner[-len(wanted) :], wanted - x[-len(wanted) :])
     head.mlp.down_proj.weight.copy_(third.solve())
-    return (squares / count).sqrt()
+    return sizes
 
 
-def _talks(features: Features, embedding: Tensor, norm: Tensor, tokens: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Of each conversation the features [n, inputs], the embeddings of the tokens behind them, and, for the last of
-    them, where the answer is, the next tokens' hidden states before ``norm``."""
-    for part, place, length, prompt in features.sample(tokens):
-        states = part["hidden"][place : place + length].float()
-        ids = part["tokens"][place : place + length].long()
-        answer = states[max(1, prompt - 1) : -1, -len(norm) :] / norm
-        yield states[:-2], embedding[ids[1:-1]], answer
+def _take(head: EagleHead, layer: Any) -> None:
+    """What the target's ``layer`` looks for, where it has matrices of the head's shapes; nothing of what it says."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    pairs = [(getattr(head, part), getattr(attention, part, None)) for part in ("q_proj", "k_proj", "v_proj")]
+    pairs += [(getattr(head.mlp, part), getattr(mlp, part, None)) for part in ("gate_proj", "up_proj")]
+    pairs += [(head.hidden_norm, getattr(layer, "input_layernorm", None))]
+    pairs += [(head.post_attention_layernorm, getattr(layer, "post_attention_layernorm", None))]
+    for own, theirs in pairs:
+        if theirs is not None and theirs.weight.shape == own.weight.shape:
+            own.weight.copy_(theirs.weight.float())
+    head.o_proj.weight.zero_()
+    head.mlp.down_proj.weight.zero_()
+
+
+def _fit_input(head: EagleHead, known: _Talks) -> Tensor:
+    """Fits ``mix`` and ``fc``. While drafting, the head's output is its next feature, so ``mix`` is fitted to last
+    hidden states, and ``fc`` adds to those what the other features say."""
+    assert head.mix is not None
+    size, inputs = head.fc.out_features, head.fc.in_features
+    fit, squares, count = Fit(size + inputs, size), torch.zeros(inputs), 0
+    for states, said, wanted in known:
+        fit.add(torch.cat([said, states], dim=-1)[-len(wanted) :], wanted)
+        squares += states.square().sum(0)
+        count += len(states)
+    last = torch.cat([torch.arange(size), torch.arange(inputs, inputs + size)])
+    short, long = fit.solve(last), fit.solve()
+    mixed = short[:, size:] * known.norm
+    head.mix.weight.copy_(torch.cat([long[:, :size], mixed], dim=-1))
+    keep = torch.zeros(size, inputs)
+    keep[:, -size:] = torch.diag(1 / known.norm)
+    close = BACK * mixed.square().sum() / size
+    lack = long[:, size:] - mixed @ keep
+    head.fc.weight.copy_(keep + torch.linalg.solve(mixed.T @ mixed + close * torch.eye(size), mixed.T @ lack))
+    return (squares / max(1, count)).sqrt()
+
+
+@dataclass(frozen=True)
+class _Talks:
+    """Of each conversation, ``tokens`` tokens together, the features [n, inputs], the embeddings of the tokens behind
+    them, and, for the last of them, where the answer is, the next tokens' hidden states before ``norm``."""
+
+    features: Features
+    embedding: Tensor
+    norm: Tensor
+    tokens: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for part, place, length, prompt in self.features.sample(self.tokens):
+            states = part["hidden"][place : place + length].float()
+            ids = part["tokens"][place : place + length].long()
+            answer = states[max(1, prompt - 1) : -1, -len(self.norm) :] / self.norm
+            if len(answer):
+                yield states[:-2], self.embedding[ids[1:-1]], answer
 
 
 def _attended(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +158,8 @@ def _attended(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, Te
     q, k, v = head.qkv(said, stream, torch.arange(len(said)))
     groups = head.heads // head.kv_heads
     k, v = k.repeat_interleave(groups, dim=-2), v.repeat_interleave(groups, dim=-2)
-    out = functional.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return stream, out[0].transpose(0, 1).flatten(-2)
 
 
@@ -144,6 +168,7 @@ class Scaled(nn.Module):
 
     def __init__(self, size: Tensor) -> None:
         super().__init__()
+        self.size: Tensor
         self.register_buffer("size", size.clamp_min(1e-3))
 
     def forward(self, weight: Tensor) -> Tensor:

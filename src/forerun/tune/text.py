@@ -44,7 +44,7 @@ class Writer:
         self.chats = bool(getattr(self.llm.tokenizer, "chat_template", None))
 
     def part(self, seed: int, temperature: float) -> dict[str, Any]:
-        """One batch, as ``features.Features`` reads it: ``tokens``, ``lengths``, ``prompts``, ``hidden``, ``layers``."""
+        """One batch, as ``Features`` reads it: ``tokens``, ``lengths``, ``prompts``, ``hidden``, ``layers``."""
         draw = random.Random(seed)
         if not self.chats:
             return self._packed(self._continued(self._openings(seed), temperature, draw))
@@ -71,8 +71,8 @@ class Writer:
         if not self.chats:
             texts = self.data.paragraphs or machine_paragraphs()
             return [self.llm.encode(text)[1][:OPENING] for text in texts[:: max(1, len(texts) // 40)][:40]]
-        asked = [turn for _, turn in held_out()]
-        return [self._rendered([{"role": "user", "content": turn}]) for turn in asked]
+        prompts = [self._rendered([{"role": "user", "content": turn}]) for _, turn in held_out()]
+        return [prompt for prompt in prompts if len(prompt) <= self.prompt]
 
     def _turns(self, seed: int) -> Iterator[str]:
         """The data's own turns and, as often, made ones."""

@@ -34,11 +34,6 @@ def _sets() -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def categories() -> list[str]:
-    """The kinds of turns, those of SPEED-Bench (arXiv 2604.09557)."""
-    return list(_sets())
-
-
 @cache
 def held_out() -> tuple[tuple[str, str], ...]:
     """(category, turn): four of each category, none of which ``turns`` makes."""

@@ -232,7 +232,7 @@ class EagleConfig(TreeConfig, HeadConfig, CatchUpConfig):
     prefill_chunk: int = 128
     """As for a draft model. A row costs more here: features are as wide as the target's."""
     quantization: str | None = None
-    """The head's layer and output layer in 8 bits (int8_rows), where CPU kernels of ours run them; None: as they are."""
+    """int8_rows: layer and output layer in 8 bits, where CPU kernels of ours run them; None or none: as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
