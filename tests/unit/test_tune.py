@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from chat_model import save_chat_model
+
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned

@@ -205,11 +205,12 @@ SYNTHETIC_HELP = (
 )
 BUNDLED = "bundled"
 """What ``--tuned`` calls the folder that comes with the package."""
+TUNED_HELP = f"what forerun tune found for the model: its folder, or {BUNDLED}"
 SPECULATIVE = Flags(
     "speculative",
     [
         Flag("speculative_config", str, "all options of speculation as JSON, vLLM's keys", None, "Speculation", True),
-        Flag("tuned", str, f"a folder that forerun tune made for the model, or {BUNDLED}", None, "Speculation"),
+        Flag("tuned", str, TUNED_HELP, None, "Speculation"),
         Flag("spec_method", str, f"who drafts: {', '.join([NONE, *drafters])}", DEFAULTS, "Speculation"),
         Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation"),
         Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation"),
@@ -228,10 +229,7 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
     if "tuned" in given:
         if names_method(given):
             raise ConfigError("--tuned says who drafts: leave the method and its model out, or --tuned")
-        from forerun.engine.tuned import load
-
-        tuned = True if given["tuned"] == BUNDLED else given["tuned"]
-        config = {**load(tuned, str(engine.get("model", EngineConfig.model))), **config}
+        config = {**read_tuned(given["tuned"], engine), **config}
     names = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
     names["synthetic"] = "synthetic_acceptance_rates"
     for flag in ("spec_method", "spec_model", "spec_tokens", "accept", "length", "synthetic"):
@@ -248,6 +246,13 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
         if "model" in engine and rules[config.get("accept", "coupled")].identity:
             config.setdefault("length", "adaptive")
     return config
+
+
+def read_tuned(folder: str, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``speculative_config`` of a tuned folder, or the bundled one, for the engine's model. Raises ConfigError."""
+    from forerun.engine.tuned import load
+
+    return load(True if folder == BUNDLED else folder, str(engine.get("model", EngineConfig.model)))
 
 
 def names_method(given: Mapping[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from forerun.tune import choose
 from forerun.tune.config import SHARES, TuneConfig
 from forerun.tune.data import Data, read
 from forerun.tune.features import Features
-from forerun.tune.head import LENGTH, Trainer, export, layers, new_head, read_start, save_start
+from forerun.tune.head import LENGTH, MEANING, Trainer, export, layers, new_head, read_start, save_start
 from forerun.tune.record import Record
 from forerun.tune.report import page
 from forerun.tune.state import State
@@ -153,7 +153,7 @@ def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Calla
             speed = BATCH / (time.monotonic() - began)
             left = SHARES["train"] * config.seconds - (time.monotonic() - entered)
             state.keep("speed", {"tokens_per_second": speed, "tokens": max(BATCH, int(speed * left))})
-        done = loop.run(head, train, trainer.loss, _settings(config, state, run), trainer.evaluate)
+        done = loop.run(head, train, trainer.loss, _settings(config, state, run), trainer.evaluate, MEANING)
         learnt = loop.looked_at(trainer.evaluate, head)
         better = sum(learnt["accepted_at_0"]) >= sum(state.results["fitted"]["accepted_at_0"])
         if not better:

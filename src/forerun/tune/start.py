@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,15 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.train.losses import overlap
 from forerun.tune.features import Features
 
 RIDGE = 0.01
 """Of every input's mean square."""
+SHARPNESS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+"""Factors of the logits that are tried."""
+CALIBRATED = 8_000
+"""Tokens that they are tried on."""
 BACK = 0.03
 """How closely features keep to hidden states, which stand in for them while drafting."""
 
@@ -94,6 +99,7 @@ def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Featu
         inner = functional.silu(head.mlp.gate_proj(normed)) * head.mlp.up_proj(normed)
         third.add(inner[-len(wanted) :], wanted - x[-len(wanted) :])
     head.mlp.down_proj.weight.copy_(third.solve())
+    head.norm.weight.mul_(_sharpness(head, replace(known, tokens=CALIBRATED)))
     return sizes
 
 
@@ -131,6 +137,19 @@ def _fit_input(head: EagleHead, known: _Talks) -> Tensor:
     lack = long[:, size:] - mixed @ keep
     head.fc.weight.copy_(keep + torch.linalg.solve(mixed.T @ mixed + close * torch.eye(size), mixed.T @ lack))
     return (squares / max(1, count)).sqrt()
+
+
+def _sharpness(head: EagleHead, known: _Talks) -> float:
+    """The factor of its logits with which most of its drafts are kept at temperature 1."""
+    assert head.lm_head is not None
+    kept, count = torch.zeros(len(SHARPNESS)), 0
+    for states, said, wanted in known:
+        stream, attended = _attended(head, states, said)
+        logits = head.lm_head(head.norm(head.finish(stream, attended)[-len(wanted) :]))
+        theirs = head.lm_head(wanted * known.norm)
+        kept += torch.stack([overlap(theirs, factor * logits).sum() for factor in SHARPNESS])
+        count += len(wanted)
+    return SHARPNESS[int(kept.argmax())] if count else 1.0
 
 
 @dataclass(frozen=True)

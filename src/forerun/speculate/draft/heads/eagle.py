@@ -342,11 +342,12 @@ class Eagle(HeadDrafter[EagleConfig]):
             out = self.fused(batch, self.cache, feature)
             return out.hidden[RAW], self._widen(out.logits)
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
-        q, k, v = self.eagle.qkv(embedded, feature, batch.positions)
+        stream = self.eagle.enter(embedded, feature)
+        q, k, v = self.eagle.qkv(embedded, stream, batch.positions)
         self.cache.begin(batch)
         attended = self.cache.run(Query(0, q, k, v, self.eagle.width**-0.5), batch)
         self.cache.finish(batch)
-        states = self.eagle.finish(feature, attended)[batch.logit_rows]
+        states = self.eagle.finish(stream, attended)[batch.logit_rows]
         return states, self._widen(self._predict(states))
 
     def _lacking(self, sequences: Seq[Sequence], able: Seq[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
