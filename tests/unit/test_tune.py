@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from chat_model import save_chat_model
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, pretrained
+from forerun.cli import main
+from forerun.cli.bench import with_tuned
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
+from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.train import loop
-from forerun.tune import choose, data, text
+from forerun.tune import choose, data, text, turns
 from forerun.tune import run as stages
 from forerun.tune.config import TuneConfig
 from forerun.tune.state import State
 from tiny import save_tokenizer, tiny_llama
 
 QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "probe": 2, "probe_tokens": 8, "progress": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_turns() -> Iterator[None]:
+    """A few of the held-out turns, so that a tuning takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "held_out", lambda: turns.held_out()[:6])
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +135,30 @@ def test_what_is_no_tuned_folder(model: str, tmp_path: Path) -> None:
         LLM(model, tuned=tmp_path, speculative_config={"method": "ngram"})
 
 
+def test_the_commands_take_it(folder: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = copied(folder, tmp_path)
+    use_head(own, model)
+    words = ["generate", "hello", "--model", model, "--json", "--max-tokens", "24", "--ignore-eos"]
+    found = []
+    for more in ([], ["--tuned", str(own)]):
+        assert main.run([*words, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["text"] == found[1]["text"]
+    assert main.run([*words, "--tuned", str(own), "--spec-method", "ngram"]) == 2
+    assert "--tuned says who drafts" in capsys.readouterr().err
+    assert main.run([*words, "--tuned", str(tmp_path)]) == 2
+    assert "no tuned folder" in capsys.readouterr().err
+
+
+def test_bench_measures_it(folder: Path, model: str, tmp_path: Path) -> None:
+    own = copied(folder, tmp_path)
+    use_head(own, model)
+    methods, options = with_tuned(str(own), {"model": model}, ["none"], {"max_order": 3})
+    assert methods == ["none", "eagle"]
+    assert options["max_order"] == 3
+    assert options["eagle"] == {"model": str(own / "head"), "num_speculative_tokens": 3}
+
+
 class Kill(Exception):
     pass
 
@@ -157,6 +193,20 @@ def test_a_killed_tuning_goes_on(model: str, tmp_path: Path, monkeypatch: pytest
     if stage != "write":
         assert len(wrote) == before
     assert len(set(wrote)) == len(wrote)
+
+
+def test_smollm2s_own_is_whole() -> None:
+    """The bundled folder, as far as that can be said without the model."""
+    assert tuned.has_bundled("smollm2")
+    folder = Path(pretrained.__file__).parent / "smollm2"
+    content = json.loads((folder / tuned.FILE).read_text("utf-8"))
+    assert content["seal"] == tuned._seal(folder, content)
+    head = EagleHead.load(folder / "head")
+    ids = head.token_ids()
+    assert head.record["target_fingerprint"] == content["fingerprint"]
+    assert ids.tolist() == sorted(set(ids.tolist()))
+    assert len(ids) == 8192
+    assert int(ids[-1]) < head.sizes.vocab_size
 
 
 def test_another_tuning_does_not_go_on(folder: Path, model: str) -> None:

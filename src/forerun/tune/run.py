@@ -56,7 +56,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     if "train" not in state.results:
         _train(config, folder, state, run, say)
     llm = _load(config)
-    held = [_prompt(talk) for talk in Features(run / "held").each()]
+    held = [list(prompt) for prompt in dict.fromkeys(map(_prompt, Features(run / "held").each()))]
     if "choose" not in state.results:
         with state.stage("choose"):
             head = {"method": "eagle", "model": str(config.out / "head")}
@@ -74,10 +74,9 @@ def _load(config: TuneConfig, **more: Any) -> LLM:
     return LLM(config.model, quantization=config.quantization, **more)
 
 
-def _prompt(talk: tuple[dict[str, Any], int, int, int]) -> list[int]:
+def _prompt(talk: tuple[dict[str, Any], int, int, int]) -> tuple[int, ...]:
     part, place, _, prompt = talk
-    ids: list[int] = part["tokens"][place : place + prompt].tolist()
-    return ids
+    return tuple(part["tokens"][place : place + prompt].tolist())
 
 
 def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callable[[str], None]) -> None:

@@ -24,6 +24,8 @@ FOLLOW_UPS = (
 )
 PARAGRAPH = (200, 1200)
 """Characters of a paragraph, at least and at most."""
+ENOUGH = 1000
+"""Paragraphs of the standard library."""
 
 
 @cache
@@ -62,6 +64,8 @@ def machine_paragraphs() -> list[str]:
     """Paragraphs of the standard library: docstrings and short functions."""
     found: list[str] = []
     for path in sorted(Path(standard_library()).glob("*.py")):
+        if len(found) >= ENOUGH:
+            break
         try:
             source = path.read_text(encoding="utf-8")
             tree = ast.parse(source)
