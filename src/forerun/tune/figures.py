@@ -85,7 +85,11 @@ def main() -> None:
     ]
     said = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()}
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    content = {"options": said, "environment": environment(), "rows": rows}
+    content = {
+        "options": said,
+        "environment": environment(llm, {"model": given.model, "quantization": given.quantization}),
+        "rows": rows,
+    }
     given.out.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +21,6 @@ class RecordConfig(DrafterConfig):
     """Hidden states to keep, as ``Needs.hidden`` counts them."""
 
 
-@drafters.register("record")
 class Record(Drafter[RecordConfig]):
     name = "record"
     config_class = RecordConfig
@@ -50,3 +51,13 @@ class Record(Drafter[RecordConfig]):
     def take(self, tokens: Seq[int]) -> torch.Tensor | None:
         """What was kept of a finished sequence; forgotten then."""
         return self.done.pop(tuple(tokens), None)
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """Engines that are built meanwhile know the method; nobody else has a use for it."""
+    drafters.register(Record.name)(Record)
+    try:
+        yield
+    finally:
+        drafters.remove(Record.name)

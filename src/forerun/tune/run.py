@@ -26,7 +26,7 @@ from forerun.tune.config import SHARES, TuneConfig
 from forerun.tune.data import Data, read
 from forerun.tune.features import Features
 from forerun.tune.head import LENGTH, MEANING, Trainer, export, layers, new_head, read_start, save_start
-from forerun.tune.record import Record
+from forerun.tune.record import Record, known
 from forerun.tune.report import page
 from forerun.tune.state import State
 from forerun.tune.text import Writer, save_part
@@ -85,7 +85,8 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     which = layers(text)
     longest = min(config.answer + 704, text.max_position_embeddings)
     recording = {"method": Record.name, "layers": which}
-    llm = _load(config, max_model_len=longest, max_num_seqs=48, speculative_config=recording)
+    with known():
+        llm = _load(config, max_model_len=longest, max_num_seqs=48, speculative_config=recording)
     record = llm.engine.router.drafters[Record.name]
     assert isinstance(record, Record)
     writer = Writer(llm, record, data, answer=config.answer, prompt=longest - config.answer)
