@@ -68,7 +68,7 @@ def machine_paragraphs() -> list[str]:
             break
         try:
             source = path.read_text(encoding="utf-8")
-            tree = ast.parse(source)
+            tree, lines = ast.parse(source), source.splitlines()
         except (OSError, ValueError, SyntaxError):
             continue
         for node in ast.walk(tree):
@@ -76,7 +76,7 @@ def machine_paragraphs() -> list[str]:
                 doc = ast.get_docstring(node) or ""
                 found += [part for part in doc.split("\n\n") if _fits(part)]
                 if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                    code = ast.get_source_segment(source, node) or ""
+                    code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
                     if _fits(code) and len(found) % 3 == 0:
                         found.append(code)
     return found
