@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from forerun import LLM, SamplingParams, kernels
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import Chains
+from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.head import Sizes
 from here import where
 
 PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
@@ -22,11 +25,27 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(params=["draft_model", "eagle"])
+@pytest.fixture(params=["draft_model", "eagle", "reduced"])
 def options(request, tiny_target: str, tiny_draft: str, tmp_path: Path) -> dict[str, Any]:
     if request.param == "draft_model":
         return {"method": "draft_model", "model": tiny_draft}
+    if request.param == "reduced":
+        return {"method": "eagle", "model": reduced_head(Path(tiny_target), tmp_path), "quantization": "int8_rows"}
     return {"method": "eagle", **drafters["eagle"].example(Path(tiny_target), tmp_path)}
+
+
+def reduced_head(target: Path, folder: Path) -> str:
+    """An EAGLE head that knows every third token, with a matrix before its layer."""
+    config = json.loads((target / "config.json").read_text("utf-8"))
+    ids = torch.arange(1, config["vocab_size"], 3)
+    options = {"mixed": True, "draft_vocab_size": len(ids), "heads": 4, "kv_heads": 2, "width": 8, "inner_size": 24}
+    torch.manual_seed(1)
+    head = EagleHead(Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], 4, options))
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    head.d2t.copy_(ids - torch.arange(len(ids)))
+    head.save(folder)
+    return str(folder)
 
 
 def record(target: str, options: dict[str, Any], *, page_size=None, stepwise: bool = False) -> list[Any]:

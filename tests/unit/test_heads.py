@@ -65,12 +65,14 @@ def test_medusa_drafts_the_argmax_of_its_heads(tiny_target, tmp_path, reference)
     assert drafted == wanted
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("width", [514, 16])  # 16: in one call, where there are kernels
 @torch.no_grad()
-def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp_path, reference, width):
+def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp_path, reference, width, mixed):
     """Independent form: the whole sequence at once, its own outputs appended as features, dense causal attention."""
     sizes = sizes_of(Path(tiny_target))
-    sizes = Sizes(**{**vars(sizes), "options": {"heads": 4, "kv_heads": 2, "width": width, "inner_size": 24}})
+    options = {"heads": 4, "kv_heads": 2, "width": width, "inner_size": 24, "mixed": mixed}
+    sizes = Sizes(**{**vars(sizes), "options": options})
     head = EagleHead(sizes)
     scramble(head)
     head.save(tmp_path)
@@ -83,11 +85,12 @@ def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp
     for _ in range(3):
         count = feature.shape[0]
         embedded = reference.get_input_embeddings()(torch.tensor(tokens))
-        q, k, v = saved.qkv(embedded, feature, torch.arange(count))
+        stream = saved.mix(torch.cat([embedded, feature], dim=-1)) if mixed else feature
+        q, k, v = saved.qkv(embedded, stream, torch.arange(count))
         scores = torch.einsum("qhw,khw->hqk", q, k.repeat_interleave(2, 1)) / width**0.5
         scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), float("-inf"))
-        mixed = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
-        state = saved.finish(feature, mixed)[-1]
+        seen = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
+        state = saved.finish(stream, seen)[-1]
         wanted.append(int(reference.lm_head(saved.norm(state)).argmax()))
         tokens.append(wanted[-1])
         feature = torch.cat([feature, state[None]])

@@ -15,7 +15,6 @@ import transformers
 import forerun
 from forerun.engine.llm import LLM
 
-
 UNITS = {
     "avx2": "AVX2", "avx512f": "AVX-512", "avx_vnni": "AVX-VNNI", "avx512_vnni": "VNNI", "avx512_bf16": "BF16",
     "amx_tile": "AMX",

@@ -12,7 +12,7 @@ import typer
 from forerun.bench.config import ALL, HELD_OUT, PEERS, WRITTEN, BenchConfig
 from forerun.bench.plots import check_folder, plots
 from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads, warn
-from forerun.cli.options import ENGINE, SPECULATIVE, Flags, flags_of, parse_json, takes
+from forerun.cli.options import ENGINE, SPECULATIVE, TUNED_HELP, Flags, flags_of, parse_json, read_tuned, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.speculate.names import drafters, policies, rules
@@ -103,6 +103,7 @@ def bench(
     length: Annotated[str, typer.Option(help=f"length policies: {', '.join(policies)}")] = "fixed",
     spec_tokens: Annotated[str, typer.Option(help="numbers of drafted tokens", show_default="each method's")] = "",
     speculative_config: MoreOptions = None,
+    tuned: Annotated[str | None, typer.Option(metavar="FOLDER", help=TUNED_HELP)] = None,
     concurrency: Annotated[str, typer.Option(help="requests decoded together")] = "1",
     temperature: Annotated[
         str | None, typer.Option(help="temperatures", show_default="0,1; of a written set 0")
@@ -127,10 +128,13 @@ def bench(
     options = _measured(measured)
     if temperature is not None:
         options["temperatures"] = split("temperature", temperature, float)
+    names, shared = split("methods", methods, str), more_options(speculative_config, speculative)
+    if tuned is not None:
+        names, shared = with_tuned(tuned, engine, names, shared)
     config = BenchConfig(
         engine=dict(engine),
-        speculative=more_options(speculative_config, speculative),
-        methods=split("methods", methods, str),
+        speculative=shared,
+        methods=names,
         accepts=split("accept", accept, str),
         lengths=split("length", length, str),
         counts=split("spec-tokens", spec_tokens, int),
@@ -165,6 +169,17 @@ def _measured(given: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_batch_size(engine: Mapping[str, Any]) -> None:
     if "max_num_seqs" in engine:
         raise ConfigError("bench decodes --concurrency requests together: use that instead of --max-num-seqs")
+
+
+def with_tuned(
+    tuned: str, engine: Mapping[str, Any], methods: Seq[str], options: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """The methods and their options with the method of a tuned folder and its own. Raises ConfigError for a folder that
+    was made for other weights."""
+    found = read_tuned(tuned, engine)
+    method = found.pop("method")
+    own = {key: value for key, value in found.items() if key not in ("accept", "length")}
+    return [*methods, *([] if method in methods else [method])], {**options, **({method: own} if own else {})}
 
 
 def more_options(speculative_config: str | None, speculative: Mapping[str, Any]) -> dict[str, Any]:

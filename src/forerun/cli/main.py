@@ -38,6 +38,7 @@ COMMANDS = {
     ),
     "check": Command("check:check", "Prove, on this machine and model, that speculation changes nothing."),
     "serve": Command("serve:serve", "Answer OpenAI's API over HTTP; the playground is at /."),
+    "tune": Command("tune:tune", "Train and choose what drafts for a model, on this machine: the same tokens, sooner."),
     "train": Command("train:app", "Train a target, or what speculates for it."),
 }
 WITH_KEYS = ("generate", "chat", "bench", "serve")

@@ -203,10 +203,14 @@ SYNTHETIC_HELP = (
     "accept drafts as often as was published for Llama-3.2-1B, whatever their tokens, to measure speed: "
     f"{', '.join(PROFILES)}; the text is not the model's"
 )
+BUNDLED = "bundled"
+"""What ``--tuned`` calls the folder that comes with the package."""
+TUNED_HELP = f"what forerun tune found for the model: its folder, or {BUNDLED}"
 SPECULATIVE = Flags(
     "speculative",
     [
         Flag("speculative_config", str, "all options of speculation as JSON, vLLM's keys", None, "Speculation", True),
+        Flag("tuned", str, TUNED_HELP, None, "Speculation"),
         Flag("spec_method", str, f"who drafts: {', '.join([NONE, *drafters])}", DEFAULTS, "Speculation"),
         Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation"),
         Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation"),
@@ -222,12 +226,18 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
     model, and another model from the text itself (``ngram``), as far as it pays if that changes no token. Raises
     ConfigError for a key that is given twice with different values."""
     config = dict(given.get("speculative_config") or {})
+    if "tuned" in given:
+        if names_method(given):
+            raise ConfigError("--tuned says who drafts: leave the method and its model out, or --tuned")
+        config = {**read_tuned(given["tuned"], engine), **config}
     names = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
     names["synthetic"] = "synthetic_acceptance_rates"
     for flag in ("spec_method", "spec_model", "spec_tokens", "accept", "length", "synthetic"):
         key, value = names.get(flag, flag), given.get(flag)
         if value is None:
             continue
+        if "tuned" in given and flag in ("accept", "length"):
+            config[key] = value
         if config.setdefault(key, value) != value:
             option = flag.replace("_", "-")
             raise ConfigError(f"{key} is {config[key]!r} in --speculative-config and {value!r} in --{option}")
@@ -238,8 +248,15 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
     return config
 
 
+def read_tuned(folder: str, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``speculative_config`` of a tuned folder, or the bundled one, for the engine's model. Raises ConfigError."""
+    from forerun.engine.tuned import load
+
+    return load(True if folder == BUNDLED else folder, str(engine.get("model", EngineConfig.model)))
+
+
 def names_method(given: Mapping[str, Any]) -> bool:
-    """Whether the flags say who drafts."""
+    """Whether the flags say who drafts, other than by ``--tuned``."""
     config = given.get("speculative_config") or {}
     return any(key in given for key in ("spec_method", "spec_model")) or any(
         key in config for key in ("method", "model")

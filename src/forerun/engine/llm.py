@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from forerun.engine.logprobs import Logprob, by_token
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.progress import ProgressBar
 from forerun.engine.trace import TraceRound
+from forerun.engine.tuned import load as load_tuned
 from forerun.models.chat import Message, conversations, render_chat
 from forerun.models.load import load_model
 from forerun.models.tokenizer import encode, load_tokenizer
@@ -65,7 +67,8 @@ class LLM:
     """A model that generates text, with speculation where asked for.
 
     ``model`` is a folder, a hub id or a fetched model's name (default: the bundled target). ``speculative_config`` has
-    vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None decodes plainly. Other
+    vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None decodes plainly. ``tuned``
+    is a folder that ``forerun tune`` made for this model, which says how to speculate; True: the bundled one. Other
     keywords are the fields of ``EngineConfig``, or vLLM's: ``block_size``, ``enable_prefix_caching``, ``revision`` and
     ``download_dir`` mean what they mean there, ``tensor_parallel_size=1``, ``enforce_eager``,
     ``trust_remote_code=False`` and their like say what is so anyway, and others are refused with what to do instead.
@@ -81,8 +84,13 @@ class LLM:
         model: str = "forerun:target",
         *,
         speculative_config: Mapping[str, Any] | SpeculativeConfig | Seq[Mapping[str, Any]] | None = None,
+        tuned: str | Path | bool | None = None,
         **options: Any,
     ) -> None:
+        if tuned is not None and tuned is not False:
+            if speculative_config is not None:
+                raise ConfigError("tuned says how to speculate: leave speculative_config out, or tuned")
+            speculative_config = load_tuned(tuned, str(model))
         self.config = EngineConfig.from_options(understood({"model": str(model), **options}))
         speculative = SpeculativeConfig.parse_all(speculative_config)
         self.speculative = speculative[0]

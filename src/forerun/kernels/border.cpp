@@ -105,6 +105,7 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(within(m.width, 2, WIDEST) && m.width % 2 == 0, HEADS_SIZE);
   REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 1, MOST) && within(m.known, 1, MOST), SIZE);
   REQUIRE(given(m.embedding, m.norm, m.head.weight) && m.head.inputs == m.hidden && m.head.outputs >= 1, SIZE);
+  REQUIRE(!m.mix.weight || (m.mix.inputs == 2 * m.hidden && m.mix.outputs == m.hidden), SIZE);
   REQUIRE(within(m.layers, 1, MOST), SIZE);
   for (int64_t i = 0; i < m.layers; i++) {
     const Layer &l = layers[i];
@@ -123,6 +124,7 @@ template <class T>
 Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_which, 0, m.layers), SIZE);
   REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.room, c.sides, c.pool, c.plan), NULL_POINTER);
+  REQUIRE(!m.mix.weight || c.given, NULL_POINTER);
   REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);
   REQUIRE(room_wanted(m, layers, c.rows, c.num_out) <= c.room_size, ROOM_SIZE);
   REQUIRE(!c.num_which || c.which, NULL_POINTER);
@@ -148,7 +150,8 @@ Complaint chains_fit(const Model<T> &m, const Call<T> &c, const Chains<T> &d) {
   REQUIRE(d.sequences == c.num_out && d.sequences >= 1 && within(d.longest, 1, MOST), CHAIN_RANGE);
   REQUIRE(given(d.depths, d.starts, d.tables, d.heats, d.shares, d.top_ks, d.words, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.room_size, ROOM_SIZE);
-  REQUIRE(m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
+  REQUIRE(d.names || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
+  for (int64_t i = 0; d.names && i < m.head.outputs; i++) REQUIRE(within(d.names[i], 0, m.known - 1), TOKEN_RANGE);
   for (int64_t i = 0; i < d.sequences; i++) {
     REQUIRE(within(d.depths[i], 1, d.longest) && within(d.starts[i], 0, MOST), CHAIN_RANGE);
     REQUIRE(d.heats[i] == 0 || d.keys || d.spots, NULL_POINTER);

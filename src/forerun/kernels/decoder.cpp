@@ -11,6 +11,12 @@ namespace {
 
 int64_t rounded(int64_t numbers) { return (numbers + ROUND_UP - 1) / ROUND_UP * ROUND_UP; }
 
+// Numbers of a row of what a layer reads, or the matrix before the layers.
+template <class T>
+int64_t widest_input(const Model<T> &m, const Layer *layers) {
+  return std::max(layers[0].qkv.inputs, m.mix.weight ? 2 * m.hidden : 0);
+}
+
 template <class T>
 class Decoder {
  public:
@@ -24,7 +30,7 @@ class Decoder {
       return found;
     };
     x = take(c.rows * m.hidden);
-    normed = take(c.rows * layers[0].qkv.inputs);
+    normed = take(c.rows * widest_input(m, layers));
     qkv = take(c.rows * qkv_width);
     attended = take(c.rows * m.heads * m.width);
     wide = take(c.rows * 2 * m.inner);
@@ -36,9 +42,16 @@ class Decoder {
   void run() {
     for (int64_t row = 0; row < c.rows; row++) {
       const T *from = c.given ? c.given + row * m.hidden : m.embedding + c.ids[row] * m.hidden;
-      std::memcpy(x + row * m.hidden, from, m.hidden * sizeof(T));
+      if (m.mix.weight) {
+        T *const to = normed + row * 2 * m.hidden;
+        std::memcpy(to, m.embedding + c.ids[row] * m.hidden, m.hidden * sizeof(T));
+        std::memcpy(to + m.hidden, from, m.hidden * sizeof(T));
+      } else {
+        std::memcpy(x + row * m.hidden, from, m.hidden * sizeof(T));
+      }
       std::memcpy(angles + row * m.width, c.angles + c.positions[row] * m.width, m.width * sizeof(float));
     }
+    if (m.mix.weight) multiply(m.mix, normed, x, nullptr, c.rows);
     int64_t rows = c.rows;  // that go on
     T *const output = c.keep[c.num_which];
     for (int64_t i = 0; i < c.num_which && rows; i++) {
@@ -152,7 +165,7 @@ class Drafting {
     choose(row, 1, size, d.words, &key, &noisy, &top, &place, law, 1);
     if (!(top > -std::numeric_limits<float>::infinity())) return;
     if (law && d.spots) draw(law, 1, size, d.spots + at, &place);
-    d.tokens[at] = place;
+    d.tokens[at] = d.names ? d.names[place] : place;
   }
 
   // Lays out the next rows, and returns how many there are.
@@ -214,7 +227,7 @@ void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, cons
 template <class T>
 int64_t room_wanted(const Model<T> &m, const Layer *layers, int64_t rows, int64_t num_out) {
   int64_t numbers = num_out * m.head.outputs;
-  for (int64_t width : {m.hidden, layers[0].qkv.inputs, (m.heads + 2 * m.kv_heads) * m.width, m.heads * m.width,
+  for (int64_t width : {m.hidden, widest_input(m, layers), (m.heads + 2 * m.kv_heads) * m.width, m.heads * m.width,
                         2 * m.inner, m.inner, static_cast<int64_t>(m.width * (sizeof(float) / sizeof(T)))})
     numbers += rounded(rows * width);
   return numbers;

@@ -98,7 +98,8 @@
   F(const float *, heats)     /* [sequences] its temperature; 0: the likeliest token */                                 \
   F(const float *, shares)    /* [sequences, 2] its min-p and top-p */                                                  \
   F(const int64_t *, top_ks)  /* [sequences] */                                                                         \
-  F(const int32_t *, words)   /* for noise */                                                                       \
+  F(const int32_t *, words)   /* [vocabulary] for noise */                                                                       \
+  F(const int64_t *, names)   /* [vocabulary] the token that each row of the output layer stands for; null: its number */ \
   F(const uint64_t *, keys)   /* [longest, sequences] of each choice's noise, or null: drawn from the softmax */        \
   F(const double *, spots)    /* [longest, sequences] where in its cumulative sum */                                    \
   F(int64_t *, tokens)        /* [longest, sequences] what was chosen; -1: nothing, as no id is permitted or one is NaN */ \
@@ -145,6 +146,7 @@ template <class T>
 struct Model {
   MODEL(FIELD)
   Linear head;
+  Linear mix;  // makes the first layer's input of [the token's embedding, the given row]; its weight may be null
 };
 
 template <class T>

@@ -1,6 +1,7 @@
 """What crosses into the kernels as arrays of int64, a field each: ``structs.h`` names the same fields in the same
 order, and says what they mean; ``library`` compares the names. Other things go behind: a ``Layer`` is followed by the
-``Linear`` of qkv, out, gate_up and down, a ``Model`` by that of the head. Pointers are addresses, 0 for null.
+``Linear`` of qkv, out, gate_up and down, a ``Model`` by those of the head and of the mix. Pointers are addresses, 0 for
+null.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class Chains(NamedTuple):
     shares: int
     top_ks: int
     words: int
+    names: int
     keys: int
     spots: int
     tokens: int

@@ -60,10 +60,17 @@ class Decoder:
     norm: Any
     head: Any
     rotary: Rotary
+    mix: Any = None
+    """Makes the first layer's input of [embedding of the token, given row]; None: that is the given row, or else the
+    embedding."""
 
     def can_fuse(self) -> bool:
         """Whether the call is here and every linear layer and norm has a kernel."""
-        linears = [self.head, *(linear for layer in self.layers for linear in layer.linears())]
+        linears = [
+            self.head,
+            *([self.mix] if self.mix is not None else []),
+            *(linear for layer in self.layers for linear in layer.linears()),
+        ]
         norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms())]
         return (
             self.embedding.device.type == "cpu"
@@ -75,7 +82,7 @@ class Decoder:
     def check(self) -> None:
         """Raise ValueError for parts that the call would misread; it compares the layers' sizes itself."""
         dtype, turned = self.embedding.dtype, self.heads + self.kv_heads
-        parts = [self.norm, self.head]
+        parts = [self.norm, self.head, self.mix]
         for layer in self.layers:
             parts += [*layer.linears(), *layer.norms()]
             kinds = [layer.norm_attention, layer.norm_mlp, *([layer.norm_token] if layer.norm_token else [])]
@@ -95,7 +102,9 @@ def _dtype(part: Any) -> torch.dtype | None:
     return dtype
 
 
-def _linear(layer: Streamed | StreamedInt8) -> structs.Linear:
+def _linear(layer: Streamed | StreamedInt8 | None) -> structs.Linear:
+    if layer is None:
+        return structs.Linear(0, 0, 0, 0, 0, 0)
     weight, bias, *rest = layer.pointers
     scales, offsets = rest if rest else (None, None)
     return structs.Linear(weight or 0, bias or 0, scales or 0, offsets or 0, layer.outputs, layer.inputs)
@@ -133,7 +142,7 @@ class Fused:
             decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner, len(decoder.layers), self.known,
             decoder.embedding.data_ptr(), decoder.norm.pointer,
         )  # fmt: skip
-        self.model = array("q", (*model, *_linear(decoder.head)))
+        self.model = array("q", (*model, *_linear(decoder.head), *_linear(decoder.mix)))
         self.layers = array("q")
         for layer in decoder.layers:
             fields = structs.Layer(
@@ -146,7 +155,8 @@ class Fused:
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
         angles = decoder.width * (4 // self.dtype.itemsize)
         qkv = attended + 2 * decoder.kv_heads * decoder.width
-        self.row = self.hidden, decoder.layers[0].qkv.inputs, qkv, attended, 2 * inner, inner, angles
+        read = max(decoder.layers[0].qkv.inputs, 2 * self.hidden if decoder.mix is not None else 0)
+        self.row = self.hidden, read, qkv, attended, 2 * inner, inner, angles
         """Numbers per row of every piece of the working room."""
         self._sizes: dict[int, int] = {}
         """Numbers of all pieces together, by rows."""

@@ -23,7 +23,7 @@ KEYS = {
     "blockwise": "model adapt tree_nodes",
     "cascade": "drafters min_confidence",
     "draft_model": DRAFT_MODEL,
-    "eagle": "prefill_chunk model adapt tree_nodes",
+    "eagle": "prefill_chunk model adapt tree_nodes quantization",
     "layerskip": "tree_nodes exit_layer layers exit_head",
     "lookahead": "model adapt tree_nodes",
     "medusa": "model adapt tree_nodes",

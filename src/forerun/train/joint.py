@@ -52,11 +52,11 @@ def joint_losses(model: Joint, batch: Tensor, original: PreTrainedModel | None) 
     """
     seen = view(model.target, batch)
     with torch.autocast(batch.device.type, torch.bfloat16):
-        heads = model.head.loss(replace(seen, logits=seen.logits.detach()))
+        heads = model.head.loss(replace(seen, logits=seen.everywhere().detach()))
     if original is not None:
-        own = kl(lesson(original, batch).logits, seen.logits).mean()
+        own = kl(lesson(original, batch).everywhere(), seen.everywhere()).mean()
     else:
-        own = functional.cross_entropy(seen.logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        own = functional.cross_entropy(seen.everywhere()[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
     return own, heads
 
 

@@ -1,6 +1,7 @@
 """Text that a target writes, to distil from."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -73,8 +74,13 @@ def rollout_stream(
 
 def save(text: Tensor, path: Path) -> None:
     """Writes token ids, int32 [tokens]; the file is there whole or not at all."""
+    replace_with(path, lambda temporary: torch.save(text, temporary))
+
+
+def replace_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets ``write`` make a file beside ``path``, which then takes its place."""
     temporary = path.with_suffix(".tmp")
-    torch.save(text, temporary)
+    write(temporary)
     os.replace(temporary, path)
 
 

@@ -32,28 +32,41 @@ def plain(sequence: Sequence) -> bool:
 
 
 class Chains:
-    """Drafts with ``fused``, which predicts over the target's ids. ``feeds``: a step's input is the last one's output
-    before the final norm, beside the token (EAGLE-3)."""
+    """Drafts with ``fused``, which predicts over the target's ids or, in ascending order, those of ``names`` int64.
+    ``feeds``: a step's input is the last one's output before the final norm, beside the token (EAGLE-3)."""
 
-    def __init__(self, fused: Fused, chooser: Chooser, *, feeds: bool = False) -> None:
+    def __init__(
+        self, fused: Fused, chooser: Chooser, *, feeds: bool = False, names: torch.Tensor | None = None
+    ) -> None:
         self.fused = fused
         self.chooser = chooser
         self.feeds = feeds
+        self.names = names
+        compiled = chooser.sampler.compiled
+        assert compiled is not None
+        self.words = compiled.ids if names is None else compiled.ids[names].contiguous()
 
     @classmethod
     def find(
-        cls, fused: Fused | None, cache: Attention, chooser: Chooser, *, branches: bool, feeds: bool = False
+        cls,
+        fused: Fused | None,
+        cache: Attention,
+        chooser: Chooser,
+        *,
+        branches: bool,
+        feeds: bool = False,
+        names: torch.Tensor | None = None,
     ) -> Chains | None:
         """None where the call is not here or does not do what is asked for."""
         sampler = chooser.sampler
         serves = (
             fused is not None
             and sampler.compiled is not None
-            and fused.vocab_size == sampler.vocab_size
+            and fused.vocab_size == (sampler.vocab_size if names is None else len(names))
             and isinstance(cache, StreamedAttention)
             and not branches
         )
-        return cls(fused, chooser, feeds=feeds) if serves and fused is not None else None
+        return cls(fused, chooser, feeds=feeds, names=names) if serves and fused is not None else None
 
     def draft(
         self,
@@ -65,9 +78,7 @@ class Chains:
     ) -> list[Draft]:
         """One chain for each sequence, of at most its depth. ``batch`` reads what each of them lacks: its spans that
         ask for logits, one row each, are theirs, in order. The cache's pages have room for all but the last tokens."""
-        compiled = self.chooser.sampler.compiled
         assert isinstance(cache, StreamedAttention)
-        assert compiled is not None
         count, longest = len(sequences), max(depths)
         prepared = self.fused.prepare(batch, cache, given, ahead=longest)
         theirs = [i for i, span in enumerate(batch.spans) if span.logits]
@@ -83,17 +94,20 @@ class Chains:
         tokens = array("q", bytes(8 * longest * count))
         tables = array("q", [prepared.plan.begins[i] for i in theirs])
         wanted = array("q", depths)
-        if not len(theirs) == len(depths) == count or compiled.ids.numel() < size:
+        if not len(theirs) == len(depths) == count or self.words.numel() < size:
             raise ValueError(f"{len(theirs)} spans that ask for logits and {len(depths)} depths for {count} sequences")
         at = [numbers.buffer_info()[0] for numbers in (wanted, starts, tables, heats, shares, top_ks)]
         noise = [numbers.buffer_info()[0] if numbers else 0 for numbers in (keys, spots)]
         call = array("q", structs.Chains(
-            count, longest, at[0], at[1], at[2], at[3], at[4], at[5], compiled.ids.data_ptr(), noise[0], noise[1],
-            tokens.buffer_info()[0], 0 if q is None else q.data_ptr(), int(self.feeds),
+            count, longest, at[0], at[1], at[2], at[3], at[4], at[5], self.words.data_ptr(),
+            0 if self.names is None else self.names.data_ptr(), noise[0], noise[1], tokens.buffer_info()[0],
+            0 if q is None else q.data_ptr(), int(self.feeds),
         ))  # fmt: skip
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0], fused.eps, fused.scale)
         cache.finish(batch)
+        if q is not None and self.names is not None:
+            q = q.new_zeros(len(q), self.chooser.sampler.vocab_size).index_copy_(1, self.names, q)
         drafts = []
         for i, (depth, start) in enumerate(zip(depths, starts)):
             chain = [token for token in tokens[i : depth * count : count] if token != NOTHING]

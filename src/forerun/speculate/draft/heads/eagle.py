@@ -23,12 +23,14 @@ from forerun.attention.sdpa import SdpaAttention
 from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
-from forerun.models import streamed
+from forerun.models import quantize, streamed
 from forerun.models.base import Model
 from forerun.models.fused import RAW, Decoder, Fused, Layer
+from forerun.models.kinds import UNQUANTIZED
 from forerun.models.linear import make_linear
 from forerun.models.native import NativeModel
 from forerun.models.rotary import Rotary
@@ -46,10 +48,12 @@ DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 
 
 
 class EagleHead(Head):
-    """Options: ``layers`` (hidden states read), ``draft_vocab_size`` with ``d2t``, ``own_head``."""
+    """Options: ``layers`` (hidden states read), ``draft_vocab_size`` with ``d2t``, ``own_head``; ``mixed``: a matrix
+    makes the layer's input of the token's embedding and the feature (as in EAGLE, arXiv 2401.15077), which its
+    attention reads alone, so that the embedding reaches the output directly."""
 
     method = "eagle"
-    options_known = frozenset(DEFAULTS) | {"layers", "draft_vocab_size", "own_head"}
+    options_known = frozenset(DEFAULTS) | {"layers", "draft_vocab_size", "own_head", "mixed"}
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -57,13 +61,16 @@ class EagleHead(Head):
         size, o = sizes.hidden_size, self.options
         self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
-        self.input_layernorm = Norm(size, o["eps"])
         self.hidden_norm = Norm(size, o["eps"])
         self.post_attention_layernorm = Norm(size, o["eps"])
         self.norm = Norm(size, o["eps"])
-        self.q_proj = nn.Linear(2 * size, self.heads * self.width, bias=False)
-        self.k_proj = nn.Linear(2 * size, self.kv_heads * self.width, bias=False)
-        self.v_proj = nn.Linear(2 * size, self.kv_heads * self.width, bias=False)
+        mixed = bool(o.get("mixed"))
+        self.mix = nn.Linear(2 * size, size, bias=False) if mixed else None
+        self.input_layernorm = None if mixed else Norm(size, o["eps"])
+        read = size if self.mix is not None else 2 * size
+        self.q_proj = nn.Linear(read, self.heads * self.width, bias=False)
+        self.k_proj = nn.Linear(read, self.kv_heads * self.width, bias=False)
+        self.v_proj = nn.Linear(read, self.kv_heads * self.width, bias=False)
         self.o_proj = nn.Linear(self.heads * self.width, size, bias=False)
         nn.init.zeros_(self.o_proj.weight)
         self.mlp = FeedForward(size, o["inner_size"])
@@ -81,11 +88,19 @@ class EagleHead(Head):
             return tuple(given)
         return (2, last // 2, last - 3) if last >= 12 else tuple(sorted({1, max(1, last // 2), max(1, last - 1)}))
 
+    def enter(self, embedded: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
+        """The layer's residual stream, [..., hidden size]."""
+        if self.mix is None:
+            return feature
+        return self.mix(torch.cat([embedded, feature], dim=-1))
+
     def qkv(
-        self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor
+        self, embedded: torch.Tensor, stream: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys, values [..., n, heads, width]."""
-        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], dim=-1)
+        """Queries, keys, values [..., n, heads, width], of what ``enter`` gave."""
+        x = self.hidden_norm(stream)
+        if self.input_layernorm is not None:
+            x = torch.cat([self.input_layernorm(embedded), x], dim=-1)
         q = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.width)), positions, self.options["theta"])
         k = rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.width)), positions, self.options["theta"])
         return q, k, self.v_proj(x).unflatten(-1, (self.kv_heads, self.width))
@@ -101,28 +116,56 @@ class EagleHead(Head):
         length = lesson.tokens.shape[1] - self.sizes.depth - 1
         features = torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1)
         feature = self.fc(features[:, :length])
-        causal = torch.ones(length, length, dtype=torch.bool, device=feature.device).tril()
+        seen = torch.ones(length, length, dtype=torch.bool, device=feature.device).tril()
+        if lesson.segments is not None:
+            texts = lesson.segments[:, :length]
+            seen = (seen & (texts[:, :, None] == texts[:, None, :]))[:, None]
+        places = self._places(lesson, length)
         groups = self.heads // self.kv_heads
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         ids = self.token_ids() if hasattr(self, "d2t") else None
         for step in range(self.sizes.depth):
             embedded = lesson.embedding[lesson.tokens[:, step + 1 : step + 1 + length]].to(feature.dtype)
+            feature = self.enter(embedded, feature)
             q, k, v = self.qkv(embedded, feature, torch.arange(length, device=feature.device) + step)
             keys.append(k.repeat_interleave(groups, dim=-2))
             values.append(v.repeat_interleave(groups, dim=-2))
-            feature = self.finish(feature, self._unrolled(q, keys, values, causal))
-            logits = self._logits(self.norm(feature), lesson.head)
-            yield Guess(logits, lesson.logits[:, step + 1 : step + 1 + length], ids)
+            feature = self.finish(feature, self._unrolled(q, keys, values, seen))
+            said = feature if places is None else feature[places]
+            wanted, known = self._wanted(lesson, slice(step + 1, step + 1 + length), places, ids)
+            yield Guess(self._logits(self.norm(said), lesson.head), wanted, known)
+
+    def _places(self, lesson: Lesson, length: int) -> torch.Tensor | None:
+        """bool [rows, length]: where the whole draft is in one text, and its first token to be guessed; None:
+        everywhere."""
+        if lesson.segments is None or lesson.answers is None:
+            return None
+        depth, texts = self.sizes.depth, lesson.segments
+        inside = texts[:, :length] == texts[:, depth + 1 : depth + 1 + length]
+        return inside & lesson.answers[:, 2 : 2 + length]
+
+    def _wanted(
+        self, lesson: Lesson, shift: slice, places: torch.Tensor | None, ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The target's logits ``shift`` further on, and the ids of the head's own among them."""
+        if lesson.logits is not None:
+            wanted = lesson.logits[:, shift]
+            return (wanted if places is None else wanted[places]), ids
+        last = lesson.hidden[self.sizes.num_layers][:, shift]
+        last = last if places is None else last[places]
+        if ids is not None and lesson.narrow:
+            return F.linear(last, lesson.head[ids]), None
+        return F.linear(last, lesson.head), ids
 
     def _unrolled(
-        self, q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], causal: torch.Tensor
+        self, q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], seen: torch.Tensor
     ) -> torch.Tensor:
         scale = self.width**-0.5
-        scores = (torch.einsum("bqhw,bkhw->bhqk", q, keys[0]) * scale).masked_fill(~causal, float("-inf"))
+        scores = (torch.einsum("bqhw,bkhw->bhqk", q, keys[0]) * scale).masked_fill(~seen, float("-inf"))
         own = [(q * k).sum(-1).transpose(1, 2)[..., None] * scale for k in keys[1:]]
         weights = torch.softmax(torch.cat([scores, *own], dim=-1).float(), dim=-1).to(q.dtype)
-        length = causal.shape[0]
+        length = seen.shape[-1]
         out = torch.einsum("bhqk,bkhw->bqhw", weights[..., :length], values[0])
         for i, v in enumerate(values[1:]):
             out = out + weights[..., length + i].transpose(1, 2)[..., None] * v
@@ -137,7 +180,7 @@ class EagleHead(Head):
         return torch.arange(d2t.shape[0], device=d2t.device) + d2t
 
     @torch.no_grad()
-    def fuse(self, target: Model) -> Fused | None:
+    def fuse(self, target: Model, quantization: str | None = None) -> Fused | None:
         """The layer, the norm behind it and the output layer in one call, where ``target`` runs so."""
         if not isinstance(target, NativeModel) or target.fused is None:
             return None
@@ -145,25 +188,31 @@ class EagleHead(Head):
         rope: Any = SimpleNamespace(rope_parameters={"rope_theta": self.options["theta"]})
         rotary = Rotary(rope, self.width, target.device, target.dtype)
 
+        def stored(weight: torch.Tensor) -> Any:
+            if quantization is not None:
+                return quantize.quantize(weight, None, quantization)
+            return make_linear(weight, None, "streamed")
+
         def linear(*parts: nn.Linear) -> Any:
-            return make_linear(torch.cat([part.weight for part in parts]), None, "streamed")
+            return stored(torch.cat([part.weight for part in parts]))
 
         def norm(part: Norm) -> Any:
             return streamed.Norm(part.weight, part.eps)
 
         qkv = torch.cat([part.weight for part in (self.q_proj, self.k_proj, self.v_proj)])
         layer = Layer(
-            qkv=make_linear(rotary.arrange_rows(qkv, self.heads + self.kv_heads), None, "streamed"),
+            qkv=stored(rotary.arrange_rows(qkv, self.heads + self.kv_heads)),
             out=linear(self.o_proj),
             gate_up=linear(self.mlp.gate_proj, self.mlp.up_proj),
             down=linear(self.mlp.down_proj),
             norm_attention=norm(self.hidden_norm),
             norm_mlp=norm(self.post_attention_layernorm),
-            norm_token=norm(self.input_layernorm),
+            norm_token=None if self.input_layernorm is None else norm(self.input_layernorm),
         )
         head = whole.head if self.lm_head is None else linear(self.lm_head)
+        mix = None if self.mix is None else linear(self.mix)
         sizes = self.heads, self.kv_heads, self.width
-        decoder = Decoder(*sizes, whole.embedding, [layer], norm(self.norm), head, rotary)
+        decoder = Decoder(*sizes, whole.embedding, [layer], norm(self.norm), head, rotary, mix)
         shape = KVShape(self.kv_heads, self.width, self.width)
         return Fused(decoder) if decoder.can_fuse() and can_attend(target.dtype, target.device, (shape,)) else None
 
@@ -182,6 +231,13 @@ class EagleConfig(TreeConfig, HeadConfig, CatchUpConfig):
 
     prefill_chunk: int = 128
     """As for a draft model. A row costs more here: features are as wide as the target's."""
+    quantization: str | None = None
+    """int8_rows: layer and output layer in 8 bits, where CPU kernels of ours run them; None or none: as they are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantization not in (None, UNQUANTIZED, "int8_rows"):
+            raise ConfigError(f"a head's quantization is int8_rows or none, not {self.quantization!r}")
 
 
 @drafters.register("eagle")
@@ -199,15 +255,19 @@ class Eagle(HeadDrafter[EagleConfig]):
         longest = context.max_model_len + config.rows_by_depth()[-1]
         page_size = (context.options or {}).get("page_size") or longest
         pages = context.max_num_seqs * -(-longest // page_size)
-        self.fused, self.packed = head.fuse(context.target), head.packed
+        kind = config.quantization
+        able = kind not in (None, UNQUANTIZED) and quantize.ours(info.device, info.dtype)
+        self.quantization = kind if able else None
+        self.fused, self.packed = head.fuse(context.target, self.quantization), head.packed
         attention: type[Attention] = SdpaAttention if self.fused is None else StreamedAttention
         self.cache = attention(Pool([shape], pages, page_size, info.dtype, info.device))
         self.pending: dict[int, list[torch.Tensor]] = {}
         self.chains = self._find_chains()
 
     def _find_chains(self) -> Chains | None:
-        fused = None if hasattr(self.eagle, "d2t") else self.fused
-        return Chains.find(fused, self.cache, self.chooser, branches=self.config.branches, feeds=True)
+        names = self.eagle.token_ids() if hasattr(self.eagle, "d2t") else None
+        branches = self.config.branches
+        return Chains.find(self.fused, self.cache, self.chooser, branches=branches, feeds=True, names=names)
 
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
         """Rows wait here until the token behind each of them is known and the layer has read them."""
@@ -216,7 +276,7 @@ class Eagle(HeadDrafter[EagleConfig]):
     def learn(self) -> None:
         super().learn()
         if self.packed != self.eagle.packed and self.fused is not None:
-            self.fused, self.packed = self.eagle.fuse(self.context.target), self.eagle.packed
+            self.fused, self.packed = self.eagle.fuse(self.context.target, self.quantization), self.eagle.packed
             self.chains = self._find_chains()
 
     @inference
@@ -282,11 +342,12 @@ class Eagle(HeadDrafter[EagleConfig]):
             out = self.fused(batch, self.cache, feature)
             return out.hidden[RAW], self._widen(out.logits)
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
-        q, k, v = self.eagle.qkv(embedded, feature, batch.positions)
+        stream = self.eagle.enter(embedded, feature)
+        q, k, v = self.eagle.qkv(embedded, stream, batch.positions)
         self.cache.begin(batch)
         attended = self.cache.run(Query(0, q, k, v, self.eagle.width**-0.5), batch)
         self.cache.finish(batch)
-        states = self.eagle.finish(feature, attended)[batch.logit_rows]
+        states = self.eagle.finish(stream, attended)[batch.logit_rows]
         return states, self._widen(self._predict(states))
 
     def _lacking(self, sequences: Seq[Sequence], able: Seq[int]) -> tuple[list[Span], torch.Tensor, list[int]]:

@@ -67,15 +67,28 @@ class Lesson:
     """One training batch: the frozen target's view of ``tokens`` int64 [rows, length].
 
     ``hidden[layer]`` [rows, length, hidden size]; ``logits`` [rows, length, vocabulary] predict the token after each
-    position; ``embedding`` and ``head`` are the target's [vocabulary, hidden size] weights. ``target`` reruns it.
+    position; None: they are ``head`` of the last hidden state, to be computed where they are needed. ``embedding`` and
+    ``head`` are the target's [vocabulary, hidden size] weights. ``target`` reruns it.
     """
 
     tokens: torch.Tensor
     hidden: dict[int, torch.Tensor]
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     embedding: torch.Tensor
     head: torch.Tensor
     target: nn.Module
+    segments: torch.Tensor | None = None
+    """int64 [rows, length]: the number of each token's text, where rows hold several texts, end to end."""
+    answers: torch.Tensor | None = None
+    """bool [rows, length]: the tokens that are to be guessed; None: all."""
+    narrow: bool = False
+    """The target's logits are wanted over the tokens alone that the head knows."""
+
+    def everywhere(self) -> torch.Tensor:
+        """The target's logits at all places."""
+        if self.logits is None:
+            raise ValueError("this lesson has logits of single places only")
+        return self.logits
 
 
 class Guess(NamedTuple):

@@ -60,7 +60,7 @@ class LookaheadHead(Head):
             use_cache=False,
             logits_to_keep=torch.arange(length, total),
         ).logits.unflatten(1, (ANCHORS, ahead))
-        wanted = lesson.logits[:, anchors[:, None] + 1 + torch.arange(ahead)]
+        wanted = lesson.everywhere()[:, anchors[:, None] + 1 + torch.arange(ahead)]
         for position in range(ahead):
             yield Guess(out[:, :, position], wanted[:, :, position])
 

@@ -36,7 +36,7 @@ class ResidualHead(Head):
         guessed = self.transform(hidden[:, :length].flatten(0, 1)).unflatten(0, (hidden.shape[0], length))
         for depth in range(self.sizes.depth):
             logits = F.linear(guessed[:, :, depth], lesson.head.to(guessed.dtype))
-            yield Guess(logits, lesson.logits[:, depth + self.ahead : depth + self.ahead + length])
+            yield Guess(logits, lesson.everywhere()[:, depth + self.ahead : depth + self.ahead + length])
 
 
 class MedusaHead(ResidualHead):

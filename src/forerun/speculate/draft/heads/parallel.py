@@ -105,7 +105,7 @@ class ParallelHead(Head):
         for block in self.each_block():
             x = x + self._attend(block, x, features, where, mask)
             x = x + block.mlp(block.norm_mlp(x))
-        logits, wanted = F.linear(self.norm(x), lesson.head.to(x.dtype)), lesson.logits[:, where]
+        logits, wanted = F.linear(self.norm(x), lesson.head.to(x.dtype)), lesson.everywhere()[:, where]
         for position in range(depth):
             yield Guess(logits[:, :, position], wanted[:, :, position])
 

@@ -1,0 +1,105 @@
+"""What ``forerun tune`` found for a model: a folder with ``tuned.json`` and the weights that it names.
+
+``tuned.json`` says for which weights it was made, by their fingerprint, and is sealed: a hash over itself and the files
+that it names. So it is never used for another model, and never after somebody has changed a part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forerun import pretrained
+from forerun.core.errors import ConfigError, ModelError
+from forerun.models.checkpoint import read_object
+from forerun.models.fingerprint import fingerprint
+from forerun.models.load import resolve
+
+FILE = "tuned.json"
+FORMAT = "forerun_tuned"
+VERSION = 1
+FIELDS = {"target": str, "fingerprint": str, "speculative_config": dict, "files": list, "seal": str}
+
+
+def save(folder: Path, target: str, speculative_config: Mapping[str, Any], files: list[str], **figures: Any) -> None:
+    """Writes ``tuned.json`` for the checkpoint ``target``. Where ``speculative_config`` says ``model``, that is a
+    folder inside ``folder``; ``files`` are those it needs, from there. ``figures`` are kept beside them."""
+    content = {
+        FORMAT: VERSION,
+        "target": target,
+        "fingerprint": fingerprint(resolve(target)),
+        "speculative_config": dict(speculative_config),
+        "files": files,
+        **figures,
+    }
+    content["seal"] = _seal(folder, content)
+    (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def load(tuned: str | Path | bool, model: str) -> dict[str, Any]:
+    """The ``speculative_config`` of a tuned folder for ``model``; True: the one bundled for it.
+
+    Raises ConfigError for a folder that was made for another model, or whose parts are not those that were written."""
+    folder = _bundled(model) if tuned is True else Path(str(tuned)).expanduser()
+    if not (folder / FILE).is_file():
+        raise ConfigError(f"{folder} is no tuned folder: it has no {FILE}; forerun tune MODEL --out FOLDER makes one")
+    try:
+        content = read_object(folder / FILE)
+    except ModelError as error:
+        raise ConfigError(f"{folder} is no tuned folder: {error}") from error
+    if content.get(FORMAT) != VERSION:
+        raise ConfigError(f"{folder / FILE} is not of version {VERSION}: make it anew with forerun tune")
+    for name, kind in FIELDS.items():
+        if not isinstance(content.get(name), kind):
+            raise ConfigError(f"{folder / FILE} lacks {name}: make it anew with forerun tune")
+    if content["seal"] != _seal(folder, content):
+        raise ConfigError(
+            f"{folder}: {FILE} or a file that it names was changed after forerun tune wrote it; make it anew"
+        )
+    if content["fingerprint"] != fingerprint(resolve(model)):
+        raise ConfigError(
+            f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), and the weights of "
+            f"{model} are others ({fingerprint(resolve(model))}): tune it for them"
+        )
+    return _placed(content["speculative_config"], folder)
+
+
+def has_bundled(model: str) -> bool:
+    """Whether a tuned folder for a model of this name comes with the package."""
+    return (Path(pretrained.__file__).parent / model / FILE).is_file() if model.isidentifier() else False
+
+
+def _bundled(model: str) -> Path:
+    if not has_bundled(model):
+        raise ConfigError(
+            f"nothing tuned for {model} comes with forerun: make it with forerun tune {model} --out FOLDER"
+        )
+    return Path(pretrained.__file__).parent / model
+
+
+def _placed(config: Any, folder: Path) -> Any:
+    """``config`` with the folders that it names made absolute, in drafters inside drafters too."""
+    if isinstance(config, Mapping):
+        return {
+            key: str((folder / value).resolve())
+            if key == "model" and isinstance(value, str)
+            else _placed(value, folder)
+            for key, value in config.items()
+        }
+    return [_placed(item, folder) for item in config] if isinstance(config, list) else config
+
+
+def _seal(folder: Path, content: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256()
+    plain = {key: value for key, value in content.items() if key != "seal"}
+    digest.update(json.dumps(plain, sort_keys=True).encode())
+    for name in content["files"]:
+        path = folder / str(name)
+        if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+            raise ConfigError(f"{folder} lacks {name!r}, which its {FILE} names")
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,110 @@
+"""Which way of drafting is quickest here, and whether it changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+from forerun.engine.config import NONE, SpeculativeConfig
+from forerun.engine.engine import Engine
+from forerun.engine.llm import LLM
+from forerun.models import quantize
+from forerun.plan.estimate import Measured, measure
+from forerun.sampling.params import SamplingParams
+from forerun.train.progress import progress
+
+HISTORY: tuple[dict[str, Any], ...] = (
+    {"method": "ngram", "num_speculative_tokens": 4},
+    {"method": "suffix", "num_speculative_tokens": 4},
+    {"method": "prompt_lookup", "num_speculative_tokens": 4},
+)
+PLAIN: dict[str, Any] = {"method": NONE}
+DEPTHS = (1, 2, 3, 4)
+"""Tokens that the head drafts."""
+TURNS = 2
+"""Times that every way is measured, in turns."""
+
+
+def choose(llm: LLM, head: Mapping[str, Any], prompts: Seq[Seq[int]], tokens: int, shown: bool) -> dict[str, Any]:
+    """``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round"}, ...]}``, one
+    request at a time at temperature 0: plain decoding, history, the head at several depths, and both together."""
+    head = dict(head)
+    if quantize.ours(llm.model.info.device, llm.model.info.dtype):
+        head["quantization"] = "int8_rows"
+    alone = [{**head, "num_speculative_tokens": depth} for depth in DEPTHS]
+    first = _measured(llm, [PLAIN, *HISTORY, *alone], prompts, tokens, shown)
+    history = _best(first, HISTORY)
+    best = _best(first, alone)
+    both = [
+        {"method": "merged", "drafters": [best, history]},
+        {"method": "cascade", "drafters": [history, best]},
+    ]
+    rows = [*first, *_measured(llm, both, prompts, tokens, shown)]
+    quickest = max(rows, key=lambda row: row["tokens_per_second"])["config"]
+    chosen = quickest if quickest["method"] == NONE else {**quickest, "length": "adaptive"}
+    return {"chosen": chosen, "measured": rows}
+
+
+def _best(rows: Seq[Mapping[str, Any]], among: Seq[Mapping[str, Any]]) -> dict[str, Any]:
+    found = [row for row in rows if row["config"] in among]
+    return dict(max(found, key=lambda row: row["tokens_per_second"])["config"])
+
+
+def _measured(
+    llm: LLM, configs: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, shown: bool
+) -> list[dict[str, Any]]:
+    params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True) for _ in prompts]
+    totals = [Measured() for _ in configs]
+    with progress("measuring", TURNS * len(configs), shown) as bar:
+        for turn in range(TURNS):
+            for number, config in enumerate(configs):
+                engine = _engine(llm, config)
+                if not turn:
+                    measure(engine, prompts[:1], params[:1])
+                totals[number].extend(measure(engine, prompts, params))
+                bar.update(turn * len(configs) + number + 1, str(config["method"]))
+    return [
+        {
+            "config": dict(config),
+            "tokens_per_second": total.tokens_per_second,
+            "tokens_per_round": total.tokens / max(1, len(total.rounds)),
+        }
+        for config, total in zip(configs, totals)
+    ]
+
+
+def _engine(llm: LLM, config: Mapping[str, Any]) -> Engine:
+    return Engine(llm.model, llm.tokenizer, replace(llm.config, max_num_seqs=1), SpeculativeConfig.parse(config))
+
+
+def check(llm: LLM, config: Mapping[str, Any], prompts: Seq[Seq[int]], tokens: int, shown: bool) -> dict[str, Any]:
+    """``{"passed", "answers", "different"}``: whether held-out prompts get the same tokens with ``config`` and without,
+    at temperatures 0 and 0.8."""
+    different = answers = 0
+    with progress("checking", 2 * len(prompts), shown) as bar:
+        for temperature in (0.0, 0.8):
+            params = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=i) for i in range(len(prompts))]
+            said = [measure(_engine(llm, item), prompts, params).answers for item in (PLAIN, config)]
+            different += sum(plain != other for plain, other in zip(*said))
+            answers += len(prompts)
+            bar.update(answers)
+    return {"passed": not different, "answers": answers, "different": different}
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """One line: what was chosen, and what it brings."""
+    rows = {str(row["config"]): row for row in found["measured"]}
+    plain = rows[str(PLAIN)]["tokens_per_second"]
+    chosen = {key: value for key, value in found["chosen"].items() if key != "length"}
+    row = rows[str(chosen)]
+    history = max(rows[str(config)]["tokens_per_second"] for config in HISTORY)
+    if chosen["method"] == NONE:
+        return "no way of drafting pays here: plain decoding is recommended"
+    pays = "" if "head" in str(chosen) else "; the head does not pay, history does"
+    return (
+        f"{chosen['method']}: {row['tokens_per_second'] / plain:.2f} times plain decoding, "
+        f"{row['tokens_per_second'] / history:.2f} times the best history drafter, {row['tokens_per_round']:.2f} "
+        f"tokens a round{pays}"
+    )

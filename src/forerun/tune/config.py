@@ -1,0 +1,42 @@
+"""What ``forerun tune`` is told."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.core.errors import ConfigError
+
+SHARES = {"write": 0.4, "train": 0.35}
+"""Of the time: the rest is for loading, choosing and checking."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """One tuning. The flags of the command are made from these fields."""
+
+    model: str
+    out: Path
+    hours: float = 0.75  # time for all of it
+    data: Path | None = None  # your own prompts, chats or texts: a JSONL or text file, or a folder of them
+    quantization: str | None = None  # the model's weights while it is tuned, as they will be served: int8_rows, or none
+    rows: int = 8192  # tokens that the head can draft, the commonest
+    max_tokens: int = 2_000_000  # text that the model writes at most, in tokens
+    answer: int = 256  # tokens of an answer, at most
+    probe: int = 16  # held-out prompts that methods are compared on
+    probe_tokens: int = 48  # tokens of their answers
+    seed: int = 0  # of everything that is drawn
+    threads: int = 0  # CPU threads; 0 leaves torch's choice
+    progress: bool = True  # show progress bars
+
+    def __post_init__(self) -> None:
+        if not 0 < self.hours < math.inf:
+            raise ConfigError(f"hours must be above 0, not {self.hours}")
+        for name in ("rows", "max_tokens", "answer", "probe", "probe_tokens"):
+            if getattr(self, name) < 2:
+                raise ConfigError(f"{name} must be at least 2, not {getattr(self, name)}")
+
+    @property
+    def seconds(self) -> float:
+        return self.hours * 3600

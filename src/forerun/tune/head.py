@@ -1,0 +1,130 @@
+"""A head for a target: where it starts, what it learns on, and how much of its drafts is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+
+from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.head import Head, Lesson, Sizes, weights
+from forerun.train.loop import UNFIT, Meaning
+from forerun.train.losses import lk
+from forerun.train.positions import Figures, of_head
+from forerun.train.rollout import replace_with
+from forerun.tune.features import Features
+from forerun.tune.start import Scaled, options, start, vocabulary
+
+LEARNT = 2
+"""Tokens ahead that are trained on."""
+DRAFTED = 8
+"""Tokens ahead that it may draft: its output stands in for the target's feature as often as is asked for."""
+LENGTH = 512
+"""Tokens of a row, several conversations end to end."""
+LOOKED_AT = 12
+"""Rows of held-out text."""
+MEANING = Meaning(
+    f"minus the logarithm of the share of drafts that is kept at temperature 1, led in by KL, over {LEARNT} tokens"
+)
+
+
+def layers(target: Any) -> list[int]:
+    """The target's hidden states that a head reads: low, middle, high, and the last, after the final norm."""
+    count = target.num_hidden_layers
+    return sorted({min(2, count), count // 2, max(0, count - 4), count})
+
+
+def new_head(target: PreTrainedModel, features: Features, rows: int, tokens: int) -> EagleHead:
+    """A head fitted to ``tokens`` tokens of the features, ready to be trained."""
+    config: Any = target.config.get_text_config()
+    always = [token for token in _ends(target) if token < config.vocab_size]
+    ids = vocabulary(features.counts(config.vocab_size), min(rows, config.vocab_size), always)
+    sizes = Sizes(
+        config.hidden_size, config.vocab_size, config.num_hidden_layers, LEARNT,
+        options(config, features.layers, len(ids)),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    head = EagleHead(sizes)
+    scales = start(head, target, ids, features, tokens)
+    return learnable(head, scales, target)
+
+
+def _ends(target: PreTrainedModel) -> list[int]:
+    ends: Any = target.config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def learnable(head: EagleHead, scales: Tensor, target: PreTrainedModel) -> EagleHead:
+    """Lets the matrices that read the target learn as if all their inputs were of size 1; the output layer is the
+    target's and stays."""
+    embedding: Any = target.get_input_embeddings().weight
+    assert head.mix is not None
+    assert head.lm_head is not None
+    both = torch.ones(head.mix.in_features)
+    both[: head.sizes.hidden_size] = embedding.float().square().mean().sqrt()
+    parametrize.register_parametrization(head.fc, "weight", Scaled(scales))
+    parametrize.register_parametrization(head.mix, "weight", Scaled(both))
+    head.lm_head.weight.requires_grad_(False)
+    return head
+
+
+def save_start(head: EagleHead, path: Path) -> None:
+    replace_with(path, lambda to: torch.save({"sizes": vars(head.sizes), "state": head.state_dict()}, to))
+
+
+def read_start(path: Path, target: PreTrainedModel) -> EagleHead:
+    """What ``save_start`` wrote. Raises ConfigError where that is damaged."""
+    from forerun.core.errors import ConfigError
+
+    try:
+        saved = torch.load(path, weights_only=True)
+        head = EagleHead(Sizes(**saved["sizes"]))
+        learnable(head, torch.ones(head.fc.in_features), target)
+        head.load_state_dict(saved["state"])
+    except UNFIT as error:
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}): remove it") from error
+    return head
+
+
+def export(head: EagleHead, folder: Path, said: Mapping[str, Any]) -> None:
+    """Writes the head as a drafter loads it, with what ``said`` tells of it."""
+    sizes = Sizes(**{**vars(head.sizes), "depth": DRAFTED})
+    plain = EagleHead(sizes)
+    weights = {}
+    for name in plain.state_dict():
+        module, _, part = name.rpartition(".")
+        weights[name] = getattr(head.get_submodule(module), part) if module else getattr(head, name)
+    plain.load_state_dict(weights)
+    plain.save(folder, dict(said))
+
+
+class Trainer:
+    """The loss of a head, and how much of its drafts is kept on held-out conversations."""
+
+    def __init__(self, target: PreTrainedModel, train: Features, test: Features) -> None:
+        self.train, self.test, self.target = train, test, target
+        embedding: Any = target.get_input_embeddings().weight
+        output: Any = target.get_output_embeddings().weight
+        self.embedding, self.output = embedding.float(), output.float()
+        self.rows = test.batch(0, LOOKED_AT, LENGTH)
+
+    def _lesson(self, features: Features, places: Tensor, *, narrow: bool) -> Lesson:
+        return features.lesson(places, self.target, self.embedding, self.output, narrow)
+
+    def loss(self, head: nn.Module, places: Tensor) -> Tensor:
+        assert isinstance(head, Head)
+        with torch.autocast("cpu", torch.bfloat16):
+            guesses = head.guesses(self._lesson(self.train, places, narrow=True))
+            losses = [lk(guess.wanted.float(), guess.logits.float()).mean() for guess in guesses]
+        shares = weights(len(losses))
+        return torch.stack([share * loss for share, loss in zip(shares, losses)]).sum() / sum(shares)
+
+    def evaluate(self, head: nn.Module) -> Figures:
+        assert isinstance(head, Head)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return of_head(lambda row: head.guesses(self._lesson(self.test, row, narrow=False)), self.rows)

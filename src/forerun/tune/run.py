@@ -1,0 +1,187 @@
+"""``forerun tune``, stage by stage; each keeps what it has done, so that the same command goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.core.errors import ConfigError
+from forerun.engine import tuned
+from forerun.engine.llm import LLM
+from forerun.models.fingerprint import fingerprint
+from forerun.models.load import read_config, resolve
+from forerun.train import loop
+from forerun.train.material import load_target
+from forerun.train.progress import progress
+from forerun.train.settings import LoopSettings
+from forerun.tune import choose
+from forerun.tune.config import SHARES, TuneConfig
+from forerun.tune.data import Data, read
+from forerun.tune.features import Features
+from forerun.tune.head import LENGTH, MEANING, Trainer, export, layers, new_head, read_start, save_start
+from forerun.tune.record import Record, known
+from forerun.tune.report import page
+from forerun.tune.state import State
+from forerun.tune.text import Writer, save_part
+
+BATCH = 2048
+"""Tokens of a step."""
+REPORT = "report.html"
+
+
+def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> Path:
+    """Runs every stage that has not been run; gives the folder. Raises ForerunError subclasses."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    data = read(config.data)
+    folder = resolve(config.model)
+    marks = {
+        "model": fingerprint(folder),
+        "data": hashlib.sha256(json.dumps([data.turns, data.paragraphs]).encode()).hexdigest()[:16],
+        "quantization": config.quantization,
+        "rows": config.rows,
+        "seed": config.seed,
+    }
+    run = config.out / "run"
+    state = State(run, marks)
+    if "write" not in state.results:
+        _write(config, data, state, run, say)
+    if "train" not in state.results:
+        _train(config, folder, state, run, say)
+    llm = _load(config)
+    held = [list(prompt) for prompt in dict.fromkeys(map(_prompt, Features(run / "held").each()))]
+    if "choose" not in state.results:
+        with state.stage("choose"):
+            head = {"method": "eagle", "model": str(config.out / "head")}
+            found = choose.choose(llm, head, held[: config.probe], config.probe_tokens, config.progress)
+            state.keep("choose", found)
+    if "check" not in state.results:
+        with state.stage("check"):
+            chosen = state.results["choose"]["chosen"]
+            state.keep("check", choose.check(llm, chosen, held, config.probe_tokens, config.progress))
+    llm.close()
+    return _finish(config, state, say)
+
+
+def _load(config: TuneConfig, **more: Any) -> LLM:
+    return LLM(config.model, quantization=config.quantization, **more)
+
+
+def _prompt(talk: tuple[dict[str, Any], int, int, int]) -> tuple[int, ...]:
+    part, place, _, prompt = talk
+    return tuple(part["tokens"][place : place + prompt].tolist())
+
+
+def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callable[[str], None]) -> None:
+    """Stage 1: the model writes, for its share of the time."""
+    text = read_config(resolve(config.model)).get_text_config()
+    which = layers(text)
+    longest = min(config.answer + 704, text.max_position_embeddings)
+    recording = {"method": Record.name, "layers": which}
+    with known():
+        llm = _load(config, max_model_len=longest, max_num_seqs=48, speculative_config=recording)
+    record = llm.engine.router.drafters[Record.name]
+    assert isinstance(record, Record)
+    writer = Writer(llm, record, data, answer=config.answer, prompt=longest - config.answer)
+    budget = SHARES["write"] * config.seconds
+    bytes_each = 2 * len(which) * text.hidden_size
+    _room(config, run, bytes_each, say)
+    (run / "held").mkdir(exist_ok=True)
+    (run / "text").mkdir(exist_ok=True)
+    with state.stage("write"):
+        if not (run / "held" / "held.pt").exists():
+            save_part(writer.held_out(), run / "held" / "held.pt")
+    total = 0
+    with progress("writing text, seconds", round(budget), config.progress) as bar:
+        for number in range(1_000_000):
+            path = run / "text" / f"{number:05d}.pt"
+            if not path.exists():
+                if number and (state.seconds["write"] >= budget or total >= config.max_tokens):
+                    break
+                with state.stage("write"):
+                    save_part(writer.part(config.seed * 1_000_003 + number, float(number % 2)), path)
+            total += int(torch.load(path, mmap=True, weights_only=True)["lengths"].sum())
+            bar.update(round(state.seconds.get("write", 0)), f"{total:,} tokens")
+    llm.close()
+    state.keep("write", {"tokens": total, "bytes": total * bytes_each, "chats": writer.chats})
+
+
+def _room(config: TuneConfig, run: Path, bytes_each: int, say: Callable[[str], None]) -> None:
+    """Says what it will need, and raises ConfigError where the disk lacks it."""
+    most = config.max_tokens * bytes_each
+    free = shutil.disk_usage(run).free
+    say(
+        f"{config.hours * 60:.0f} minutes: {SHARES['write']:.0%} to write text, {SHARES['train']:.0%} to train a head, "
+        f"the rest to choose and to check; at most {most / 1e9:.1f} GB of disk in {run}, to be removed afterwards"
+    )
+    if free < most + (1 << 28):
+        raise ConfigError(
+            f"{run} has {free / 1e9:.1f} GB free, and {config.max_tokens:,} tokens of text may take {most / 1e9:.1f} "
+            "GB: free some, or lower --max-tokens"
+        )
+
+
+def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Callable[[str], None]) -> None:
+    """Stage 2: a head starts by least squares and learns for its share of the time; the better of both is kept."""
+    target, _ = load_target(folder)
+    train, test = Features(run / "text", config.seed), Features(run / "held")
+    if not train.talks or not test.talks:
+        raise ConfigError("the model ended every text at once: there is nothing to learn from")
+    first = run / "start.pt"
+    trainer = Trainer(target, train, test)
+    entered = time.monotonic()
+    with state.stage("train"):
+        if first.exists():
+            head = read_start(first, target)
+        else:
+            say("fitting a head to what the model wrote")
+            head = new_head(target, train, config.rows, 200_000)
+            save_start(head, first)
+        if "fitted" not in state.results:
+            state.keep("fitted", loop.looked_at(trainer.evaluate, head))
+        if "speed" not in state.results:
+            began = time.monotonic()
+            trainer.loss(head, train.batch(0, BATCH // LENGTH, LENGTH)).backward()
+            head.zero_grad()
+            speed = BATCH / (time.monotonic() - began)
+            left = SHARES["train"] * config.seconds - (time.monotonic() - entered)
+            state.keep("speed", {"tokens_per_second": speed, "tokens": max(BATCH, int(speed * left))})
+        done = loop.run(head, train, trainer.loss, _settings(config, state, run), trainer.evaluate, MEANING)
+        learnt = loop.looked_at(trainer.evaluate, head)
+        better = sum(learnt["accepted_at_0"]) >= sum(state.results["fitted"]["accepted_at_0"])
+        if not better:
+            head = read_start(first, target)
+        said = {"target": config.model, "target_fingerprint": fingerprint(folder), "tokens": done.tokens}
+        export(head, config.out / "head", said)
+        state.keep("train", {"tokens": done.tokens, "learnt": learnt, "kept": "learnt" if better else "fitted"})
+
+
+def _settings(config: TuneConfig, state: State, run: Path) -> LoopSettings:
+    tokens = state.results["speed"]["tokens"]
+    return LoopSettings(
+        out=run / "training", tokens=tokens, batch_tokens=BATCH, micro_tokens=BATCH, length=LENGTH, long_length=LENGTH,
+        long_share=0.0, matrix_lr=3e-3, lr=1e-4, weight_decay=0.0, warmup_share=0.05, decay_share=0.5, seed=config.seed,
+        threads=config.threads, eval_tokens=max(BATCH, tokens // 6), checkpoint_seconds=60.0, progress=config.progress,
+    )  # fmt: skip
+
+
+def _finish(config: TuneConfig, state: State, say: Callable[[str], None]) -> Path:
+    found, checked = state.results["choose"], state.results["check"]
+    if not checked["passed"]:
+        raise ConfigError(f"{config.out}: speculation changed {checked['different']} answers; nothing is recommended")
+    chosen = found["chosen"]
+    uses = "head" in json.dumps(chosen)
+    files = ["head/config.json", "head/model.safetensors"] if uses else []
+    here = json.loads(json.dumps(chosen).replace(json.dumps(str(config.out / "head")), '"head"'))
+    (config.out / REPORT).write_text(page(config.model, state), encoding="utf-8")
+    tuned.save(config.out, config.model, here, files, figures=found["measured"], accepted=state.results["fitted"])
+    say(choose.verdict(found))
+    say(f"{config.out}: use it with --tuned {config.out}, or LLM({config.model!r}, tuned={str(config.out)!r})")
+    return config.out

@@ -1,0 +1,60 @@
+"""What a tuning has done: a stage's results and the time it took, kept so that the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from forerun.core.errors import ConfigError
+from forerun.train.rollout import replace_with
+
+
+class State:
+    """``run/state.json`` of a tuned folder. ``marks`` say what is tuned: another tuning must not go on with it."""
+
+    def __init__(self, folder: Path, marks: dict[str, Any]) -> None:
+        self.path = folder / "state.json"
+        self.seconds: dict[str, float] = {}
+        """Spent in each stage."""
+        self.results: dict[str, Any] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            self.marks = marks
+            self._save()
+            return
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            self.marks, self.seconds, self.results = found["marks"], found["seconds"], found["results"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self.path} cannot be read ({error}): name another --out, or remove it") from error
+        for name, value in marks.items():
+            if self.marks.get(name) != value:
+                raise ConfigError(
+                    f"{folder.parent} holds a tuning with another {name}: {self.marks.get(name)}, not {value}; name "
+                    "another --out, or remove it"
+                )
+
+    def _save(self) -> None:
+        content = {"marks": self.marks, "seconds": self.seconds, "results": self.results}
+        text = json.dumps(content, indent=1) + "\n"
+        replace_with(self.path, lambda path: path.write_text(text, encoding="utf-8"))
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Counts the time of a stage, or of a part of one, interrupted or not."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+            self._save()
+
+    def keep(self, name: str, result: Any) -> Any:
+        """A stage's result, as it is read again."""
+        self.results[name] = json.loads(json.dumps(result))
+        self._save()
+        return self.results[name]

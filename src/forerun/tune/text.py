@@ -1,0 +1,139 @@
+"""A model's own text and what it sees in it: answers to turns, or continuations, batch by batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.engine.llm import LLM
+from forerun.sampling.params import SamplingParams
+from forerun.train.rollout import replace_with
+from forerun.tune.data import Data
+from forerun.tune.record import Record
+from forerun.tune.turns import FOLLOW_UPS, held_out, machine_paragraphs, turns
+
+FOLLOWED = 4
+"""One conversation of so many gets a second turn."""
+OPENING = 32
+"""Tokens of a text that a model without a chat template goes on with."""
+
+Message = Mapping[str, Any]
+
+
+@dataclass
+class Writer:
+    """Lets the model of ``llm``, which ``record`` watches, write. Texts are at most ``answer`` tokens behind prompts of
+    at most ``prompt`` tokens; ``rows`` are written together."""
+
+    llm: LLM
+    record: Record
+    data: Data
+    rows: int = 48
+    answer: int = 256
+    prompt: int = 700
+    chats: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chats = bool(getattr(self.llm.tokenizer, "chat_template", None))
+
+    def part(self, seed: int, temperature: float) -> dict[str, Any]:
+        """One batch, as ``Features`` reads it: ``tokens``, ``lengths``, ``prompts``, ``hidden``, ``layers``."""
+        draw = random.Random(seed)
+        if not self.chats:
+            return self._packed(self._continued(self._openings(seed), temperature, draw))
+        asked = [[{"role": "user", "content": turn}] for turn in islice(self._turns(seed), self.rows)]
+        first = max(1, self.rows * FOLLOWED // (FOLLOWED + 1))
+        found, talks = [], []
+        for ids, count, talk in self._answered(asked[:first], temperature, draw):
+            found.append((ids, count))
+            talks.append([*talk, {"role": "user", "content": draw.choice(FOLLOW_UPS)}])
+        again = draw.sample(talks, min(len(talks), self.rows - first))
+        found += [(ids, count) for ids, count, _ in self._answered(again, temperature, draw)]
+        return self._packed(found)
+
+    def held_out(self) -> dict[str, Any]:
+        """The same for held-out turns, at temperatures 0 and 1."""
+        found = []
+        for temperature in (0.0, 1.0):
+            prompts = self.held_out_prompts()
+            found += self._continued(prompts, temperature, random.Random(0))
+        return self._packed(found)
+
+    def held_out_prompts(self) -> list[list[int]]:
+        """Token ids of prompts that are never trained on."""
+        if not self.chats:
+            texts = self.data.paragraphs or machine_paragraphs()
+            return [self.llm.encode(text)[1][:OPENING] for text in texts[:: max(1, len(texts) // 40)][:40]]
+        prompts = [self._rendered([{"role": "user", "content": turn}]) for _, turn in held_out()]
+        return [prompt for prompt in prompts if len(prompt) <= self.prompt]
+
+    def _turns(self, seed: int) -> Iterator[str]:
+        """The data's own turns and, as often, made ones."""
+        draw = random.Random(seed)
+        for _, turn in turns(seed, self.data.paragraphs):
+            if self.data.turns:
+                yield draw.choice(self.data.turns)
+            yield turn
+
+    def _openings(self, seed: int) -> list[list[int]]:
+        """Beginnings of texts; every fortieth text is held out."""
+        draw = random.Random(seed)
+        texts = [*(self.data.paragraphs or machine_paragraphs()), *self.data.turns]
+        kept = set(texts[:: max(1, len(texts) // 40)][:40]) if len(texts) > 40 else set()
+        usable = [text for text in texts if text not in kept] or texts
+        return [self.llm.encode(draw.choice(usable))[1][:OPENING] for _ in range(self.rows)]
+
+    def _rendered(self, talk: Seq[Message]) -> list[int]:
+        from forerun.models.chat import render_chat
+        from forerun.models.tokenizer import encode
+
+        return encode(self.llm.tokenizer, render_chat(self.llm.tokenizer, talk), add_special_tokens=False)
+
+    def _answered(
+        self, talks: Seq[Seq[Message]], temperature: float, draw: random.Random
+    ) -> Iterator[tuple[list[int], int, list[Message]]]:
+        prompts = [self._rendered(talk) for talk in talks]
+        usable = [(talk, ids) for talk, ids in zip(talks, prompts) if len(ids) <= self.prompt]
+        for (talk, prompt), text in zip(usable, self._written([ids for _, ids in usable], temperature, draw)):
+            said = {"role": "assistant", "content": text.outputs[0].text}
+            yield [*prompt, *text.outputs[0].token_ids], len(prompt), [*talk, said]
+
+    def _continued(
+        self, prompts: Seq[list[int]], temperature: float, draw: random.Random
+    ) -> list[tuple[list[int], int]]:
+        texts = self._written(prompts, temperature, draw)
+        return [([*prompt, *text.outputs[0].token_ids], len(prompt)) for prompt, text in zip(prompts, texts)]
+
+    def _written(self, prompts: Seq[list[int]], temperature: float, draw: random.Random) -> list[Any]:
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=self.answer, seed=draw.randrange(2**31)) for _ in prompts
+        ]
+        return self.llm.generate(list(prompts), params, use_tqdm=False) if prompts else []
+
+    def _packed(self, texts: Seq[tuple[list[int], int]]) -> dict[str, Any]:
+        """Texts with the hidden states that were recorded; the last token's, which the model never read, is zero."""
+        kept = [(ids, count, self.record.take(ids)) for ids, count in texts]
+        whole = [(ids, count, rows) for ids, count, rows in kept if rows is not None and len(rows) == len(ids) - 1]
+        self.record.done.clear()
+        layers = list(self.record.config.layers)
+        width = len(layers) * self.llm.model.info.hidden_size
+        pad = torch.zeros(1, width, dtype=torch.bfloat16)
+        return {
+            "layers": layers,
+            "tokens": torch.tensor([token for ids, _, _ in whole for token in ids], dtype=torch.int32),
+            "lengths": torch.tensor([len(ids) for ids, _, _ in whole], dtype=torch.int32),
+            "prompts": torch.tensor([count for _, count, _ in whole], dtype=torch.int32),
+            "hidden": torch.cat([part for _, _, rows in whole for part in (rows, pad)] or [pad[:0]]),
+        }
+
+
+def save_part(part: dict[str, Any], path: Path) -> None:
+    """Writes a part; the file is there whole or not at all."""
+    replace_with(path, lambda temporary: torch.save(part, temporary))

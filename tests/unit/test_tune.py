@@ -1,0 +1,259 @@
+"""``forerun tune`` on tiny random models, in seconds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from chat_model import save_chat_model
+
+from forerun import LLM, SamplingParams, pretrained
+from forerun.cli import main
+from forerun.cli.bench import with_tuned
+from forerun.core.errors import ConfigError
+from forerun.engine import tuned
+from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.train import loop
+from forerun.tune import choose, data, text, turns
+from forerun.tune import run as stages
+from forerun.tune.config import TuneConfig
+from forerun.tune.state import State
+from tiny import save_tokenizer, tiny_llama
+
+QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "probe": 2, "probe_tokens": 8, "progress": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_turns() -> Iterator[None]:
+    """A few of the held-out turns, so that a tuning takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "held_out", lambda: turns.held_out()[:6])
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_chat_model(tmp_path_factory.mktemp("tuned_target"))
+
+
+@pytest.fixture(scope="module")
+def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stages.tune(TuneConfig(model=model, out=tmp_path_factory.mktemp("tuned"), **QUICK))
+
+
+def copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to / "copy", ignore=shutil.ignore_patterns("run")))
+
+
+def use_head(folder: Path, model: str) -> None:
+    """Makes a tuned folder recommend its head, whatever was quickest."""
+    config = {"method": "eagle", "model": "head", "num_speculative_tokens": 3}
+    tuned.save(folder, model, config, ["head/config.json", "head/model.safetensors"])
+
+
+def test_a_tuned_folder_keeps_every_token(folder: Path, model: str, tmp_path: Path) -> None:
+    own = copied(folder, tmp_path)
+    use_head(own, model)
+    plain, quick = LLM(model), LLM(model, tuned=own)
+    for temperature in (0.0, 0.9):
+        params = SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True)
+        said = [llm.generate(["u:a dog;a:", "hello"], params, use_tqdm=False) for llm in (plain, quick)]
+        tokens = [[answer.outputs[0].token_ids for answer in answers] for answers in said]
+        assert tokens[0] == tokens[1]
+    assert sum(answer.metrics.num_draft_tokens for answer in said[1]) > 20
+
+
+def test_what_a_tuning_leaves(folder: Path) -> None:
+    found = json.loads((folder / "tuned.json").read_text("utf-8"))
+    methods = [row["config"]["method"] for row in found["figures"]]
+    assert {"none", "ngram", "suffix", "prompt_lookup", "eagle", "merged", "cascade"} == set(methods)
+    assert all(row["tokens_per_round"] >= 1 for row in found["figures"])
+    page = (folder / "report.html").read_text("utf-8")
+    assert "prompt_lookup" in page
+    assert "<script" not in page
+
+
+def test_a_finished_tuning_does_nothing_again(folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (folder / "head" / "model.safetensors").stat().st_mtime_ns
+    monkeypatch.setattr(text.Writer, "part", lambda *_: pytest.fail("wrote again"))
+    stages.tune(TuneConfig(model=model, out=folder, **QUICK))
+    assert (folder / "head" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_other_weights_are_refused(folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    other = tiny_llama(max_position_embeddings=1 << 15)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.01)
+    other.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=r"was tuned for .* the weights of .* are others"):
+        LLM(str(tmp_path), tuned=folder)
+
+
+@pytest.mark.parametrize("part", ["tuned.json", "head/config.json", "head/model.safetensors"])
+def test_a_changed_folder_is_refused(folder: Path, model: str, tmp_path: Path, part: str) -> None:
+    own = copied(folder, tmp_path)
+    use_head(own, model)
+    tuned.load(own, model)
+    path = own / part
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ConfigError):
+        tuned.load(own, model)
+
+
+def test_an_edited_configuration_is_refused(folder: Path, model: str, tmp_path: Path) -> None:
+    own = copied(folder, tmp_path)
+    use_head(own, model)
+    path = own / "tuned.json"
+    path.write_text(path.read_text("utf-8").replace('"num_speculative_tokens": 3', '"num_speculative_tokens": 4'))
+    with pytest.raises(ConfigError, match="was changed after"):
+        tuned.load(own, model)
+
+
+def test_a_stale_version_is_refused(folder: Path, model: str, tmp_path: Path) -> None:
+    own = copied(folder, tmp_path)
+    path = own / "tuned.json"
+    path.write_text(path.read_text("utf-8").replace('"forerun_tuned": 1', '"forerun_tuned": 0'))
+    with pytest.raises(ConfigError, match="not of version"):
+        tuned.load(own, model)
+
+
+def test_what_is_no_tuned_folder(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tuned folder"):
+        LLM(model, tuned=tmp_path)
+    with pytest.raises(ConfigError, match="nothing tuned for"):
+        LLM(model, tuned=True)
+    with pytest.raises(ConfigError, match="leave speculative_config out"):
+        LLM(model, tuned=tmp_path, speculative_config={"method": "ngram"})
+
+
+def test_the_commands_take_it(folder: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = copied(folder, tmp_path)
+    use_head(own, model)
+    words = ["generate", "hello", "--model", model, "--json", "--max-tokens", "24", "--ignore-eos"]
+    found = []
+    for more in ([], ["--tuned", str(own)]):
+        assert main.run([*words, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["text"] == found[1]["text"]
+    assert main.run([*words, "--tuned", str(own), "--spec-method", "ngram"]) == 2
+    assert "--tuned says who drafts" in capsys.readouterr().err
+    assert main.run([*words, "--tuned", str(tmp_path)]) == 2
+    assert "no tuned folder" in capsys.readouterr().err
+
+
+def test_bench_measures_it(folder: Path, model: str, tmp_path: Path) -> None:
+    own = copied(folder, tmp_path)
+    use_head(own, model)
+    methods, options = with_tuned(str(own), {"model": model}, ["none"], {"max_order": 3})
+    assert methods == ["none", "eagle"]
+    assert options["max_order"] == 3
+    assert options["eagle"] == {"model": str(own / "head"), "num_speculative_tokens": 3}
+
+
+class Kill(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stage", ["write", "fit", "train", "choose", "check", "finish"])
+def test_a_killed_tuning_goes_on(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """Stops once at every stage; what was done before is not done again."""
+    wrote: list[int] = []
+    part = text.Writer.part
+    monkeypatch.setattr(text.Writer, "part", lambda self, seed, heat: (wrote.append(seed), part(self, seed, heat))[1])
+
+    def killed(*_: object, **__: object) -> None:
+        raise Kill
+
+    places = {
+        "write": (stages, "save_part"),
+        "fit": (stages, "save_start"),
+        "train": (loop, "run"),
+        "choose": (choose, "choose"),
+        "check": (choose, "check"),
+        "finish": (stages.tuned, "save"),
+    }
+    config = TuneConfig(model=model, out=tmp_path, **QUICK)
+    with monkeypatch.context() as patch:
+        patch.setattr(*places[stage], killed)
+        with pytest.raises(Kill):
+            stages.tune(config)
+    assert not (tmp_path / "tuned.json").exists()
+    before = len(wrote)
+    stages.tune(config)
+    assert tuned.load(tmp_path, model)["method"]
+    if stage != "write":
+        assert len(wrote) == before
+    assert len(set(wrote)) == len(wrote)
+
+
+def test_smollm2s_own_is_whole() -> None:
+    """The bundled folder, as far as that can be said without the model."""
+    assert tuned.has_bundled("smollm2")
+    folder = Path(pretrained.__file__).parent / "smollm2"
+    content = json.loads((folder / tuned.FILE).read_text("utf-8"))
+    assert content["seal"] == tuned._seal(folder, content)
+    head = EagleHead.load(folder / "head")
+    ids = head.token_ids()
+    assert head.record["target_fingerprint"] == content["fingerprint"]
+    assert ids.tolist() == sorted(set(ids.tolist()))
+    assert len(ids) == 8192
+    assert int(ids[-1]) < head.sizes.vocab_size
+
+
+def test_another_tuning_does_not_go_on(folder: Path, model: str) -> None:
+    with pytest.raises(ConfigError, match="another rows: 40, not 30"):
+        stages.tune(TuneConfig(model=model, out=folder, **{**QUICK, "rows": 30}))
+
+
+def test_a_damaged_state_is_said(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        State(tmp_path, {})
+
+
+def test_a_model_without_a_template_goes_on_with_texts(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    tiny_llama(max_position_embeddings=1 << 15).save_pretrained(target)
+    save_tokenizer(target)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n\n".join(f"{name} " * 60 for name in ("a dog", "the sea", "an old man")), encoding="utf-8")
+    out = stages.tune(TuneConfig(model=str(target), out=tmp_path / "out", data=texts, **QUICK))
+    assert json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]["write"]["chats"] is False
+    assert tuned.load(out, str(target))["method"]
+
+
+def test_data_without_a_usable_line(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "why?"}\nno json\n{"prompt": ""}\n{"messages": [{"role": "system"}]}\n', "utf-8")
+    with pytest.raises(ConfigError, match="no usable line"):
+        stages.tune(TuneConfig(model=model, out=tmp_path / "out", data=path, **QUICK))
+    with pytest.raises(ConfigError, match="no such file"):
+        data.read(tmp_path / "nothing")
+
+
+def test_data_of_every_kind(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "What is rain?"},
+        {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]},
+        {"text": "word " * 100},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    (tmp_path / "b.txt").write_text("sentence " * 50 + "\n\nshort", encoding="utf-8")
+    found = data.read(tmp_path)
+    assert found.turns == ["What is rain?", "Hello"]
+    assert [part[:8] for part in found.paragraphs] == ["word wor", "sentence"]
+
+
+def test_a_full_disk_is_said(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1 << 20))
+    with pytest.raises(ConfigError, match="GB free"):
+        stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK))
