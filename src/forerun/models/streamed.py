@@ -13,14 +13,15 @@ class Norm:
 
     __slots__ = ("call", "dtype", "eps", "kinds", "pointer", "weight", "width")
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
+        """For rows in ``dtype``, the weights' where None."""
         self.weight = weight.float().contiguous()
         self.width = weight.shape[-1]
         self.kinds = weight.numel() // self.width
         self.eps = eps
         self.pointer = self.weight.data_ptr()
-        self.dtype = weight.dtype
-        self.call = kernel("norm", weight.dtype)
+        self.dtype = dtype or weight.dtype
+        self.call = kernel("norm", self.dtype)
         if not self.kinds or not weight.is_cpu:
             raise ValueError(f"a norm's weights {[*weight.shape]} on {weight.device}")
 

@@ -163,7 +163,7 @@ class EagleHead(Head):
         )
         head = whole.head if self.lm_head is None else linear(self.lm_head)
         sizes = self.heads, self.kv_heads, self.width
-        decoder = Decoder(*sizes, whole.embedding, [layer], norm(self.norm), head, rotary)
+        decoder = Decoder(*sizes, whole.words, [layer], norm(self.norm), head, rotary)
         shape = KVShape(self.kv_heads, self.width, self.width)
         return Fused(decoder) if decoder.can_fuse() and can_attend(target.dtype, target.device, (shape,)) else None
 
