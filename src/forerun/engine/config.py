@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.core.config import check_seed, check_types
 from forerun.core.errors import ConfigError, shown
 from forerun.engine.memory import parse_bytes
-from forerun.models.kinds import CPU_KINDS, GPU_KINDS, UNQUANTIZED
+from forerun.models.kinds import CPU_KINDS, FLOATS, GPU_KINDS, UNQUANTIZED
 from forerun.speculate.names import drafters, policies, rules
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ INSTEAD = {
 }
 """What does the work of vLLM's other keys."""
 QUANTIZATION_HELP = (
-    f"the target's weights in 8 bits: {', '.join(reversed(CPU_KINDS))} (not invariant) on CPU, "
-    f"{', '.join(GPU_KINDS)} on GPU; {UNQUANTIZED}: as they are"
+    f"how the target's weights are held: {', '.join(CPU_KINDS)} on CPU (int8 is not invariant), "
+    f"{', '.join(GPU_KINDS)} on GPU; {', '.join(FLOATS)}: as numbers; {UNQUANTIZED}: as they are"
 )
 
 

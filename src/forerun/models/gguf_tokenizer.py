@@ -114,7 +114,10 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
         {edge: (tokens[place], place) for edge, place in edges.items() if place is not None}
     )
     special = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    named = {special[name]: tokens[place] for name, place in ids.items() if place is not None}
+    named: dict[str, Any] = {special[name]: tokens[place] for name, place in ids.items() if place is not None}
+    longest = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    if isinstance(longest, int):
+        named["model_max_length"] = longest
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
     fast.chat_template = _template(metadata, where)
     return fast

@@ -260,16 +260,19 @@ def load_model(
     wanted = invariant if invariant is not None else where.type == "cpu"
 
     def build(padded: bool) -> Model:
-        ids = eos_ids(folder, config)
-        name, kind = str(path_or_id), parse_dtype(dtype, config)
-        options: Any = {"name": name, "eos_ids": ids, "invariant": padded, "weights": weights}
+        kind, tensors = parse_dtype(dtype, config), None
         if native and gguf_model.is_gguf(folder):
             tensors = gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
             module: Any = gguf_model.skeleton(config, kind)
-            return NativeModel(module, quantization=quantization, tensors=tensors, device=where, **options)
-        module = read_module(folder, config, kind)
-        module.to(where)
-        return NativeModel(module, quantization=quantization, **options) if native else HFModel(module, **options)
+        else:
+            module = read_module(folder, config, kind).to(where)  # type: ignore[arg-type]
+        ids, name = eos_ids(folder, config), str(path_or_id)
+        if not native:
+            return HFModel(module, name=name, eos_ids=ids, invariant=padded, weights=weights)
+        return NativeModel(
+            module, name=name, eos_ids=ids, invariant=padded, weights=weights, quantization=quantization,
+            tensors=tensors, device=where,
+        )  # fmt: skip
 
     model = build(wanted)
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
