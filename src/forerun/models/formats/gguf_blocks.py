@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
 
-from forerun.core.errors import ConfigError
 from forerun.kernels.structs import QUANTS
+from forerun.models.formats.rounding import to_blocks
 
 OUTPUTS, INPUTS = 16, 32
 CHUNK = 1 << 22
@@ -126,10 +126,7 @@ class Blocks:
         for first in range(0, outputs, step):
             rows = weight[first : first + step].float().numpy()
             rows = np.pad(rows, ((0, 0), (0, -inputs % block)))
-            try:
-                raw[first : first + step] = quantize(rows, found)
-            except NotImplementedError as error:
-                raise ConfigError(f"weights are read in {kind}, but not rounded to it") from error
+            raw[first : first + step] = to_blocks(rows, kind)
         return cls(kind, raw, inputs)
 
     def values(self) -> torch.Tensor:
