@@ -48,7 +48,9 @@ def weights(kind: str, outputs: int, inputs: int, seed: int = 0) -> Blocks:
 def extreme(kind: str, outputs: int, inputs: int) -> Blocks:
     """Weights whose levels are all the least or all the highest there are."""
     found = weights(kind, outputs, inputs)
-    size, level = {"q4_0": (18, 2), "q4_1": (20, 4), "q5_0": (22, 2), "q5_1": (24, 4), "q8_0": (34, 2)}.get(kind, (0, 0))
+    size, level = {"q4_0": (18, 2), "q4_1": (20, 4), "q5_0": (22, 2), "q5_1": (24, 4), "q8_0": (34, 2)}.get(
+        kind, (0, 0)
+    )
     view = found.raw.reshape(outputs, -1, size)
     view[0::3, :, level:], view[1::3, :, level:] = 0, 255
     if kind == "q8_0":
@@ -129,11 +131,11 @@ def test_weights_of_any_shape_are_rounded(kind, outputs, inputs):
 
 
 def test_scales_of_scales_lose_less():
-    """q4_k has 4.5 bits like q4_0, and less error than q4_1 with its 5."""
+    """q4_k has 4.5 bits like q4_0, and about the error of q4_1 with its 5, or less."""
     torch.manual_seed(0)
     for weight in (torch.randn(64, 1024), torch.randn(64, 1024) ** 3, torch.rand(64, 1024)):
         off = {kind: (Blocks.of(weight, kind).values() - weight).norm() for kind in ("q4_0", "q4_1", "q4_k")}
-        assert off["q4_k"] < 1.05 * off["q4_1"] < off["q4_0"]
+        assert off["q4_k"] < min(1.05 * off["q4_1"], 0.9 * off["q4_0"])
     for weight in (torch.zeros(2, 256), torch.full((2, 256), 0.5), torch.full((2, 256), -3.0)):
         assert (Blocks.of(weight, "q4_k").values() - weight).abs().max() < 0.01
 
@@ -205,7 +207,9 @@ def test_layers_refuse_what_the_kernels_would_misread(kind):
 def _units() -> list[str]:
     """Processors whose code runs here."""
     try:
-        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+        flags = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
+        ).split()
     except (OSError, StopIteration):
         return []
     return [unit for unit, flag in FLAGS.items() if flag in flags]

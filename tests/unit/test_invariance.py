@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
 from forerun.models.base import new_cache
-from forerun.models.hf import HFModel
-from forerun.models.invariance import self_test
 from forerun.models.formats import plain
 from forerun.models.formats.packed import can_pack
+from forerun.models.formats.streamed import can_stream
+from forerun.models.hf import HFModel
+from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
-from forerun.models.formats.streamed import can_stream
 from here import NO_PACKING, where
 
 SIZES = {

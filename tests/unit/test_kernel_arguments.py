@@ -16,9 +16,9 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
 from forerun.kernels import KernelError, structs
 from forerun.models import streamed
+from forerun.models.base import new_cache
 from forerun.models.formats.int8 import StreamedInt8
 from forerun.models.formats.streamed import Streamed
-from forerun.models.base import new_cache
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
 from forerun.sampling.compiled import Compiled, penalise, restrict

@@ -16,8 +16,8 @@ from forerun.models import quantize
 from forerun.models.base import new_cache
 from forerun.models.formats import ON_CPU, int8
 from forerun.models.formats.base import size
-from forerun.models.kinds import KINDS
 from forerun.models.invariance import self_test
+from forerun.models.kinds import KINDS
 from forerun.models.native import NativeModel
 from forerun.speculate.draft import drafters
 
@@ -86,9 +86,7 @@ def test_an_outlier_row_spoils_fbgemm_s_int8_but_not_int8_rows(backend):
     weight, _, x = layer()
     x[3] *= 100
     wanted = F.linear(x, weight)[:3]
-    by_call, by_row = (
-        make(x)[:3] for make in (int8.Int8(weight, None), ON_CPU["int8_rows"].make(weight, None))
-    )
+    by_call, by_row = (make(x)[:3] for make in (int8.Int8(weight, None), ON_CPU["int8_rows"].make(weight, None)))
     assert (by_row - wanted).norm() < 0.1 * (by_call - wanted).norm()
 
 

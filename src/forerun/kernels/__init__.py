@@ -27,7 +27,9 @@ from forerun.kernels import structs
 
 log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / f"{name}.cpp" for name in ("attention", "border", "decoder", "linear", "quants", "sampling", "warp"))
+SOURCES = tuple(
+    HERE / f"{name}.cpp" for name in ("attention", "border", "decoder", "linear", "quants", "sampling", "warp")
+)
 HEADERS = tuple(
     HERE / f"{name}.h"
     for name in ("lanes", "lanes_avx2", "lanes_avx512", "kernels", "structs", "blocks", "quants", "rows")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf.constants import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from forerun.core.errors import ModelError

@@ -13,7 +13,7 @@ from torch import nn
 from forerun.models.formats import blocks
 from forerun.models.formats.base import Format, Linear
 from forerun.models.formats.blocks import Blocked
-from forerun.models.formats.compiled import Compiled, Joined
+from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_blocks import Blocks, join
 from forerun.models.linear import make_linear
 from forerun.models.words import Rows, Table, Words

@@ -91,9 +91,7 @@ class Compiled(ABC):
         self.run(x, y.data_ptr(), added, rows, self.outputs)
         return y
 
-    def _prepare(
-        self, x: torch.Tensor, add: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, int | None, int]:
+    def _prepare(self, x: torch.Tensor, add: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, int | None, int]:
         """x contiguous, room for y, where ``add`` lies, and the number of rows. Raises ValueError for what the kernels
         would misread."""
         shape = x.shape

@@ -158,9 +158,7 @@ def pays(weight: torch.Tensor) -> bool:
 
 
 def can(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and (
-        ours(device, dtype) or "fbgemm" in torch.backends.quantized.supported_engines
-    )
+    return device.type == "cpu" and (ours(device, dtype) or "fbgemm" in torch.backends.quantized.supported_engines)
 
 
 FORMATS = tuple(Format(name, can, "FBGEMM, which this torch lacks", partial(make, name=name), pays) for name in KINDS)
