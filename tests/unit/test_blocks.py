@@ -1,4 +1,4 @@
-"""Layers in 4 to 8 bits with scales by blocks: exact weights, exact sums, and the same bits for any rows, on any unit."""
+"""Layers in 4 to 8 bits with scales by blocks: exact weights and sums, and the same bits for any rows, on any unit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ FLAGS = {"haswell": "avx2", "skylake-avx512": "avx512bw", "alderlake": "avx_vnni
 """Processors for which the compiler is asked, and a flag in which those that can run its code differ."""
 CALL = """
 #include "kernels.h"
-extern "C" void run(int64_t kind, const char *w, const float *x, float *y, int64_t rows, int64_t outputs, int64_t inputs) {
+extern "C" void run(int64_t kind, const char *w, const float *x, float *y, int64_t rows, int64_t outputs,
+                    int64_t inputs) {
   linear_quants<float>(kind, w, x, y, nullptr, nullptr, rows, outputs, inputs, outputs, 1);
 }
 """

@@ -1,4 +1,4 @@
-"""Models out of GGUF files: a Llama that went there and back, weights as they lie, and files that hold something else."""
+"""Models out of GGUF files: a Llama there and back, weights as they lie, and files that hold something else."""
 
 from __future__ import annotations
 

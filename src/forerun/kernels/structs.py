@@ -1,6 +1,7 @@
 """What crosses into the kernels as arrays of int64, a field each: ``structs.h`` names the same fields in the same
 order, and says what they mean; ``library`` compares the names. Other things go behind: a ``Layer`` is followed by the
-``Linear`` of qkv, out, gate_up and down, a ``Model`` by those of the head and of the embedding. Pointers are addresses, 0 for null.
+``Linear`` of qkv, out, gate_up and down, a ``Model`` by those of the head and of the embedding. Pointers are addresses,
+0 for null.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ class Chains(NamedTuple):
 
 
 QUANTS = {
-    "q4_0": (32, 288), "q4_1": (32, 320), "q4_k": (256, 2368), "q5_0": (32, 544), "q5_1": (32, 576), "q5_k": (256, 4416),
-    "q6_k": (256, 4384), "q8_0": (32, 544),
+    "q4_0": (32, 288), "q4_1": (32, 320), "q4_k": (256, 2368), "q5_0": (32, 544), "q5_1": (32, 576),
+    "q5_k": (256, 4416), "q6_k": (256, 4384), "q8_0": (32, 544),
 }  # fmt: skip
 """Weights in 4 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs; ``quants.h`` says how they
 lie."""

@@ -143,7 +143,8 @@ class GGUFWeights:
     def __init__(self, file: GGUFFile, config: LlamaConfig, *, numbers: bool = False) -> None:
         self.file = file
         self.numbers = numbers  # as which all of them are to be had
-        self.heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        shared = config.num_key_value_heads or config.num_attention_heads
+        self.heads = {"q_proj": config.num_attention_heads, "k_proj": shared}
         self.tensors: dict[str, GGUFTensor] = {}
         wanted = {name: tuple(part.shape) for name, part in skeleton(config, torch.float32).named_parameters()}
         for name, tensor in file.tensors.items():

@@ -38,10 +38,10 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The checkpoint's folder, or a model's GGUF file: a local one (a folder that holds a GGUF file and no config is that
-    file), a bundled one (``forerun:target``), a fetched one (``smollm2``; a folder of that name is ``./smollm2``), or a
-    hub download (config, tokenizer and safetensors only), of a ``revision`` and to a folder where those are given. Raises
-    ModelError, and ConfigError for a revision of what is here already."""
+    """The checkpoint's folder, or a model's GGUF file: a local one (a folder that holds a GGUF file and no config is
+    that file), a bundled one (``forerun:target``), a fetched one (``smollm2``; a folder of that name is ``./smollm2``),
+    or a hub download (config, tokenizer and safetensors only), of a ``revision`` and to a folder where those are given.
+    Raises ModelError, and ConfigError for a revision of what is here already."""
     text = str(path_or_id)
     here = text.startswith(BUNDLED) or text in SOURCES or text.endswith(gguf_model.SUFFIX)
     here = here or ("\0" not in text and Path(text).expanduser().is_dir())

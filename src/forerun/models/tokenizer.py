@@ -24,6 +24,7 @@ def load_tokenizer(path_or_id: str | Path) -> Any:
     folder = resolve(path_or_id)
     problem = f"{folder} has no usable tokenizer"
     with library(problem), quiet():
+        tokenizer: Any
         if is_gguf(folder):
             tokenizer = make_tokenizer(open_gguf(folder).metadata, str(folder))
         else:

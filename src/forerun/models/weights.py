@@ -57,8 +57,8 @@ class ModuleWeights:
 
 
 class Maker:
-    """Makes layers for rows in ``dtype``, in the form ``quantized`` where that pays; without one, weights in blocks keep
-    theirs, and numbers are held as ``how`` says."""
+    """Makes layers for rows in ``dtype``, in the form ``quantized`` where that pays; without one, weights in blocks
+    keep theirs, and numbers are held as ``how`` says."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, how: str, quantized: Format | None):
         self.weights = weights
