@@ -136,7 +136,7 @@ def test_a_truncated_file_is_one_line(tmp_path):
     for length in (0, 3, 100, len(whole) // 2, len(whole) - 1):
         (tmp_path / "short.gguf").write_bytes(whole[:length])
         assert re.search("is empty|truncated or damaged|begin with GGUF", refused(tmp_path / "short.gguf"))
-    assert "no checkpoint folder and no GGUF file" in refused(tmp_path / "nowhere.gguf")
+    assert "no GGUF file at" in refused(tmp_path / "nowhere.gguf")
 
 
 @pytest.mark.parametrize(

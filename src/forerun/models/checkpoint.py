@@ -84,7 +84,7 @@ def find(folder: Path) -> Path:
         return found[0]
     if found:
         raise ModelError(f"{folder} holds {len(found)} GGUF files: name one, such as {found[0]}")
-    raise ModelError(f"{folder} has no {CONFIG} and no GGUF file: not a Hugging Face checkpoint")
+    raise ModelError(f"{folder} has no {CONFIG}: not a Hugging Face checkpoint, nor a folder with a GGUF file")
 
 
 def weight_files(folder: Path) -> list[Path]:

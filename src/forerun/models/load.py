@@ -58,7 +58,8 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir
         return folder
     if not folder.is_dir():
         if folder.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
-            raise ModelError(f"no checkpoint folder and no GGUF file at {text}")
+            what = "GGUF file" if gguf_model.is_gguf(folder) else "checkpoint folder"
+            raise ModelError(f"no {what} at {text}")
         folder = _download(text, revision, download_dir)
     return checkpoint.find(folder)
 
@@ -223,6 +224,19 @@ def _wished(
     return None, quantization, True
 
 
+def _goes_native(config: Any, folder: Path, model_path: str, wish: str | None) -> bool:
+    """Whether the native path runs a model; ``wish``: what only that can do. Raises ConfigError."""
+    if model_path not in PATHS:
+        raise ConfigError(f"unknown model_path {model_path!r}: choose one of {', '.join(PATHS)}")
+    reason = applies(config)
+    if model_path == "native" and reason is not None:
+        raise ConfigError(f"the native path does not run {folder}: {reason}")
+    native = model_path != "hf" and reason is None
+    if wish and not native:
+        raise ConfigError(f"{wish} needs the native path: {reason or 'model_path is hf'}")
+    return native
+
+
 def load_model(
     path_or_id: str | Path,
     *,
@@ -243,20 +257,11 @@ def load_model(
     checkpoint holds), ``none`` or None.
     """
     quantization, dtype, numbers = _wished(quantization, dtype)
-    if model_path not in PATHS:
-        raise ConfigError(f"unknown model_path {model_path!r}: choose one of {', '.join(PATHS)}")
     folder = resolve(path_or_id)
     config = read_config(folder)
     _check_rope(config, max_model_len)
     where = parse_device(device)
-    reason = applies(config)
-    if model_path == "native" and reason is not None:
-        raise ConfigError(f"the native path does not run {folder}: {reason}")
-    native = model_path != "hf" and reason is None
-    if not native and quantization is not None:
-        raise ConfigError(
-            f"quantization {quantization!r} of {path_or_id} needs the native path: {reason or 'model_path is hf'}"
-        )
+    native = _goes_native(config, folder, model_path, quantization and f"quantization {quantization!r} of {path_or_id}")
     wanted = invariant if invariant is not None else where.type == "cpu"
 
     def build(padded: bool) -> Model:
