@@ -297,6 +297,8 @@ LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
   return {_mm256_dpbusd_avx_epi32(sum.a, x.a, w.a), _mm256_dpbusd_avx_epi32(sum.b, x.b, w.b)};
 }
 #endif
+// Compilers add up as they come; they like to form all terms of a sum first, and have no room for them.
+LANES_INLINE void stay(Ints &v) { asm("" : "+x"(v.a), "+x"(v.b)); }
 LANES_INLINE Ints byte_sizes(Ints v) { return {_mm256_abs_epi8(v.a), _mm256_abs_epi8(v.b)}; }
 LANES_INLINE Ints short_pairs(Ints v) {
   const __m256i one = _mm256_set1_epi16(1);

@@ -15,13 +15,10 @@
 
 namespace {
 
-constexpr int64_t AHEAD = 1 << 12;  // bytes from a weight that is used to the one asked for
+constexpr int64_t AHEAD = 1 << 12;   // bytes from a weight that is used to the one asked for
 constexpr int64_t CACHED = 1 << 18;  // bytes of rows over which each tile of weights passes
-#if defined(__AVX512F__)
-constexpr int TOGETHER = 8;  // rows that share one reading of the weights
-#else
-constexpr int TOGETHER = 4;
-#endif
+constexpr int TOGETHER = 8;         // rows that share one reading of the weights
+constexpr int AT_ONCE = 4;          // of them whose sums of products are in registers
 
 // A block of a row.
 struct Levels {
@@ -61,6 +58,7 @@ struct Sum {
     } else {
       v = ::add(v, short_pairs(byte_pairs(w, x)));
     }
+    stay(v);
   }
   Ints end() const { return ::add(SHORT ? short_pairs(v) : v, broadcast_int(start)); }
 };
@@ -75,6 +73,30 @@ LANES_INLINE Ints four(const int8_t *at) {
   return broadcast_int(bytes);
 }
 
+// One block of some rows.
+template <class K, int ROWS>
+LANES_INLINE void add_block(const Ints *levels, const Scales<K::PARTS> &scales, const Levels *x, Floats *sums) {
+  Sum<K::MOST> products[ROWS][K::PARTS];
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+    for (int p = 0; p < K::PARTS; p++) products[r][p].begin(x[r].start[p]);
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++)
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) {
+      products[r][0].add(levels[j], four(x[r].at + 4 * j));
+      products[r][K::PARTS - 1].add(levels[4 + j], four(x[r].at + 16 + 4 * j));
+    }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++) {
+    const Floats step = broadcast(x[r].step);
+#pragma GCC unroll 2
+    for (int p = 0; p < K::PARTS; p++) sums[r] = fma(to_floats(products[r][p].end()), scales.part[p] * step, sums[r]);
+    if (K::MINIMA) sums[r] = fma(scales.minimum, broadcast(x[r].sum), sums[r]);
+  }
+}
+
 // Outputs of one tile for so many rows, whose blocks lie side by side.
 template <class K, int ROWS>
 void pass(const char *w, const Levels *x, int64_t records, float *out, bool ask) {
@@ -87,29 +109,15 @@ void pass(const char *w, const Levels *x, int64_t records, float *out, bool ask)
     for (int64_t b = 0; b < K::BLOCKS; b++, w += K::BLOCK, x += ROWS) {
       if (ask)
         for (int64_t i = 0; i < K::BLOCK; i += 64) _mm_prefetch(w + AHEAD + i, _MM_HINT_T0);
-      Sum<K::MOST> products[ROWS][K::PARTS];
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-        for (int p = 0; p < K::PARTS; p++) products[r][p].begin(x[r].start[p]);
+      Ints levels[8];
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) {
-        Ints low, high;
-        K::get(w, j, low, high);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-          products[r][0].add(low, four(x[r].at + 4 * j));
-          products[r][K::PARTS - 1].add(high, four(x[r].at + 16 + 4 * j));
-        }
-      }
+      for (int j = 0; j < 4; j++) K::get(w, j, levels[j], levels[4 + j]);
       const auto scales = K::scales(head, w);
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) {
-        const Floats step = broadcast(x[r].step);
-#pragma GCC unroll 2
-        for (int p = 0; p < K::PARTS; p++) sums[r] = fma(to_floats(products[r][p].end()), scales.part[p] * step, sums[r]);
-        if (K::MINIMA) sums[r] = fma(scales.minimum, broadcast(x[r].sum), sums[r]);
-      }
+#pragma GCC unroll 4
+      for (int first = 0; first + AT_ONCE <= ROWS; first += AT_ONCE)
+        add_block<K, AT_ONCE>(levels, scales, x + first, sums + first);
+      if constexpr (constexpr int REST = ROWS % AT_ONCE; REST > 0)
+        add_block<K, REST>(levels, scales, x + ROWS - REST, sums + ROWS - REST);
     }
   }
 #pragma GCC unroll 8
@@ -122,7 +130,8 @@ void passes(int64_t rows, const char *w, const Levels *x, int64_t records, float
   if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, records, out, ask);
 }
 
-// A row, whose blocks are to lie ``apart`` from each other. Steps are NaN if an input is NaN, infinite if one is infinite, and so is or becomes every output.
+// A row, whose blocks are to lie ``apart`` from each other. Steps are NaN if an input is NaN, infinite if one is
+// infinite, and so is or becomes every output.
 template <class T>
 void quantize(const T *x, int64_t inputs, Levels *to, int64_t apart, int64_t blocks, int32_t zero, bool halved) {
   for (int64_t i = 0; i < INPUTS * blocks; i += INPUTS, to += apart) {
