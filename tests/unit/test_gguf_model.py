@@ -21,8 +21,10 @@ from forerun.models.gguf import GGUFFile
 from forerun.models.gguf_model import read_config as read_keys
 from forerun.models.gguf_model import read_weights
 from forerun.models.gguf_names import checkpoint_name
+from forerun.models.kinds import BLOCKS
 from forerun.models.load import read_config, read_module
 from forerun.models.quantize import error
+from forerun.speculate.draft import drafters
 from gguf_files import write_model
 from here import where
 
@@ -37,6 +39,9 @@ PACKED = where(
         (MIXED | {"blk": Kinds.Q4_K}, 256, None),
     ],
 )
+
+
+QUANTIZED = where(blocks.can_run(), [(kind, kind.upper()) for kind in BLOCKS])
 
 
 def refused(path: Path) -> str:
@@ -111,6 +116,46 @@ def test_packed_weights_stay_as_they_are(tmp_path, kinds, width, layout):
     numbers = LLM(str(path), quantization="bfloat16")
     assert numbers.model.info.path.startswith("native, ")
     assert numbers.model.info.weight_bytes > 1.7 * info.weight_bytes
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa", "layerskip", "lookahead"])
+def test_drafters_of_every_sort_know_packed_targets(tmp_path, method):
+    path = write_model(tmp_path / "model.gguf", kinds={"attn_v": Kinds.Q8_0})
+    options = drafters[method].example(path, tmp_path / "head")
+    llm = LLM(str(path), speculative_config={"method": method, "num_speculative_tokens": 3, **options})
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
+        drafted, plain = (llm.generate(["the 12 the"], params, speculate=wanted)[0] for wanted in (True, False))
+        assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert drafted.metrics.draft_error is None
+        assert drafted.metrics.num_draft_tokens > 0
+        if method == "draft_model":
+            assert drafted.metrics.num_accepted_draft_tokens == drafted.metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize(("quantization", "layout"), QUANTIZED)
+def test_checkpoints_are_quantized_while_they_are_loaded(tmp_path, quantization, layout):
+    folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=120)
+    wanted, llm = LLM(str(folder), dtype="float32"), LLM(str(folder), dtype="float32", quantization=quantization)
+    assert llm.model.info.path == f"native, {layout}"
+    ids = [[*range(3, 40)]]
+    off = error(logits(wanted.model, ids), logits(llm.model, ids))
+    assert off < {"q4": 0.25, "q5": 0.12, "q8": 0.05}[quantization[:2]]
+    assert llm.engine.identity
+
+
+def test_a_dtype_as_quantization_is_that_dtype(tmp_path):
+    path = write_model(tmp_path / "model.gguf")
+    for name in ("bfloat16", "float32"):
+        llm = LLM(str(path), quantization=name)
+        assert str(llm.model.info.dtype) == f"torch.{name}"
+        assert llm.model.info.quantization is None
+        assert llm.model.info.path.endswith(name)
+    with pytest.raises(ConfigError, match="leave dtype out"):
+        LLM(str(path), quantization="bfloat16", dtype="float32")
+    drafted = LLM(str(path), speculative_config={"model": str(path), "num_speculative_tokens": 2,
+                                                 "quantization": "float32"})  # fmt: skip
+    assert drafted.engine.router.drafters["draft_model"].model.info.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("model_path", "weights"), [("hf", "auto"), ("native", "plain")])
