@@ -140,7 +140,8 @@ class EngineConfig:
     which HTTP requests ask for; where a command has a ``--seed`` of its own, that is the requests'."""
 
     model: str = field(
-        default="forerun:target", metadata={"help": "checkpoint folder, GGUF file, hub id, or smollm2 (see forerun fetch)"}
+        default="forerun:target",
+        metadata={"help": "checkpoint folder, GGUF file, hub id, or smollm2 (see forerun fetch)"},
     )
     tokenizer: str | None = field(default=None, metadata={"help": "another checkpoint's tokenizer"})
     dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's), float32, bfloat16 or float16"})
