@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from forerun import LLM, SamplingParams
 from forerun.bench.peers.gguf import write_gguf
 from forerun.bench.shapes import random_checkpoint
 from forerun.bench.weights import logits
-from forerun.core.errors import ConfigError, ModelError
+from forerun.core.errors import ConfigError, ForerunError, ModelError
 from forerun.models.formats import blocks
 from forerun.models.gguf import GGUFFile
 from forerun.models.gguf_model import read_config as read_keys
@@ -182,6 +183,23 @@ def test_a_truncated_file_is_one_line(tmp_path):
         (tmp_path / "short.gguf").write_bytes(whole[:length])
         assert re.search("is empty|truncated or damaged|begin with GGUF", refused(tmp_path / "short.gguf"))
     assert "no GGUF file at" in refused(tmp_path / "nowhere.gguf")
+
+
+def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
+    whole = write_model(tmp_path / "model.gguf").read_bytes()
+    header = min(tensor.start for tensor in GGUFFile(tmp_path / "model.gguf").tensors.values())
+    path, chance, outcomes = tmp_path / "damaged.gguf", random.Random(0), set()
+    for _ in range(150):
+        place = chance.randrange(header)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << chance.randrange(8)]) + whole[place + 1 :])
+        try:
+            LLM(str(path), invariant=False).generate({"prompt_token_ids": [3, 4]}, GREEDY)
+            outcomes.add("a model")
+        except ForerunError as error:
+            assert "\n" not in str(error)
+            assert len(str(error).replace(str(path), "")) < 500
+            outcomes.add("an error")
+    assert outcomes == {"a model", "an error"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.models import quantize
 from forerun.models.base import new_cache
-from forerun.models.formats import ON_CPU, int8
+from forerun.models.formats import ON_CPU, blocks, int8
 from forerun.models.formats.base import size
 from forerun.models.invariance import self_test
 from forerun.models.kinds import KINDS
@@ -132,6 +132,12 @@ def test_without_fbgemm_a_wish_for_8_bits_names_the_dtype(monkeypatch):
     monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", [])
     with pytest.raises(ConfigError, match="float64 needs FBGEMM"):
         quantize.check("int8_rows", CPU, torch.float64, invariant=True)
+
+
+def test_without_our_kernels_blocks_are_refused(monkeypatch):
+    monkeypatch.setattr(blocks, "can_run", lambda: False)
+    with pytest.raises(ConfigError, match=r"'q4_0' in float32 needs kernels of ours .* leave it out"):
+        model("q4_0")
 
 
 def test_none_leaves_a_target_as_it_is():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from forerun.core.errors import ModelError
+from forerun.core.errors import ModelError, shown
 from forerun.models.formats.gguf_blocks import UNPACK, Blocks
 from forerun.models.gguf import GGUFFile, GGUFTensor
 from forerun.models.gguf_names import checkpoint_name
@@ -49,18 +49,18 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     found = file.metadata
     architecture = found.get("general.architecture")
     if architecture != "llama":
-        raise ModelError(f"{file.path} holds a model of architecture {architecture!r}; only 'llama' is read from GGUF")
+        raise ModelError(f"{file.path} holds a model of architecture {shown(architecture)}; only 'llama' is read from GGUF")
 
     def whole(key: str, default: int | None = None) -> int:
         value = found.get(f"llama.{key}", default)
         if not isinstance(value, int) or value < 1:
-            raise ModelError(f"{file.path} has {value!r} as llama.{key}, not a positive integer")
+            raise ModelError(f"{file.path} has {shown(value)} as llama.{key}, not a positive integer")
         return value
 
     if found.get("llama.expert_count"):
         raise ModelError(f"{file.path} holds a mixture of experts, which is not read from GGUF")
     if found.get("split.count", 1) not in (0, 1):
-        raise ModelError(f"{file.path} is one of {found['split.count']} parts of a model: merge them into one file "
+        raise ModelError(f"{file.path} is one of {shown(found['split.count'])} parts of a model: merge them into one file "
                          "(llama-gguf-split --merge)")  # fmt: skip
     scaling = found.get("llama.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in file.tensors:
@@ -71,7 +71,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         raise ModelError(f"{file.path} has heads of {width} numbers, which cannot be rotated in pairs")
     for key in ("attention.value_length", "rope.dimension_count"):
         if whole(key, width) != width:
-            raise ModelError(f"{file.path} has heads of {width} numbers, but {found[f'llama.{key}']} as llama.{key}")
+            raise ModelError(f"{file.path} has heads of {width} numbers, but {shown(found[f'llama.{key}'])} as llama.{key}")
     vocabulary = _vocabulary(file)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -106,7 +106,7 @@ def _dtype(file: GGUFFile) -> str:
 def _positive(file: GGUFFile, key: str, default: float | None = None) -> float:
     value = file.metadata.get(key, default)
     if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ModelError(f"{file.path} has {value!r} as {key}, not a positive number")
+        raise ModelError(f"{file.path} has {shown(value)} as {key}, not a positive number")
     return float(f"{value:.7g}")  # written in single precision
 
 
@@ -124,7 +124,7 @@ def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
         if value is None:
             continue
         if not isinstance(value, int) or not 0 <= value < vocabulary:
-            raise ModelError(f"{file.path} has {value!r} as tokenizer.ggml.{name}_token_id, not one of its tokens")
+            raise ModelError(f"{file.path} has {shown(value)} as tokenizer.ggml.{name}_token_id, not one of its tokens")
         ids[name] = value
     found: dict[str, Any] = {
         f"{to}_token_id": ids[name] for name, to in (("bos", "bos"), ("padding", "pad")) if name in ids
