@@ -196,10 +196,9 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
             LLM(str(path), invariant=False).generate({"prompt_token_ids": [3, 4]}, GREEDY)
             outcomes.add("a model")
         except ForerunError as error:
-            assert "\n" not in str(error)
-            assert len(str(error).replace(str(path), "")) < 500
-            outcomes.add("an error")
-    assert outcomes == {"a model", "an error"}
+            said = str(error).replace(str(path), "")
+            outcomes.add("a short line" if "\n" not in said and len(said) < 500 else said)
+    assert outcomes == {"a model", "a short line"}
 
 
 @pytest.mark.parametrize(

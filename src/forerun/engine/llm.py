@@ -68,8 +68,8 @@ class LLM:
     ``speculative_config`` has vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None
     decodes plainly. Other keywords are the fields of ``EngineConfig``, or vLLM's: ``block_size``,
     ``enable_prefix_caching``, ``revision`` and ``download_dir`` mean what they mean there, ``tensor_parallel_size=1``,
-    ``enforce_eager``, ``trust_remote_code=False`` and their like say what is so anyway, and others are refused with what
-    to do instead. Raises ForerunError subclasses for what cannot be loaded or honoured.
+    ``enforce_eager``, ``trust_remote_code=False`` and their like say what is so anyway, and others are refused with
+    what to do instead. Raises ForerunError subclasses for what cannot be loaded or honoured.
 
     Threads may share one: their calls wait for each other, and each has the engine to itself while it runs. Prompts
     that are to be decoded together belong in one call; requests that come and go belong to ``AsyncEngine``, which an

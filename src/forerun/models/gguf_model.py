@@ -49,7 +49,9 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     found = file.metadata
     architecture = found.get("general.architecture")
     if architecture != "llama":
-        raise ModelError(f"{file.path} holds a model of architecture {shown(architecture)}; only 'llama' is read from GGUF")
+        raise ModelError(
+            f"{file.path} holds a model of architecture {shown(architecture)}; only 'llama' is read from GGUF"
+        )
 
     def whole(key: str, default: int | None = None) -> int:
         value = found.get(f"llama.{key}", default)
@@ -59,9 +61,11 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
 
     if found.get("llama.expert_count"):
         raise ModelError(f"{file.path} holds a mixture of experts, which is not read from GGUF")
-    if found.get("split.count", 1) not in (0, 1):
-        raise ModelError(f"{file.path} is one of {shown(found['split.count'])} parts of a model: merge them into one file "
-                         "(llama-gguf-split --merge)")  # fmt: skip
+    parts = found.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ModelError(
+            f"{file.path} is one of {shown(parts)} parts of a model: merge them (llama-gguf-split --merge)"
+        )
     scaling = found.get("llama.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in file.tensors:
         raise ModelError(f"{file.path} scales its rotary frequencies, which is not read from GGUF")
@@ -70,8 +74,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     if width < 2 or width % 2:
         raise ModelError(f"{file.path} has heads of {width} numbers, which cannot be rotated in pairs")
     for key in ("attention.value_length", "rope.dimension_count"):
-        if whole(key, width) != width:
-            raise ModelError(f"{file.path} has heads of {width} numbers, but {shown(found[f'llama.{key}'])} as llama.{key}")
+        if (other := whole(key, width)) != width:
+            raise ModelError(f"{file.path} has heads of {width} numbers, but {other} as llama.{key}")
     vocabulary = _vocabulary(file)
     config = {
         "architectures": ["LlamaForCausalLM"],
