@@ -227,6 +227,9 @@ def _files() -> dict[str, Damage]:
         "a tokenizer with code": together(without(TOKENIZER), replace(TOKENIZER_CONFIG, FOREIGN)),
         "a LoRA adapter": replace("adapter_config.json", '{"base_model_name_or_path": "some/base"}'),
         "only a GGUF file": together(without(CONFIG, WEIGHTS), replace("model-Q4.gguf", b"GGUF")),
+        "two GGUF files": together(
+            without(CONFIG, WEIGHTS), replace("model-Q4.gguf", b"GGUF"), replace("model-Q8.gguf", b"GGUF")
+        ),
     }  # fmt: skip
 
 

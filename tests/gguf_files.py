@@ -7,6 +7,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as Kinds
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789.,!?'", "Ġ", "Ċ"]
 MERGES = ["t h", "th e", "Ġ the", "1 2"]
@@ -38,36 +39,61 @@ SIZES = {
 }
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Every weight of the model that ``SIZES`` describes, tied to its embeddings."""
+SCALES = {Kinds.Q4_K: {0: 2e-3, 2: 2e-3}, Kinds.Q5_K: {0: 1e-3, 2: 1e-3}, Kinds.Q6_K: {208: 1e-4}}
+"""Where float16 scales lie in a block of 256 values, and such that its values are like others'."""
+
+
+def shapes(width: int) -> dict[str, tuple[int, ...]]:
+    """Every weight of the model that ``SIZES`` describes, tied to its embeddings of ``width`` numbers."""
+    wide, half = 2 * width, width // 2
     layer = {
-        "attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32),
-        "attn_output": (32, 32), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64),
+        "attn_norm": (width,), "ffn_norm": (width,), "attn_q": (width, width), "attn_k": (half, width),
+        "attn_v": (half, width), "attn_output": (width, width), "ffn_gate": (wide, width), "ffn_up": (wide, width),
+        "ffn_down": (width, wide),
     }  # fmt: skip
-    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(TOKENS), 32), "output_norm.weight": (32,)}
+    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(TOKENS), width), "output_norm.weight": (width,)}
     for block in range(2):
         found |= {f"blk.{block}.{name}.weight": shape for name, shape in layer.items()}
     return found
 
 
 def write_model(
-    path: Path, changes: dict[str, Any] | None = None, extra: dict[str, tuple[int, ...]] | None = None
+    path: Path,
+    changes: dict[str, Any] | None = None,
+    extra: dict[str, tuple[int, ...]] | None = None,
+    kinds: dict[str, Kinds] | None = None,
+    width: int = 32,
 ) -> Path:
     """A random Llama with a vocabulary: matrices in Q4_1, embeddings in Q8_0, norms in float32. ``changes`` replace
-    metadata, those of value None leave them out; ``extra`` are further tensors."""
+    metadata, those of value None leave them out; ``extra`` are further tensors; ``kinds``: other types of the tensors
+    whose names contain such a text."""
+    sizes = {"llama.embedding_length": width, "llama.feed_forward_length": 2 * width}
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in (VOCABULARY | SIZES | (changes or {})).items():
+    for key, value in (VOCABULARY | SIZES | sizes | (changes or {})).items():
         if key == "general.architecture":
             writer.kv_data[0][key].value = value
         elif value is not None:
             add(writer, key, value)
     noise = np.random.default_rng(0)
-    kinds = gguf.GGMLQuantizationType
-    for name, shape in (shapes() | (extra or {})).items():
-        values = noise.normal(scale=0.3, size=shape).astype(np.float32)
-        kind = kinds.F32 if len(shape) == 1 else kinds.Q8_0 if name == "token_embd.weight" else kinds.Q4_1
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    for name, shape in (shapes(width) | (extra or {})).items():
+        own = next((kind for part, kind in (kinds or {}).items() if part in name), None)
+        usual = Kinds.F32 if len(shape) == 1 else Kinds.Q8_0 if name == "token_embd.weight" else Kinds.Q4_1
+        kind = own or usual
+        writer.add_tensor(name, blocks(kind, shape, noise), raw_dtype=kind)
     return finish(writer, path)
+
+
+def blocks(kind: Kinds, shape: tuple[int, ...], noise: np.random.Generator) -> np.ndarray:
+    """A random tensor's bytes. The gguf package rounds to no type of 256 values: of these every byte is random, with
+    scales that give values like the others'."""
+    if kind not in SCALES:
+        return gguf.quants.quantize(noise.normal(scale=0.3, size=shape).astype(np.float32), kind)
+    of, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = noise.integers(0, 256, (*shape[:-1], shape[-1] // of, size), np.uint8)
+    for at, scale in SCALES[kind].items():
+        halves = (scale * (1 + noise.random(raw.shape[:-1]))).astype(np.float16)
+        raw[..., at : at + 2] = halves[..., None].view(np.uint8)
+    return raw.reshape(*shape[:-1], -1)
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

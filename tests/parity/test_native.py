@@ -218,11 +218,10 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE_CALL = where(lambda d: kernels.has(f"decode_{kernels.dtype_name(d)}"), TYPES)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8_rows"])
+@pytest.mark.parametrize("quantization", [None, "int8_rows", "q4_0", "q8_0"])
 @pytest.mark.parametrize("name", ["llama-biases", "qwen2", "qwen3-biases", "smollm3-window"])
 @pytest.mark.parametrize("dtype", ONE_CALL)
-def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoints, monkeypatch, dtype, name, quantization):
-    monkeypatch.setattr("forerun.models.quantize.pays", lambda weight: True)
+def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoints, dtype, name, quantization):
     model = native(checkpoints(name), dtype, quantization=quantization)
     assert model.fused is not None
     prompts, nodes = [ids(30), ids(9, 1)], ids(6, 2)

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The real model's checkpoint."""
+    """The real model's file."""
     return fetched("smollm2")
 
 

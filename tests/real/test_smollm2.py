@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.models.chat import CallForm
+from forerun.models.load import read_config, read_module
 from forerun.models.tokenizer import load_tokenizer
 from forerun.serve.schema import ChatRequest
 from forerun.serve.tool_choice import required_shape
@@ -91,11 +91,11 @@ def test_the_same_seed_gives_the_same_tokens_with_and_without_drafts(assistant, 
 
 def test_log_probabilities_are_transformers_own(smollm2):
     ids = load_tokenizer("smollm2").apply_chat_template(CAPITAL, add_generation_prompt=True, return_dict=False)
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    model = read_module(smollm2, read_config(smollm2), torch.float32, attention=None)
     with torch.inference_mode():
         wanted = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     del model
-    llm = LLM("smollm2", dtype="float32", max_model_len=256)
+    llm = LLM("smollm2", quantization="float32", max_model_len=256)
     assert llm.model.info.path.startswith("native")
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
     answer = llm.generate({"prompt_token_ids": ids}, params)[0]

@@ -54,7 +54,8 @@ def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
     ("name", "message"),
     [
         ("a LoRA adapter", "holds a LoRA adapter, which forerun does not apply: merge it into some/base"),
-        ("only a GGUF file", "holds model-Q4.gguf and no config.json: GGUF files are not read"),
+        ("only a GGUF file", "model-Q4.gguf is not a GGUF file that can be used: it is truncated or damaged"),
+        ("two GGUF files", "holds 2 GGUF files: name one, such as .*model-Q4.gguf"),
         ("a tokenizer with code", "it needs code of its own \\(auto_map\\), which is never run"),
         ("no tokens", "it has no tokens but special ones"),
     ],
@@ -62,11 +63,6 @@ def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
 def test_other_kinds_of_checkpoints_are_refused_for_what_they_are(folder, name, message):
     DAMAGES[name](folder)
     assert re.search(message, refused(folder))
-
-
-def test_a_gguf_file_is_refused_for_what_it_is(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert "GGUF files are not read" in refused(tmp_path / "model.gguf")
 
 
 EXPERTS = {

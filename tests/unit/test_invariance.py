@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
-from forerun.models import linear
 from forerun.models.base import new_cache
+from forerun.models.formats import plain
+from forerun.models.formats.packed import can_pack
+from forerun.models.formats.streamed import can_stream
 from forerun.models.hf import HFModel
 from forerun.models.invariance import self_test
-from forerun.models.linear import can_pack
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
-from forerun.models.streamed import can_stream
 from here import NO_PACKING, where
 
 SIZES = {
@@ -115,7 +115,7 @@ def test_a_context_shorter_than_the_probe(longest):
     assert self_test(model) == []
 
 
-class Depends(linear.Plain):
+class Depends(plain.Plain):
     """A layer that adds up in another order from so many rows on, or only in the last of its rows."""
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, pla
     assert usual.tiles.rows[-1] == tiles.SIZES[-1]
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "other"))
     monkeypatch.setattr(Depends, "where", place)
-    monkeypatch.setattr(linear, "Plain", Depends)
+    monkeypatch.setattr(plain, "Plain", Depends)
     model = build(dtype=dtype, weights="plain")
     assert model.tiles.rows == tuple(size for size in usual.tiles.rows if size < 24)
     assert self_test(model, rows=80) == []

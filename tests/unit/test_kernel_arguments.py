@@ -17,6 +17,8 @@ from forerun.core.errors import ForerunError
 from forerun.kernels import KernelError, structs
 from forerun.models import streamed
 from forerun.models.base import new_cache
+from forerun.models.formats.int8 import StreamedInt8
+from forerun.models.formats.streamed import Streamed
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
 from forerun.sampling.compiled import Compiled, penalise, restrict
@@ -45,11 +47,19 @@ def with_each(good: tuple, bad: dict[int, list]) -> list[tuple]:
 def test_rows(kind):
     kept, at = memory()
     sizes, threads = [-1, 1 << 40], [0, -1, 1 << 20]
+    low, high = array("q", [0, -1]), array("q", [9, 0])
+    outside = [low.buffer_info()[0], high.buffer_info()[0]]
     cases = {
-        "linear": ((at, at, at, None, None, 2, 3, 4, 1), {0: [None], 1: [None], 2: [None], 5: sizes, 6: [0, *sizes],
-                                                          7: [0, *sizes], 8: threads}),
-        "linear_int8": ((at, at, at, None, None, at, at, 2, 3, 4, 1), {0: [None], 5: [None], 6: [None], 7: sizes,
-                                                                        9: [0, 1 << 17], 10: threads}),
+        "linear": ((at, at, at, None, None, 2, 3, 4, 3, 1),
+                   {0: [None], 1: [None], 2: [None], 5: sizes, 6: [0, *sizes], 7: [0, *sizes], 8: [2, *sizes],
+                    9: threads}),
+        "linear_int8": ((at, at, at, None, None, at, at, 2, 3, 4, 3, 1),
+                        {0: [None], 5: [None], 6: [None], 7: sizes, 9: [0, 1 << 17], 10: [2, *sizes], 11: threads}),
+        "linear_quants": ((2, at, at, at, None, None, 2, 3, 4, 3, 1),
+                          {0: [-1, 0, 1, 10, 1 << 40], 1: [None], 2: [None], 3: [None], 6: sizes, 7: [0, 4, *sizes],
+                           8: [0, *sizes], 9: [2, *sizes], 10: threads}),
+        "take_rows": ((2, at, at, at, 2, 3, 4), {0: [-1, 0, 1, 10, 1 << 40], 1: [None], 2: [None, *outside], 3: [None],
+                                                 4: sizes, 5: [0, *sizes], 6: [0, *sizes]}),
         "norm": ((at, at, at, 2, 1, 4, 1e-5), {0: [None], 1: [None], 2: [None], 3: sizes, 4: [0, -1], 5: [0, *sizes]}),
         "silu_times": ((at, at, 2, 4), {0: [None], 1: [None], 2: sizes, 3: [0, *sizes]}),
         "turn": ((at, 8, at, 2, 2, 4), {0: [None], 1: [-8], 2: [None], 3: sizes, 4: [0, -1], 5: [0, 3, -2]}),
@@ -290,15 +300,15 @@ def test_attention_over_tensors_that_do_not_fit():
 def test_layers_over_tensors_that_do_not_fit():
     for weight in (torch.randn(4), torch.randn(0, 4), torch.randn(2, 3, 4)):
         with pytest.raises(ValueError, match="weights"):
-            streamed.Streamed(weight, None)
+            Streamed(weight, None)
     with pytest.raises(ValueError, match="bias"):
-        streamed.Streamed(torch.randn(4, 4), torch.randn(3))
+        Streamed(torch.randn(4, 4), torch.randn(3))
     with pytest.raises(TypeError, match="float64"):
-        streamed.Streamed(torch.randn(4, 4).double(), None)
+        Streamed(torch.randn(4, 4).double(), None)
     with pytest.raises(ValueError, match="inputs"):
-        streamed.StreamedInt8(torch.zeros(1, (1 << 16) + 1), None, "int8")
+        StreamedInt8(torch.zeros(1, (1 << 16) + 1), None, "int8")
     with pytest.raises(TypeError, match="float64"):
-        streamed.StreamedInt8(torch.randn(4, 4), None, "int8")(torch.randn(2, 4).double())
+        StreamedInt8(torch.randn(4, 4), None, "int8")(torch.randn(2, 4).double())
     with pytest.raises(ValueError, match="8 numbers"):
         streamed.Norm(torch.randn(8), 1e-5)(torch.randn(2, 7))
     with pytest.raises(ValueError, match="2 width"):

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 
 from forerun import kernels
 from forerun.core.errors import ConfigError
-from forerun.models import linear, streamed
+from forerun.models import linear
+from forerun.models import streamed as kernel_layers
+from forerun.models.formats import blocks, compiled, int8, packed, streamed
 from here import NO_PACKING, where
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-PACKED = where(lambda layer: linear.can_pack(layer[0]), [(d, "packed") for d in DTYPES], NO_PACKING)
+PACKED = where(lambda layer: packed.can_pack(layer[0]), [(d, "packed") for d in DTYPES], NO_PACKING)
 STREAMED = where(lambda layer: streamed.can_stream(layer[0]), [(d, "streamed") for d in streamed.DTYPES])
 SERVED = where(streamed.can_stream, streamed.DTYPES)
 LAYERS = [*((d, "plain") for d in DTYPES), *PACKED, *STREAMED]
@@ -60,17 +62,18 @@ def test_a_row_has_the_same_bits_beside_any_others(shape, dtype):
 
 
 def test_what_is_compiled_serves_every_dtype():
-    served = [*streamed.DTYPES, torch.int8] if kernels.library() is not None else []
+    served = [*streamed.DTYPES] if kernels.library() is not None else []
     assert [dtype for dtype in (*streamed.DTYPES, torch.int8, torch.float64) if streamed.can_stream(dtype)] == served
+    assert int8.can_run() == blocks.can_run() == bool(served)
 
 
 @pytest.mark.parametrize("inputs", [512, 700])
-@pytest.mark.parametrize("kind", ["int8", *SERVED] if streamed.can_stream(torch.int8) else where(False, ["int8"]))
+@pytest.mark.parametrize("kind", ["int8", *SERVED] if int8.can_run() else where(False, ["int8"]))
 def test_a_row_of_a_streamed_layer_has_one_result(kind, inputs):
     """Among 1 to 70 rows, wherever it stands among them."""
     dtype = torch.float32 if kind == "int8" else kind
     weight, x = cancelling(97, inputs, dtype)
-    layer = streamed.StreamedInt8(weight, None, kind) if kind == "int8" else streamed.Streamed(weight, None)
+    layer = int8.StreamedInt8(weight, None, kind) if kind == "int8" else streamed.Streamed(weight, None)
     wanted = torch.cat([layer(row[None]) for row in x])
     for rows in range(1, 71):
         assert torch.equal(layer(x[:rows]), wanted[:rows])
@@ -98,7 +101,7 @@ def test_8_bits_are_sums_of_integers(dtype, inputs):
     x = torch.randint(-127, 128, (9, inputs)).float()
     x[:, 0], x[3], x[4] = 127, 127, -127
     x[3:5] = x[3:5].sign() * 127
-    got = streamed.StreamedInt8(weight, None, "int8")(x.to(dtype))  # both have a step of 1 between levels
+    got = int8.StreamedInt8(weight, None, "int8")(x.to(dtype))  # both have a step of 1 between levels
     assert torch.equal(got, (x.double() @ weight.double().T).float().to(dtype))
 
 
@@ -107,15 +110,15 @@ def test_8_bits_are_sums_of_integers(dtype, inputs):
 def test_8_bits_do_not_hide_what_is_not_finite(dtype, bad):
     x = torch.randn(3, 70).to(dtype)
     x[1, 33] = bad
-    got = streamed.StreamedInt8(torch.randn(40, 70), None, "int8")(x)
+    got = int8.StreamedInt8(torch.randn(40, 70), None, "int8")(x)
     assert not got[1].isfinite().any()
     assert got[0::2].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", SERVED)
 def test_streamed_weights_lie_side_by_side(dtype, monkeypatch):
-    monkeypatch.setattr(streamed, "BLOCK", 1 << 20)
-    monkeypatch.setattr(streamed, "shelf", streamed._Shelf())
+    monkeypatch.setattr(compiled, "BLOCK", 1 << 20)
+    monkeypatch.setattr(streamed, "shelf", compiled.Shelf())
     made, shapes = [], [(300, 270), (64, 256), (2000, 1024), (96, 130)]
     for index, (outputs, inputs) in enumerate(shapes):
         torch.manual_seed(index)
@@ -133,7 +136,7 @@ def test_streamed_weights_lie_side_by_side(dtype, monkeypatch):
         assert (layer(x) - wanted).norm() < (1e-5 if dtype == torch.float32 else 0.01) * wanted.norm()
 
 
-@pytest.mark.parametrize("dtype", where(linear.can_pack, DTYPES, NO_PACKING))
+@pytest.mark.parametrize("dtype", where(packed.can_pack, DTYPES, NO_PACKING))
 def test_packed_layers_meet_few_row_counts(dtype):
     weight, x = cancelling(256, 256, dtype)
     layer = linear.make_linear(weight, None, "packed")
@@ -155,7 +158,7 @@ def test_small_layers_stay_plain():
 
 def test_the_option():
     assert linear.choose(torch.float32, CPU, "plain") == "plain"
-    able = {"streamed": streamed.can_stream, "packed": linear.can_pack, "plain": lambda dtype: True}
+    able = {"streamed": streamed.can_stream, "packed": packed.can_pack, "plain": lambda dtype: True}
     best = next(how for how, can in able.items() if can(torch.float32))
     assert linear.choose(torch.float32, CPU, "auto") == best
     assert linear.choose(torch.float16, CPU, "auto") == ("streamed" if streamed.can_stream(torch.float16) else "plain")
@@ -171,7 +174,7 @@ def test_the_option():
 @pytest.fixture
 def nothing_compiled():
     """Forget, before and after, what could be compiled."""
-    kept = kernels.library, streamed.can_stream
+    kept = kernels.library, streamed.can_stream, int8.can_run, blocks.can_run
     for function in kept:
         function.cache_clear()
     yield
@@ -198,7 +201,7 @@ def test_without_our_kernels(lacking, monkeypatch, tmp_path, caplog):
     compiles = any(map(shutil.which, kernels.COMPILERS))
     assert ("torch's serve instead" in caplog.text) == (lacking in ("folder", "success") and serves and compiles)
     assert ("apt-get install g++" in caplog.text) == (serves and not compiles and lacking != "wish")
-    assert linear.choose(torch.float32, CPU, "auto") == ("packed" if linear.can_pack(torch.float32) else "plain")
+    assert linear.choose(torch.float32, CPU, "auto") == ("packed" if packed.can_pack(torch.float32) else "plain")
     with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
         linear.choose(torch.float32, CPU, "streamed")
 
@@ -246,43 +249,43 @@ def test_threads_change_no_bit(dtype, how, threads):
 @pytest.mark.parametrize("dtype", SERVED)
 def test_streamed_norms(dtype):
     weight, x = torch.randn(3, 70), torch.randn(5, 3, 70).to(dtype) * 3
-    got = streamed.Norm(weight.to(dtype), 1e-5)(x)
+    got = kernel_layers.Norm(weight.to(dtype), 1e-5)(x)
     wanted = F.rms_norm(x.double(), (70,), None, 1e-5) * weight.to(dtype).double()
     bound = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
     assert ((got - wanted).abs() <= bound * wanted.abs() + 1e-6).all()
     for head in range(3):
-        assert torch.equal(streamed.Norm(weight[head].to(dtype), 1e-5)(x[:, head]), got[:, head])
+        assert torch.equal(kernel_layers.Norm(weight[head].to(dtype), 1e-5)(x[:, head]), got[:, head])
 
 
 @pytest.mark.parametrize("dtype", SERVED)
 def test_streamed_silu(dtype):
     gate = torch.cat([torch.linspace(-30, 30, 400), torch.tensor([-200.0, 200.0, 0.0, -100.0])])
     rows = torch.stack([gate, torch.full_like(gate, 1.7)]).to(dtype).view(1, -1)
-    got = streamed.SiluTimes(dtype)(rows)
+    got = kernel_layers.SiluTimes(dtype)(rows)
     wanted = F.silu(rows[:, :404].double()) * rows[:, 404:].double()
     bound = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
     least = 1e-7 if dtype == torch.float16 else 1e-30  # half of the smallest number
     assert ((got - wanted).abs() <= bound * wanted.abs() + least).all()
-    assert torch.isnan(streamed.SiluTimes(dtype)(torch.tensor([[float("nan"), 1.0]], dtype=dtype))).all()
+    assert torch.isnan(kernel_layers.SiluTimes(dtype)(torch.tensor([[float("nan"), 1.0]], dtype=dtype))).all()
 
 
 def test_without_the_private_operations(monkeypatch):
-    monkeypatch.setattr(linear, "can_stream", lambda dtype: False)
-    linear.can_pack.cache_clear()
-    monkeypatch.setattr(linear, "pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
+    monkeypatch.setattr(streamed, "can_stream", lambda dtype: False)
+    packed.can_pack.cache_clear()
+    monkeypatch.setattr(packed, "pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
     try:
-        assert not linear.can_pack(torch.float32)
+        assert not packed.can_pack(torch.float32)
         assert linear.choose(torch.float32, CPU, "auto") == "plain"
         with pytest.raises(ConfigError, match="float32"):
             linear.choose(torch.float32, CPU, "packed")
     finally:
-        linear.can_pack.cache_clear()
+        packed.can_pack.cache_clear()
 
 
 def test_the_description_names_what_holds_most_of_the_weights():
     layers = [linear.make_linear(torch.randn(8, 8), None, "packed") for _ in range(3)]
     assert linear.describe(layers, torch.float32) == "plain float32"
-    if linear.can_pack(torch.float32):
+    if packed.can_pack(torch.float32):
         layers.append(linear.make_linear(torch.randn(300, 300), None, "packed"))
         assert linear.describe(layers, torch.float32) == "packed float32"
         layers.append(linear.make_linear(torch.randn(200, 200), None, "packed"))

@@ -14,19 +14,21 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.models import quantize
 from forerun.models.base import new_cache
+from forerun.models.formats import ON_CPU, blocks, int8
+from forerun.models.formats.base import size
 from forerun.models.invariance import self_test
+from forerun.models.kinds import KINDS
 from forerun.models.native import NativeModel
-from forerun.models.streamed import can_stream
 from forerun.speculate.draft import drafters
 
 CPU = torch.device("cpu")
-BACKENDS = ["ours", "fbgemm"] if can_stream(torch.int8) else ["fbgemm"]
+BACKENDS = ["ours", "fbgemm"] if int8.can_run() else ["fbgemm"]
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     if request.param == "fbgemm":
-        monkeypatch.setattr(quantize, "can_stream", lambda dtype: False)
+        monkeypatch.setattr(int8, "can_run", lambda: False)
     return request.param
 
 
@@ -56,15 +58,15 @@ def logits(built: NativeModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", quantize.CPU_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("backend")
 def test_a_layer_is_close_and_small(kind, dtype):
     weight, bias, x = (tensor.to(dtype) for tensor in layer())
-    quantized = quantize.quantize(weight, bias, kind)
+    quantized = ON_CPU[kind].make(weight, bias)
     wanted, got = F.linear(x.float(), weight.float(), bias.float()), quantized(x)
     assert got.dtype == dtype
     assert (got.float() - wanted).norm() < 0.02 * wanted.norm()
-    assert quantize.size([quantized]) <= weight.numel() * 1.05
+    assert size([quantized]) <= weight.numel() * 1.05
 
 
 @pytest.mark.usefixtures("backend")
@@ -72,7 +74,7 @@ def test_rows_of_int8_rows_are_their_own():
     weight, bias, x = layer()
     x[3] *= 1000
     x[5] = 0
-    quantized = quantize.quantize(weight, bias, "int8_rows")
+    quantized = ON_CPU["int8_rows"].make(weight, bias)
     whole = quantized(x)
     for count in (1, 2, 3, 5, 8, 17):
         for start in range(0, 40 - count, count):
@@ -84,9 +86,7 @@ def test_an_outlier_row_spoils_fbgemm_s_int8_but_not_int8_rows(backend):
     weight, _, x = layer()
     x[3] *= 100
     wanted = F.linear(x, weight)[:3]
-    by_call, by_row = (
-        make(x)[:3] for make in (quantize.Int8(weight, None), quantize.quantize(weight, None, "int8_rows"))
-    )
+    by_call, by_row = (make(x)[:3] for make in (int8.Int8(weight, None), ON_CPU["int8_rows"].make(weight, None)))
     assert (by_row - wanted).norm() < 0.1 * (by_call - wanted).norm()
 
 
@@ -95,9 +95,9 @@ def test_an_outlier_row_spoils_fbgemm_s_int8_but_not_int8_rows(backend):
 @pytest.mark.usefixtures("backend")
 def test_a_model_s_size_and_error(kind, dtype):
     plain, quantized = model(None), model(kind, dtype=dtype)
-    share = quantize.size(quantized.linears()) / quantize.size(plain.linears())
+    share = size(quantized.linears()) / size(plain.linears())
     assert share < 0.30
-    coarse = 1 if quantize.ours(CPU, dtype) else 127 / quantize._levels()  # FBGEMM without VNNI has half the levels
+    coarse = 1 if int8.ours(CPU, dtype) else 127 / int8._levels()  # FBGEMM without VNNI has half the levels
     assert quantize.error(logits(plain), logits(quantized)) < 0.08 * coarse
     assert quantized.info.path == f"native, {'int8' if kind == 'int8' else 'int8 by rows'}"
 
@@ -122,16 +122,22 @@ def test_unknown_kinds_are_refused():
 
 
 def test_kernels_of_ours_are_for_cpus_and_their_dtypes():
-    assert quantize.ours(CPU, torch.float32) == quantize.ours(CPU, torch.bfloat16) == can_stream(torch.int8)
-    assert quantize.ours(CPU, torch.float16) == can_stream(torch.int8)
-    assert not quantize.ours(CPU, torch.float64)
-    assert not quantize.ours(torch.device("cuda"), torch.bfloat16)
+    assert int8.ours(CPU, torch.float32) == int8.ours(CPU, torch.bfloat16) == int8.can_run()
+    assert int8.ours(CPU, torch.float16) == int8.can_run()
+    assert not int8.ours(CPU, torch.float64)
+    assert not int8.ours(torch.device("cuda"), torch.bfloat16)
 
 
 def test_without_fbgemm_a_wish_for_8_bits_names_the_dtype(monkeypatch):
     monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", [])
     with pytest.raises(ConfigError, match="float64 needs FBGEMM"):
         quantize.check("int8_rows", CPU, torch.float64, invariant=True)
+
+
+def test_without_our_kernels_blocks_are_refused(monkeypatch):
+    monkeypatch.setattr(blocks, "can_run", lambda: False)
+    with pytest.raises(ConfigError, match=r"'q4_0' in float32 needs kernels of ours .* leave it out"):
+        model("q4_0")
 
 
 def test_none_leaves_a_target_as_it_is():
@@ -157,7 +163,7 @@ def bundled(speculative: dict, **options) -> tuple[LLM, str]:
 )
 def test_the_bundled_draft_runs_in_8_bits_unless_told_otherwise(options, quantized):
     _, path = bundled(options, dtype="bfloat16")
-    assert ("int8" in path) == (quantized and can_stream(torch.int8))
+    assert ("int8" in path) == (quantized and int8.can_run())
 
 
 @pytest.mark.parametrize(
@@ -165,9 +171,9 @@ def test_the_bundled_draft_runs_in_8_bits_unless_told_otherwise(options, quantiz
 )
 def test_that_default_gives_way_where_it_cannot_be_had(options, quantized, monkeypatch):
     if not options:
-        monkeypatch.setattr(quantize, "can_stream", lambda dtype: False)
+        monkeypatch.setattr(int8, "can_run", lambda: False)
     llm, path = bundled({}, **options)
-    assert ("int8" in path) == (quantized and can_stream(torch.int8))
+    assert ("int8" in path) == (quantized and int8.can_run())
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
     drafted, plain = (llm.generate(["def parse("], params, speculate=wanted)[0] for wanted in (True, False))
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids

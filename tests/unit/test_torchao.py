@@ -11,9 +11,12 @@ import torch.nn.functional as F
 
 from forerun.core.errors import ConfigError
 from forerun.models import quantize
+from forerun.models.formats import torchao
+from forerun.models.formats.base import size
+from forerun.models.kinds import GPU_KINDS
 from here import where
 
-KINDS = where(find_spec("torchao") is not None, quantize.GPU_KINDS, "torchao is not installed")
+KINDS = where(find_spec("torchao") is not None, GPU_KINDS, "torchao is not installed")
 LIMIT = {"int8": 0.02, "fp8": 0.05}
 
 
@@ -24,18 +27,18 @@ def test_a_layer_is_close_and_small(kind, dtype):
     torch.manual_seed(0)
     weight, bias, x = torch.randn(300, 250).to(dtype), torch.randn(300).to(dtype), torch.randn(40, 250).to(dtype)
     with torch.inference_mode():
-        layer = quantize._torchao(weight, bias, kind)
+        layer = torchao.make(weight, bias, name=kind)
         wanted, got = F.linear(x.float(), weight.float(), bias.float()), layer(x)
         added = layer(x, torch.ones_like(got))
     assert type(layer.weight) is not torch.nn.Parameter
     assert (got.dtype, layer.kind) == (dtype, f"{kind} weights")
     assert 1e-4 < quantize.error(wanted, got.float()) < LIMIT[kind]
     assert torch.equal(added, got + 1)
-    assert quantize.size([layer]) <= weight.numel() * 1.05
+    assert size([layer]) <= weight.numel() * 1.05
 
 
 def test_without_it_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ConfigError, match=r"pip install 'forerun\[gpu\]'"):
-        quantize._torchao(torch.ones(4, 4), None, "int8")
+        torchao.make(torch.ones(4, 4), None, name="int8")

@@ -13,8 +13,8 @@ from forerun.bench import run as bench_run
 from forerun.bench.shapes import random_checkpoint
 from forerun.bench.weights import line, logits, weights
 from forerun.cli.main import run
+from forerun.models.formats.base import size
 from forerun.models.load import load_model
-from forerun.models.quantize import size
 from forerun.models.tokenizer import load_tokenizer
 from here import where
 

@@ -24,5 +24,5 @@ def fetch_command(
     hash, never executed, and kept in the user's cache folder (FORERUN_CACHE
     names another).
     """
-    folder = fetch(name, given, lambda line: print(line, file=sys.stderr, flush=True))
-    print(f"{name} is ready in {folder}: forerun generate --model {name} ...")
+    path = fetch(name, given, lambda line: print(line, file=sys.stderr, flush=True))
+    print(f"{name} is ready in {path}: forerun generate --model {name} ...")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.core.config import check_seed, check_types
 from forerun.core.errors import ConfigError, shown
 from forerun.engine.memory import parse_bytes
-from forerun.models.kinds import CPU_KINDS, GPU_KINDS, UNQUANTIZED
+from forerun.models.kinds import CPU_KINDS, FLOATS, GPU_KINDS, UNQUANTIZED
 from forerun.speculate.names import drafters, policies, rules
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ INSTEAD = {
 }
 """What does the work of vLLM's other keys."""
 QUANTIZATION_HELP = (
-    f"the target's weights in 8 bits: {', '.join(reversed(CPU_KINDS))} (not invariant) on CPU, "
-    f"{', '.join(GPU_KINDS)} on GPU; {UNQUANTIZED}: as they are"
+    f"how the target's weights are held: {', '.join(CPU_KINDS)} on CPU (int8 is not invariant), "
+    f"{', '.join(GPU_KINDS)} on GPU; {', '.join(FLOATS)}: as numbers; {UNQUANTIZED}: as they are"
 )
 
 
@@ -140,7 +140,8 @@ class EngineConfig:
     which HTTP requests ask for; where a command has a ``--seed`` of its own, that is the requests'."""
 
     model: str = field(
-        default="forerun:target", metadata={"help": "checkpoint folder, hub id, or smollm2 (see forerun fetch)"}
+        default="forerun:target",
+        metadata={"help": "checkpoint folder, GGUF file, hub id, or smollm2 (see forerun fetch)"},
     )
     tokenizer: str | None = field(default=None, metadata={"help": "another checkpoint's tokenizer"})
     dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's), float32, bfloat16 or float16"})

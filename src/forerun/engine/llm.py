@@ -66,13 +66,13 @@ class RequestOutput:
 class LLM:
     """A model that generates text, with speculation where asked for.
 
-    ``model`` is a folder, a hub id or a fetched model's name (default: the bundled target). ``speculative_config`` has
-    vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None decodes plainly. ``tuned``
-    is a folder that ``forerun tune`` made for this model, which says how to speculate; True: the bundled one. Other
-    keywords are the fields of ``EngineConfig``, or vLLM's: ``block_size``, ``enable_prefix_caching``, ``revision`` and
-    ``download_dir`` mean what they mean there, ``tensor_parallel_size=1``, ``enforce_eager``,
-    ``trust_remote_code=False`` and their like say what is so anyway, and others are refused with what to do instead.
-    Raises ForerunError subclasses for what cannot be loaded or honoured.
+    ``model`` is a folder, a GGUF file, a hub id or a fetched model's name (default: the bundled target).
+    ``speculative_config`` has vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None
+    decodes plainly. ``tuned`` is a folder that ``forerun tune`` made for this model, which says how to speculate; True:
+    the bundled one. Other keywords are the fields of ``EngineConfig``, or vLLM's: ``block_size``,
+    ``enable_prefix_caching``, ``revision`` and ``download_dir`` mean what they mean there, ``tensor_parallel_size=1``,
+    ``enforce_eager``, ``trust_remote_code=False`` and their like say what is so anyway, and others are refused with
+    what to do instead. Raises ForerunError subclasses for what cannot be loaded or honoured.
 
     Threads may share one: their calls wait for each other, and each has the engine to itself while it runs. Prompts
     that are to be decoded together belong in one call; requests that come and go belong to ``AsyncEngine``, which an

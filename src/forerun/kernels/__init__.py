@@ -27,8 +27,13 @@ from forerun.kernels import structs
 
 log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / f"{name}.cpp" for name in ("attention", "border", "decoder", "linear", "sampling", "warp"))
-HEADERS = tuple(HERE / f"{name}.h" for name in ("lanes", "lanes_avx2", "lanes_avx512", "kernels", "structs", "blocks"))
+SOURCES = tuple(
+    HERE / f"{name}.cpp" for name in ("attention", "border", "decoder", "linear", "quants", "sampling", "warp")
+)
+HEADERS = tuple(
+    HERE / f"{name}.h"
+    for name in ("lanes", "lanes_avx2", "lanes_avx512", "kernels", "structs", "blocks", "quants", "rows")
+)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 SANITIZE = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 """Added if ``FORERUN_SANITIZE`` is 1; ``make sanitize`` runs tests under it."""
@@ -41,8 +46,10 @@ PATIENCE = 600.0
 TYPES = ("float32", "bfloat16", "float16")
 _P, _N, _I, _F, _U = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64
 _BY_TYPE = {
-    "linear": (_P, _P, _P, _P, _P, _N, _N, _N, _I),
-    "linear_int8": (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _I),
+    "linear": (_P, _P, _P, _P, _P, _N, _N, _N, _N, _I),
+    "linear_int8": (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _I),
+    "linear_quants": (_N, _P, _P, _P, _P, _P, _N, _N, _N, _N, _I),
+    "take_rows": (_N, _P, _P, _P, _N, _N, _N),
     "norm": (_P, _P, _P, _N, _N, _N, _F),
     "silu_times": (_P, _P, _N, _N),
     "attend": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _N, _F, _F, _I),

@@ -9,7 +9,8 @@ namespace {
 
 enum Complaint : int {
   FINE, NULL_POINTER, SIZE, HEADS_SIZE, SPAN_RANGE, PAGE_TABLE, PAGE_INDEX, PATH_RANGE, PATH_ENTRY, TOKEN_RANGE,
-  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, ROOM_SIZE, CHAIN_RANGE, MEMORY, UNKNOWN,
+  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, ROOM_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY,
+  UNKNOWN,
 };
 const char *const WORDS[] = {
     "fine",
@@ -27,12 +28,14 @@ const char *const WORDS[] = {
     "a row is out of range or out of order",
     "the working room is too small",
     "a drafted chain is out of range",
+    "a layer is of an unknown kind or has too many parts",
     "out of memory",
     "unknown",
 };
 
 constexpr int64_t MOST = int64_t(1) << 31;       // rows, columns, ids
 constexpr int64_t MOST_INT8 = int64_t(1) << 16;  // inputs whose products add up in 32 bits
+constexpr int64_t MOST_PARTS = 8;                // of a layer
 constexpr int MOST_THREADS = 1 << 12;
 
 #define REQUIRE(CONDITION, COMPLAINT) \
@@ -99,23 +102,48 @@ Complaint plan_fits(const Plan &plan, const Pool &pool, int64_t rows) {
   return FINE;
 }
 
+// A layer, in parts or whole, of so many inputs and outputs.
+Complaint layer_fits(const Linear &all, int64_t inputs, int64_t outputs) {
+  int64_t left = outputs, parts = 0;
+  for (const Linear *l = &all; l; l = l->next, parts++) {
+    REQUIRE(parts < MOST_PARTS && within(l->kind, 0, KINDS - 1), LAYER_KIND);
+    REQUIRE(l->weight, NULL_POINTER);
+    REQUIRE(l->inputs == inputs && within(l->outputs, 1, left), SIZE);
+    REQUIRE(l->kind != KIND_int8 || given(l->scales, l->offsets), NULL_POINTER);
+    REQUIRE(l->kind != KIND_int8 || inputs <= MOST_INT8, SIZE);
+    left -= l->outputs;
+  }
+  REQUIRE(!left, SIZE);
+  return FINE;
+}
+
+template <class T>
+Complaint words_fit(const Model<T> &m) {
+  if (m.embedding) return FINE;
+  REQUIRE(within(m.words.kind, KIND_int8 + 1, KINDS - 1) && !m.words.next, LAYER_KIND);
+  return layer_fits(m.words, m.hidden, m.known);
+}
+
 template <class T>
 Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(within(m.kv_heads, 1, MOST) && within(m.heads, 1, MOST) && m.heads % m.kv_heads == 0, HEADS_SIZE);
   REQUIRE(within(m.width, 2, WIDEST) && m.width % 2 == 0, HEADS_SIZE);
   REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 1, MOST) && within(m.known, 1, MOST), SIZE);
-  REQUIRE(given(m.embedding, m.norm, m.head.weight) && m.head.inputs == m.hidden && m.head.outputs >= 1, SIZE);
-  REQUIRE(!m.mix.weight || (m.mix.inputs == 2 * m.hidden && m.mix.outputs == m.hidden), SIZE);
-  REQUIRE(within(m.layers, 1, MOST), SIZE);
+  REQUIRE(m.norm, NULL_POINTER);
+  REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, 1, MOST) && !m.head.next, SIZE);
+  if (const Complaint wrong = words_fit(m)) return wrong;
+  if (const Complaint wrong = layer_fits(m.head, m.hidden, m.head.outputs)) return wrong;
+  if (m.mix.weight)
+    if (const Complaint wrong = layer_fits(m.mix, 2 * m.hidden, m.hidden)) return wrong;
   for (int64_t i = 0; i < m.layers; i++) {
     const Layer &l = layers[i];
-    REQUIRE(given(l.norm_attention, l.norm_mlp, l.qkv.weight, l.out.weight, l.gate_up.weight, l.down.weight),
-            NULL_POINTER);
-    REQUIRE(l.qkv.inputs == m.hidden * (l.norm_token ? 2 : 1) && l.qkv.inputs == layers[0].qkv.inputs, SIZE);
-    REQUIRE(l.qkv.outputs == (m.heads + 2 * m.kv_heads) * m.width && l.window >= 0, SIZE);
-    REQUIRE(l.out.inputs == m.heads * m.width && l.out.outputs == m.hidden, SIZE);
-    REQUIRE(l.gate_up.inputs == m.hidden && l.gate_up.outputs == 2 * m.inner, SIZE);
-    REQUIRE(l.down.inputs == m.inner && l.down.outputs == m.hidden, SIZE);
+    REQUIRE(given(l.norm_attention, l.norm_mlp), NULL_POINTER);
+    REQUIRE(l.qkv.inputs == layers[0].qkv.inputs && l.window >= 0, SIZE);
+    const int64_t heads = m.heads * m.width, qkv = (m.heads + 2 * m.kv_heads) * m.width;
+    if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
+    if (const Complaint wrong = layer_fits(l.out, heads, m.hidden)) return wrong;
+    if (const Complaint wrong = layer_fits(l.gate_up, m.hidden, 2 * m.inner)) return wrong;
+    if (const Complaint wrong = layer_fits(l.down, m.inner, m.hidden)) return wrong;
   }
   return FINE;
 }
@@ -178,8 +206,9 @@ Complaint indices_fit(const int64_t *indices, int64_t count, int64_t size, Compl
 
 template <class T>
 Complaint linear_fits(const char *w, const T *x, const T *y, int64_t rows, int64_t outputs, int64_t inputs,
-                      int threads) {
+                      int64_t stride, int threads) {
   REQUIRE(within(rows, 0, MOST) && within(outputs, 1, MOST) && within(inputs, 1, MOST) && threads_fit(threads), SIZE);
+  REQUIRE(within(stride, outputs, MOST), SIZE);
   REQUIRE(!rows || given(w, x, y), NULL_POINTER);
   return FINE;
 }
@@ -194,9 +223,11 @@ extern "C" {
 const char *forerun_words(int complaint) { return WORDS[within(complaint, 0, UNKNOWN) ? complaint : UNKNOWN]; }
 
 #define NAMES(TYPE, NAME) " " #NAME
+#define FORMS(NAME, SIZE, BYTES) " " #NAME " " #SIZE " " #BYTES
 const char *forerun_layout() {
   return "Span" SPAN(NAMES) "\nPlan" PLAN(NAMES) "\nPool" POOL(NAMES) "\nHeads" HEADS(NAMES) "\nLinear" LINEAR(NAMES)
-         "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES) "\nChains" CHAINS(NAMES);
+         "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES) "\nChains" CHAINS(NAMES)
+         "\nKinds own int8" QUANTS(FORMS);
 }
 
 int forerun_advise(char *at, int64_t bytes) {
@@ -207,17 +238,32 @@ int forerun_advise(char *at, int64_t bytes) {
 
 #define ENTRIES(KIND, T)                                                                                             \
   int forerun_linear_##KIND(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows,          \
-                            int64_t outputs, int64_t inputs, int threads) {                                          \
-    CHECK(linear_fits(w, x, y, rows, outputs, inputs, threads));                                                     \
-    return guarded([=] { linear(w, x, y, add, bias, rows, outputs, inputs, threads); });                             \
+                            int64_t outputs, int64_t inputs, int64_t stride, int threads) {                          \
+    CHECK(linear_fits(w, x, y, rows, outputs, inputs, stride, threads));                                             \
+    return guarded([=] { linear(w, x, y, add, bias, rows, outputs, inputs, stride, threads); });                     \
   }                                                                                                                  \
   int forerun_linear_int8_##KIND(const char *w, const T *x, T *y, const T *add, const float *bias,                   \
                                  const float *scales, const int32_t *offsets, int64_t rows, int64_t outputs,         \
-                                 int64_t inputs, int threads) {                                                      \
-    CHECK(linear_fits(w, x, y, rows, outputs, inputs, threads));                                                     \
+                                 int64_t inputs, int64_t stride, int threads) {                                      \
+    CHECK(linear_fits(w, x, y, rows, outputs, inputs, stride, threads));                                             \
     REQUIRE(given(scales, offsets), NULL_POINTER);                                                                   \
     REQUIRE(inputs <= MOST_INT8, SIZE);                                                                              \
-    return guarded([=] { linear_int8(w, x, y, add, bias, scales, offsets, rows, outputs, inputs, threads); });       \
+    return guarded([=] { linear_int8(w, x, y, add, bias, scales, offsets, rows, outputs, inputs, stride, threads); });\
+  }                                                                                                                  \
+  int forerun_linear_quants_##KIND(int64_t kind, const char *w, const T *x, T *y, const T *add, const float *bias,   \
+                                   int64_t rows, int64_t outputs, int64_t inputs, int64_t stride, int threads) {     \
+    CHECK(linear_fits(w, x, y, rows, outputs, inputs, stride, threads));                                             \
+    REQUIRE(within(kind, KIND_int8 + 1, KINDS - 1), LAYER_KIND);                                                     \
+    return guarded([=] { linear_quants(kind, w, x, y, add, bias, rows, outputs, inputs, stride, threads); });        \
+  }                                                                                                                  \
+  int forerun_take_rows_##KIND(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t outputs,\
+                               int64_t inputs) {                                                                     \
+    REQUIRE(within(outputs, 1, MOST) && within(inputs, 1, MOST), SIZE);                                              \
+    REQUIRE(within(kind, KIND_int8 + 1, KINDS - 1), LAYER_KIND);                                                     \
+    CHECK(indices_fit(ids, count, outputs, ROW_RANGE));                                                              \
+    REQUIRE(!count || given(w, y), NULL_POINTER);                                                                    \
+    take_rows(kind, w, ids, y, count, inputs);                                                                       \
+    return FINE;                                                                                                     \
   }                                                                                                                  \
   int forerun_norm_##KIND(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, int64_t width,        \
                           float eps) {                                                                               \

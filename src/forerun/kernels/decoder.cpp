@@ -41,13 +41,14 @@ class Decoder {
 
   void run() {
     for (int64_t row = 0; row < c.rows; row++) {
-      const T *from = c.given ? c.given + row * m.hidden : m.embedding + c.ids[row] * m.hidden;
       if (m.mix.weight) {
         T *const to = normed + row * 2 * m.hidden;
-        std::memcpy(to, m.embedding + c.ids[row] * m.hidden, m.hidden * sizeof(T));
-        std::memcpy(to + m.hidden, from, m.hidden * sizeof(T));
+        embed(row, to);
+        std::memcpy(to + m.hidden, c.given + row * m.hidden, m.hidden * sizeof(T));
+      } else if (c.given) {
+        std::memcpy(x + row * m.hidden, c.given + row * m.hidden, m.hidden * sizeof(T));
       } else {
-        std::memcpy(x + row * m.hidden, from, m.hidden * sizeof(T));
+        embed(row, x + row * m.hidden);
       }
       std::memcpy(angles + row * m.width, c.angles + c.positions[row] * m.width, m.width * sizeof(float));
     }
@@ -78,23 +79,38 @@ class Decoder {
   }
 
  private:
+  void embed(int64_t row, T *to) const {
+    if (m.embedding)
+      std::memcpy(to, m.embedding + c.ids[row] * m.hidden, m.hidden * sizeof(T));
+    else
+      take_rows(m.words.kind, m.words.weight, c.ids + row, to, 1, m.hidden);
+  }
+
   // The rows whose logits are wanted, to the front.
   void pick(T *from, int64_t width) const {
     for (int64_t i = 0; i < c.num_out; i++)
       if (c.rows_out[i] != i) std::memcpy(from + i * width, from + c.rows_out[i] * width, width * sizeof(T));
   }
 
-  void multiply(const Linear &l, const T *in, T *out, const T *add, int64_t rows) const {
-    if (l.scales)
-      return linear_int8(l.weight, in, out, add, l.bias, l.scales, l.offsets, rows, l.outputs, l.inputs, threads);
-    linear(l.weight, in, out, add, l.bias, rows, l.outputs, l.inputs, threads);
+  void multiply(const Linear &all, const T *in, T *out, const T *add, int64_t rows) const {
+    const int64_t stride = all.all_outputs();
+    for (const Linear *at = &all; at; out += at->outputs, add = add ? add + at->outputs : add, at = at->next) {
+      const Linear &l = *at;
+      if (l.kind == KIND_own)
+        linear(l.weight, in, out, add, l.bias, rows, l.outputs, l.inputs, stride, threads);
+      else if (l.kind == KIND_int8)
+        linear_int8(l.weight, in, out, add, l.bias, l.scales, l.offsets, rows, l.outputs, l.inputs, stride, threads);
+      else
+        linear_quants(l.kind, l.weight, in, out, add, l.bias, rows, l.outputs, l.inputs, stride, threads);
+    }
   }
 
   void look_back(const Layer &layer, int64_t index) const {
     if (layer.norm_token) {
       for (int64_t row = 0; row < c.rows; row++) {
         T *const to = normed + row * 2 * m.hidden;
-        norm(m.embedding + c.ids[row] * m.hidden, layer.norm_token, to, 1, 1, m.hidden, eps);
+        embed(row, to);
+        norm(to, layer.norm_token, to, 1, 1, m.hidden, eps);
         norm(x + row * m.hidden, layer.norm_attention, to + m.hidden, 1, 1, m.hidden, eps);
       }
     } else {

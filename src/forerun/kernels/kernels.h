@@ -8,12 +8,19 @@
 constexpr int64_t WIDEST = 512;     // numbers in a head
 constexpr int64_t ROUND_UP = 32;    // numbers to which a piece of a decoder's working room is rounded up
 
+// Rows of y and ``add`` are ``stride`` numbers apart.
 template <class T>
 void linear(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
-            int64_t inputs, int threads);
+            int64_t inputs, int64_t stride, int threads);
 template <class T>
 void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bias, const float *scales,
-                 const int32_t *offsets, int64_t rows, int64_t outputs, int64_t inputs, int threads);
+                 const int32_t *offsets, int64_t rows, int64_t outputs, int64_t inputs, int64_t stride, int threads);
+template <class T>
+void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows,
+                   int64_t outputs, int64_t inputs, int64_t stride, int threads);
+// Rows of weights, as numbers.
+template <class T>
+void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
 template <class T>
 void norm(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, int64_t width, float eps);
 template <class T>

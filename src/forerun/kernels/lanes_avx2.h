@@ -143,6 +143,7 @@ LANES_INLINE void store(int32_t *at, Ints v) {
 #define PAIRED(NAME, OPERATION) \
   LANES_INLINE Ints NAME(Ints x, Ints y) { return {OPERATION(x.a, y.a), OPERATION(x.b, y.b)}; }
 PAIRED(add, _mm256_add_epi32)
+PAIRED(add_shorts, _mm256_add_epi16)
 PAIRED(subtract, _mm256_sub_epi32)
 PAIRED(multiply, _mm256_mullo_epi32)
 PAIRED(bit_and, _mm256_and_si256)
@@ -231,6 +232,12 @@ LANES_INLINE void store_bytes(uint8_t *at, First lanes, Ints v) {
                    _mm_packus_epi16(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1)));
   std::memcpy(at, all, lanes.count >= 16 ? 16 : lanes.count);
 }
+LANES_INLINE Ints load_bytes(const uint8_t *at) {
+  return {_mm256_cvtepu8_epi32(_mm_loadu_si64(at)), _mm256_cvtepu8_epi32(_mm_loadu_si64(at + 8))};
+}
+LANES_INLINE Ints load_bytes(const int8_t *at) {
+  return {_mm256_cvtepi8_epi32(_mm_loadu_si64(at)), _mm256_cvtepi8_epi32(_mm_loadu_si64(at + 8))};
+}
 LANES_INLINE Ints load_shorts(const uint16_t *at, First lanes) {
   const __m256i v = load_some(at, lanes);
   return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(v)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(v, 1))};
@@ -290,6 +297,8 @@ LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
   return {_mm256_dpbusd_avx_epi32(sum.a, x.a, w.a), _mm256_dpbusd_avx_epi32(sum.b, x.b, w.b)};
 }
 #endif
+// Compilers add up as they come; they like to form all terms of a sum first, and have no room for them.
+LANES_INLINE void stay(Ints &v) { asm("" : "+x"(v.a), "+x"(v.b)); }
 LANES_INLINE Ints byte_sizes(Ints v) { return {_mm256_abs_epi8(v.a), _mm256_abs_epi8(v.b)}; }
 LANES_INLINE Ints short_pairs(Ints v) {
   const __m256i one = _mm256_set1_epi16(1);

@@ -54,6 +54,7 @@ LANES_INLINE Ints load_ints(const void *at) { return _mm512_loadu_si512(at); }
 LANES_INLINE Ints load_ints(const int32_t *at, First lanes) { return _mm512_maskz_loadu_epi32(lanes, at); }
 LANES_INLINE void store(int32_t *at, Ints v) { _mm512_storeu_si512(at, v); }
 LANES_INLINE Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+LANES_INLINE Ints add_shorts(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
 LANES_INLINE Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 LANES_INLINE Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
 LANES_INLINE Ints bit_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
@@ -71,6 +72,12 @@ LANES_INLINE Ints to_nearest(Floats v) { return _mm512_cvtps_epi32(v); }
 LANES_INLINE Ints truncate(Floats v) { return _mm512_cvttps_epi32(v); }
 LANES_INLINE void store_bytes(uint8_t *at, First lanes, Ints v) {
   _mm_mask_storeu_epi8(at, lanes, _mm512_cvtepi32_epi8(v));
+}
+LANES_INLINE Ints load_bytes(const uint8_t *at) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
+}
+LANES_INLINE Ints load_bytes(const int8_t *at) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
 }
 LANES_INLINE Ints load_shorts(const uint16_t *at, First lanes) {
   return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, at));
@@ -114,6 +121,7 @@ LANES_INLINE Floats whole(const Floats *four) {
 #define HAS_BYTE_PRODUCTS 1
 LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) { return _mm512_dpbusd_epi32(sum, x, w); }
 #endif
+LANES_INLINE void stay(Ints &) {}
 LANES_INLINE Ints byte_sizes(Ints v) { return _mm512_abs_epi8(v); }
 LANES_INLINE Ints with_sign_of(Ints v, Ints of) {
   return _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(of), _mm512_setzero_si512(), v);

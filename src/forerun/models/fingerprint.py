@@ -12,13 +12,14 @@ BYTES = 4096
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash, 16 hexadecimal digits, of the sizes of a checkpoint's safetensors files and of ``PLACES`` spots of each.
+    """A hash, 16 hexadecimal digits, of the sizes of a checkpoint's safetensors files, or of a GGUF file, and of
+    ``PLACES`` spots of each.
 
     Training changes every matrix, so it changes the fingerprint; so does another dtype. At most 256 KiB are read per
     file. Raises ModelError if the folder has no safetensors or they cannot be read.
     """
     digest = hashlib.sha256()
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ModelError(f"{folder} has no safetensors weights")
     try:

@@ -15,8 +15,10 @@ from forerun import kernels
 from forerun.attention.streamed import Plan, StreamedAttention
 from forerun.core.batch import Batch, Output
 from forerun.kernels import structs
+from forerun.models.formats.compiled import Compiled
 from forerun.models.rotary import Rotary
-from forerun.models.streamed import Norm, Streamed, StreamedInt8
+from forerun.models.streamed import Norm
+from forerun.models.words import NO_LAYER, Words
 
 ALIGNED = 32
 """Numbers to which a piece of the working room is rounded up, ROUND_UP in the kernel."""
@@ -50,12 +52,12 @@ class Layer:
 
 @dataclass(slots=True)
 class Decoder:
-    """What a call needs: sizes of a head, embeddings [vocabulary, hidden], layers, the final norm and output layer."""
+    """What a call needs: sizes of a head, embeddings, layers, the final norm and output layer."""
 
     heads: int
     kv_heads: int
     width: int
-    embedding: torch.Tensor
+    words: Words
     layers: Seq[Layer]
     norm: Any
     head: Any
@@ -73,26 +75,26 @@ class Decoder:
         ]
         norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms())]
         return (
-            self.embedding.device.type == "cpu"
-            and kernels.has(f"decode_{kernels.dtype_name(self.embedding.dtype)}")
-            and all(isinstance(linear, Streamed | StreamedInt8) for linear in linears)
+            self.words.device.type == "cpu"
+            and kernels.has(f"decode_{kernels.dtype_name(self.words.dtype)}")
+            and all(isinstance(linear, Compiled) for linear in linears)
             and all(isinstance(norm, Norm) for norm in norms)
         )
 
     def check(self) -> None:
         """Raise ValueError for parts that the call would misread; it compares the layers' sizes itself."""
-        dtype, turned = self.embedding.dtype, self.heads + self.kv_heads
+        dtype, turned = self.words.dtype, self.heads + self.kv_heads
         parts = [self.norm, self.head, self.mix]
         for layer in self.layers:
             parts += [*layer.linears(), *layer.norms()]
             kinds = [layer.norm_attention, layer.norm_mlp, *([layer.norm_token] if layer.norm_token else [])]
-            if any(norm.weight.numel() != self.embedding.shape[1] for norm in kinds):
+            if any(norm.weight.numel() != self.words.width for norm in kinds):
                 raise ValueError("a norm has other numbers than the hidden state")
             if layer.norm_qk is not None and layer.norm_qk.weight.shape != (turned, self.width):
                 raise ValueError(f"a norm {[*layer.norm_qk.weight.shape]} for {turned} heads of {self.width} numbers")
-        if not self.embedding.is_contiguous() or any(_dtype(part) not in (None, dtype) for part in parts):
-            raise ValueError(f"embeddings, layers and norms must be contiguous and all in {dtype}")
-        if self.norm.weight.numel() != self.embedding.shape[1]:
+        if any(_dtype(part) not in (None, dtype) for part in parts):
+            raise ValueError(f"embeddings, layers and norms must all be in {dtype}")
+        if self.norm.weight.numel() != self.words.width:
             raise ValueError("the final norm has other numbers than the hidden state")
 
 
@@ -100,14 +102,6 @@ def _dtype(part: Any) -> torch.dtype | None:
     """None: any."""
     dtype: torch.dtype | None = getattr(part, "dtype", None)
     return dtype
-
-
-def _linear(layer: Streamed | StreamedInt8 | None) -> structs.Linear:
-    if layer is None:
-        return structs.Linear(0, 0, 0, 0, 0, 0)
-    weight, bias, *rest = layer.pointers
-    scales, offsets = rest if rest else (None, None)
-    return structs.Linear(weight or 0, bias or 0, scales or 0, offsets or 0, layer.outputs, layer.inputs)
 
 
 def _norm(norm: Norm | None) -> int:
@@ -131,18 +125,21 @@ class Fused:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder  # it keeps what the addresses below point to
-        self.dtype = decoder.embedding.dtype
+        self.dtype = decoder.words.dtype
         self.eps, self.scale = decoder.norm.eps, decoder.width**-0.5
         kind = kernels.dtype_name(self.dtype)
         self.call, self.draft = (getattr(kernels.library(), f"{verb}_{kind}") for verb in ("decode", "draft"))
         decoder.check()
-        (self.known, self.hidden), self.vocab_size = decoder.embedding.shape, decoder.head.outputs
+        words, self.vocab_size = decoder.words, decoder.head.outputs
+        self.known, self.hidden = words.count, words.width
+        numbers, rows = words.fields()
         inner, attended = decoder.layers[0].down.inputs, decoder.heads * decoder.width
         model = structs.Model(
             decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner, len(decoder.layers), self.known,
-            decoder.embedding.data_ptr(), decoder.norm.pointer,
+            numbers, decoder.norm.pointer,
         )  # fmt: skip
-        self.model = array("q", (*model, *_linear(decoder.head), *_linear(decoder.mix)))
+        mix = NO_LAYER if decoder.mix is None else decoder.mix.fields()
+        self.model = array("q", (*model, *decoder.head.fields(), *rows, *mix))
         self.layers = array("q")
         for layer in decoder.layers:
             fields = structs.Layer(
@@ -151,7 +148,7 @@ class Fused:
             )  # fmt: skip
             self.layers.extend(fields)
             for linear in layer.linears():
-                self.layers.extend(_linear(linear))
+                self.layers.extend(linear.fields())
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
         angles = decoder.width * (4 // self.dtype.itemsize)
         qkv = attended + 2 * decoder.kv_heads * decoder.width
@@ -219,7 +216,7 @@ class Fused:
         """Input rows that are not all embeddings of tokens."""
         if batch.embeds is None:
             return None
-        x = self.decoder.embedding.index_select(0, batch.input_ids)
+        x = self.decoder.words(batch.input_ids)
         x[batch.embed_rows] = batch.embeds.to(x.dtype)
         return x
 

@@ -15,13 +15,13 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from forerun.core.errors import ModelError
+from forerun.core.errors import ModelError, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 """Bytes, where ``general.alignment`` does not say."""
-LONGEST_KEY = 65535
+LONGEST_KEY, LONGEST_NAME = 65535, 63
 DIMENSIONS = 4
 SHORTEST_KEY, SHORTEST_TENSOR = 13, 32
 """Bytes of a key with an empty name and a value of one byte, and of a description of a tensor with one dimension."""
@@ -104,7 +104,7 @@ class GGUFFile:
         tensors = [self._described() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self._broken(f"general.alignment is {alignment!r}, not a power of two")
+            raise self._broken(f"general.alignment is {shown(alignment)}, not a power of two")
         first = -(-self._place // alignment) * alignment
         placed: dict[str, GGUFTensor] = {}
         for name, shape, kind, offset in tensors:
@@ -134,7 +134,7 @@ class GGUFFile:
         return GGUFTensor(name, shape, known, start, length)
 
     def _described(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text("a tensor's name", LONGEST_KEY)
+        name = self._text("a tensor's name", LONGEST_NAME)
         dimensions = self._u32()
         if not 1 <= dimensions <= DIMENSIONS:
             raise self._broken(f"{name} has {dimensions} dimensions")
@@ -167,9 +167,12 @@ class GGUFFile:
         if longest is not None and length > longest:
             raise self._broken(f"it is truncated or damaged: {what} of {length} bytes")
         try:
-            return self._take(length, what).decode("utf-8")
+            found = self._take(length, what).decode("utf-8")
         except UnicodeDecodeError as error:
             raise self._broken(f"{what} is not UTF-8 text") from error
+        if longest is not None and not found.isprintable():  # messages show names
+            raise self._broken(f"{what} is {shown(found)}")
+        return found
 
     def _u32(self) -> int:
         return _U32.unpack(self._take(_U32.size))[0]

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from forerun.core.errors import ModelError
+from forerun.core.errors import ModelError, shown
 
 CONTROL, USER_DEFINED = 3, 4
 """Kinds in ``tokenizer.ggml.token_type`` that are matched in the text before it is split."""
@@ -93,11 +93,11 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise ModelError(
-            f"{where} has a tokenizer of kind {kind!r}; only byte-level BPE ('gpt2') is read from GGUF files"
+            f"{where} has a tokenizer of kind {shown(kind)}; only byte-level BPE ('gpt2') is read from GGUF files"
         )
     if pre not in PRE_TOKENIZERS:
         raise ModelError(
-            f"{where} names no pre-tokenizer that is known (tokenizer.ggml.pre is {pre!r}); "
+            f"{where} names no pre-tokenizer that is known (tokenizer.ggml.pre is {shown(pre)}); "
             f"there are: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
     rules = PRE_TOKENIZERS[pre]
@@ -114,7 +114,10 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
         {edge: (tokens[place], place) for edge, place in edges.items() if place is not None}
     )
     special = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    named = {special[name]: tokens[place] for name, place in ids.items() if place is not None}
+    named: dict[str, Any] = {special[name]: tokens[place] for name, place in ids.items() if place is not None}
+    longest = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    if isinstance(longest, int):
+        named["model_max_length"] = longest
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
     fast.chat_template = _template(metadata, where)
     return fast
@@ -131,7 +134,7 @@ def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], wh
     for merge in _texts(metadata, "merges", where):
         left, _, right = merge.partition(" ")
         if not {left, right, left + right} <= vocabulary.keys():
-            raise ModelError(f"{where} merges {merge!r}, which is not in its vocabulary")
+            raise ModelError(f"{where} merges {shown(merge)}, which is not in its vocabulary")
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rules.whole_words))
     if rules.composed:
@@ -169,7 +172,7 @@ def _texts(metadata: Mapping[str, Any], name: str, where: str) -> list[str]:
 def _id(metadata: Mapping[str, Any], name: str, count: int, where: str) -> int | None:
     found = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if found is not None and (not isinstance(found, int) or not 0 <= found < count):
-        raise ModelError(f"{where} has {found!r} as tokenizer.ggml.{name}_token_id; there are {count} tokens")
+        raise ModelError(f"{where} has {shown(found)} as tokenizer.ggml.{name}_token_id; there are {count} tokens")
     return found
 
 

@@ -1,4 +1,4 @@
-"""From a path or hub id to a running model. Only safetensors are read; remote code never runs."""
+"""From a path or hub id to a running model. Only safetensors and GGUF files are read; remote code never runs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, logging
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, logging
 from transformers.utils import logging as hf_logging
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
-from forerun.models import checkpoint, sanity
+from forerun.models import checkpoint, gguf_model, sanity
 from forerun.models.base import Model
 from forerun.models.fetch import SOURCES, fetched
 from forerun.models.hf import NAME, HFModel
-from forerun.models.kinds import UNQUANTIZED
+from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.native import NativeModel, applies
 
 DTYPES = {
@@ -38,28 +38,30 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The checkpoint's folder: a local one, a bundled one (``forerun:target``), a fetched one (``smollm2``; a folder of
-    that name is ``./smollm2``), or a hub download (config, tokenizer and safetensors only), of a ``revision`` and to a
-    folder where those are given. Raises ModelError, and ConfigError for a revision of what is here already."""
+    """The checkpoint's folder, or a model's GGUF file: a local one (a folder that holds a GGUF file and no config is
+    that file), a bundled one (``forerun:target``), a fetched one (``smollm2``; a folder of that name is ``./smollm2``),
+    or a hub download (config, tokenizer and safetensors only), of a ``revision`` and to a folder where those are given.
+    Raises ModelError, and ConfigError for a revision of what is here already."""
     text = str(path_or_id)
-    here = text.startswith(BUNDLED) or text in SOURCES or Path(text).expanduser().is_dir()
+    here = text.startswith(BUNDLED) or text in SOURCES or text.endswith(gguf_model.SUFFIX)
+    here = here or ("\0" not in text and Path(text).expanduser().is_dir())
     if here and (revision or download_dir):
         raise ConfigError(f"revision and download_dir are for models of the hub; {text} is here: leave them out")
     if text.startswith(BUNDLED):
         return pretrained.path(text.removeprefix(BUNDLED))
     if text in SOURCES:
         return fetched(text)
-    if text.endswith(".gguf"):
-        raise ModelError(f"{text}: {checkpoint.GGUF}")
     if "\0" in text:
         raise ModelError(f"{text!r} is not the name of a folder")
     folder = Path(text).expanduser()
+    if folder.is_file() and gguf_model.is_gguf(folder):
+        return folder
     if not folder.is_dir():
         if folder.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
-            raise ModelError(f"no checkpoint folder at {text}")
+            what = "GGUF file" if gguf_model.is_gguf(folder) else "checkpoint folder"
+            raise ModelError(f"no {what} at {text}")
         folder = _download(text, revision, download_dir)
-    checkpoint.check_kind(folder)
-    return folder
+    return checkpoint.find(folder)
 
 
 def _download(name: str, revision: str | None, download_dir: str | None) -> Path:
@@ -71,13 +73,26 @@ def _download(name: str, revision: str | None, download_dir: str | None) -> Path
 
 
 def read_config(folder: Path) -> Any:
-    """The checkpoint's config, which a decoder can be built from. Raises ModelError."""
+    """The config of a checkpoint or a GGUF file, which a decoder can be built from. Raises ModelError."""
+    if gguf_model.is_gguf(folder):
+        return _gguf_config(folder)
     path = folder / checkpoint.CONFIG
     sanity.check_given(checkpoint.read_object(path), path)
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         config.get_text_config()
     sanity.check_config(config, path)
+    return config
+
+
+def _gguf_config(path: Path) -> LlamaConfig:
+    file = gguf_model.open_gguf(path)
+    given = gguf_model.read_config(file)
+    with checkpoint.library(f"{path} cannot be used"), quiet():
+        config = LlamaConfig.from_dict(given)
+    sanity.check_config(config, path)
+    held = {name: checkpoint.Tensor(part.kind.name, part.shape, path) for name, part in file.tensors.items()}
+    sanity.check_fit(config, held, path)
     return config
 
 
@@ -109,6 +124,8 @@ def parse_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
 def eos_ids(folder: Path, config: Any) -> frozenset[int]:
     """Every id that ends a text: the generation config's, else the model config's. Raises ModelError."""
     text = config.get_text_config()
+    if gguf_model.is_gguf(folder):
+        return sanity.check_ids(text.eos_token_id, text.vocab_size, folder)
     path = folder / "generation_config.json"
     found = checkpoint.read_object(path).get("eos_token_id") if path.is_file() else None
     if found is None:
@@ -141,7 +158,10 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
 
 
 def read_module(folder: Path, config: Any, dtype: torch.dtype, *, attention: str | None = NAME) -> PreTrainedModel:
-    """The checkpoint as a module of transformers', every weight from its safetensors files. Raises ModelError."""
+    """The checkpoint as a module of transformers', every weight from its safetensors files, or those of a GGUF file,
+    dequantized. Raises ModelError."""
+    if gguf_model.is_gguf(folder):
+        return _gguf_module(folder, config, dtype, attention)
     path = folder / checkpoint.CONFIG
     tensors = checkpoint.read_headers(checkpoint.weight_files(folder))
     sanity.check_fit(config, tensors, path)
@@ -170,6 +190,14 @@ def read_module(folder: Path, config: Any, dtype: torch.dtype, *, attention: str
     return module
 
 
+def _gguf_module(path: Path, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    weights = gguf_model.read_weights(gguf_model.open_gguf(path), config, dtype)
+    with checkpoint.library(f"{path} cannot be loaded"), quiet():
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        module.load_state_dict(weights, strict=False)  # a tied output layer has no weights of its own
+    return module.eval()
+
+
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -182,6 +210,31 @@ def parse_device(device: str | torch.device | None) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(f"device {str(device)!r} cannot be used: {one_line(error)}") from error
+
+
+def _wished(
+    quantization: str | None, dtype: str | torch.dtype | None
+) -> tuple[str | None, str | torch.dtype | None, bool]:
+    """The kind of quantized weights, the dtype, and whether weights are to be numbers. Raises ConfigError."""
+    if quantization not in FLOATS:
+        return None if quantization == UNQUANTIZED else quantization, dtype, False
+    asked = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype not in (None, "auto") and asked is not DTYPES[quantization]:
+        raise ConfigError(f"quantization {quantization!r} is weights in {quantization}: leave dtype out, or set it so")
+    return None, quantization, True
+
+
+def _goes_native(config: Any, folder: Path, model_path: str, wish: str | None) -> bool:
+    """Whether the native path runs a model; ``wish``: what only that can do. Raises ConfigError."""
+    if model_path not in PATHS:
+        raise ConfigError(f"unknown model_path {model_path!r}: choose one of {', '.join(PATHS)}")
+    reason = applies(config)
+    if model_path == "native" and reason is not None:
+        raise ConfigError(f"the native path does not run {folder}: {reason}")
+    native = model_path != "hf" and reason is None
+    if wish and not native:
+        raise ConfigError(f"{wish} needs the native path: {reason or 'model_path is hf'}")
+    return native
 
 
 def load_model(
@@ -200,36 +253,31 @@ def load_model(
     ``invariant`` True asks for logits whose bits do not depend on how rows are batched; None does so on CPU, unless
     only single rows keep their bits, which it warns of; False does not pad. ``model_path``
     is ``native`` (the lean Llama-family path), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
-    ``plain`` or ``auto``; ``quantization`` is a kind of ``quantize.py``, ``none`` or None.
+    ``plain`` or ``auto``; ``quantization`` is a form's name in ``formats``, a dtype (numbers in it, whatever the
+    checkpoint holds), ``none`` or None.
     """
-    if quantization == UNQUANTIZED:
-        quantization = None
-    if model_path not in PATHS:
-        raise ConfigError(f"unknown model_path {model_path!r}: choose one of {', '.join(PATHS)}")
+    quantization, dtype, numbers = _wished(quantization, dtype)
     folder = resolve(path_or_id)
     config = read_config(folder)
     _check_rope(config, max_model_len)
     where = parse_device(device)
-    reason = applies(config)
-    if model_path == "native" and reason is not None:
-        raise ConfigError(f"the native path does not run {folder}: {reason}")
-    native = model_path != "hf" and reason is None
-    if not native and quantization is not None:
-        raise ConfigError(
-            f"quantization {quantization!r} of {path_or_id} needs the native path: {reason or 'model_path is hf'}"
-        )
+    native = _goes_native(config, folder, model_path, quantization and f"quantization {quantization!r} of {path_or_id}")
     wanted = invariant if invariant is not None else where.type == "cpu"
 
     def build(padded: bool) -> Model:
-        module: Any = read_module(folder, config, parse_dtype(dtype, config))
-        module.to(where)
-        ids = eos_ids(folder, config)
-        name = str(path_or_id)
-        if native:
-            return NativeModel(
-                module, name=name, eos_ids=ids, invariant=padded, weights=weights, quantization=quantization
-            )
-        return HFModel(module, name=name, eos_ids=ids, invariant=padded, weights=weights)
+        kind, tensors = parse_dtype(dtype, config), None
+        if native and gguf_model.is_gguf(folder):
+            tensors = gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
+            module: Any = gguf_model.skeleton(config, kind)
+        else:
+            module = read_module(folder, config, kind).to(where)  # type: ignore[arg-type]
+        ids, name = eos_ids(folder, config), str(path_or_id)
+        if not native:
+            return HFModel(module, name=name, eos_ids=ids, invariant=padded, weights=weights)
+        return NativeModel(
+            module, name=name, eos_ids=ids, invariant=padded, weights=weights, quantization=quantization,
+            tensors=tensors, device=where,
+        )  # fmt: skip
 
     model = build(wanted)
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from forerun.attention.base import Attention, Query
@@ -23,10 +22,12 @@ from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.models import activations, quantize, tiling
 from forerun.models.base import ModelInfo, Tiles, pad_rows
+from forerun.models.formats.base import Linear, size
 from forerun.models.fused import Decoder, Fused, Layer
-from forerun.models.linear import Linear, choose, describe, make_linear
+from forerun.models.linear import choose, describe
 from forerun.models.rotary import ROPE_TYPES, Rotary
 from forerun.models.streamed import Norm, SiluTimes
+from forerun.models.weights import Maker, ModuleWeights, Weights
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -61,9 +62,9 @@ class RMSNorm:
 
     __slots__ = ("dtype", "eps", "weight")
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> None:
         width = weight.shape[-1]
-        self.dtype = weight.dtype
+        self.dtype = dtype
         self.weight = weight.float() * width**0.5
         self.eps = torch.tensor([eps * width], device=weight.device)
 
@@ -89,7 +90,8 @@ class _SiluTimes:
 
 
 class NativeModel:
-    """A decoder of the Llama family behind the engine's protocol. Takes over the weights of ``module``, emptying it."""
+    """A decoder of the Llama family behind the engine's protocol. Takes over the weights of ``module``, emptying it, or
+    takes ``tensors`` to ``device``; then the module says what there is."""
 
     def __init__(
         self,
@@ -100,6 +102,8 @@ class NativeModel:
         invariant: bool,
         weights: str = "auto",
         quantization: str | None = None,
+        tensors: Weights | None = None,
+        device: torch.device | None = None,
     ) -> None:
         config = module.config
         reason = applies(config)
@@ -109,31 +113,32 @@ class NativeModel:
         self.kv_heads = config.num_key_value_heads
         self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.scale = self.width**-0.5
-        self.dtype, self.device = module.dtype, module.device
+        self.dtype, self.device = module.dtype, device or module.device
         self.invariant = invariant
         self._how = choose(self.dtype, self.device, weights)
         streamed = self._how == "streamed"
         self._make_norm: type[RMSNorm | Norm] = Norm if streamed else RMSNorm
         self._silu_times = SiluTimes(self.dtype) if streamed else _SiluTimes(invariant=invariant)
+        form = None
         if quantization is not None:
-            quantize.check(quantization, self.device, self.dtype, invariant=invariant)
-        self._quantization = quantization
+            form = quantize.check(quantization, self.device, self.dtype, invariant=invariant)
+        tensors = tensors or ModuleWeights(module)
+        maker = Maker(tensors, self.dtype, self.device, self._how, form)
         self._rotary = Rotary(config, self.width, self.device, self.dtype)
-        self._turned = self.heads + self.kv_heads
         eps = config.rms_norm_eps
         with torch.inference_mode():
             backbone: Any = module.model
-            self._layers = [self._layer(layer, config, eps) for layer in backbone.layers]
-            self._norm = self._make_norm(_take([backbone.norm.weight])[0], eps)
-            head = module.get_output_embeddings()
-            self._embedding = backbone.embed_tokens.weight.detach().clone()
-            self._head = self._linear(head.weight.detach(), _bias([head]))
-            _empty([*module.parameters()])
+            self._layers = [self._layer(layer, index, maker, config) for index, layer in enumerate(backbone.layers)]
+            self._norm = self._make_norm(maker.numbers("model.norm.weight"), eps, self.dtype)
+            tied = "lm_head.weight" not in tensors
+            self._head = maker.linear("model.embed_tokens" if tied else "lm_head")
+            self._words = maker.words("model.embed_tokens", self._head if tied else None)
+            tensors.taken()
         self._sizes = (self.heads, self.kv_heads, self.kv_heads)
         self.tiles: Tiles | None = None
         self.info = self._describe(module, name, eos_ids, quantization)
         sizes = self.heads, self.kv_heads, self.width
-        decoder = Decoder(*sizes, self._embedding, self._layers, self._norm, self._head, self._rotary)
+        decoder = Decoder(*sizes, self._words, self._layers, self._norm, self._head, self._rotary)
         self.fused = Fused(decoder) if decoder.can_fuse() else None
         """All layers in one call, where every part has a kernel."""
         if invariant and not (self.fused and can_attend(self.dtype, self.device, self.info.kv_shapes)):
@@ -143,12 +148,12 @@ class NativeModel:
         self, module: PreTrainedModel, name: str, eos_ids: frozenset[int], quantization: str | None
     ) -> ModelInfo:
         layers, shape = list(self.linears()), KVShape(self.kv_heads, self.width, self.width)
-        held = quantize.size(layers)
+        held = size(layers)
         return ModelInfo(
             name=name,
             architecture=type(module).__name__,
             path=f"native, {describe(layers, self.dtype)}",
-            vocab_size=self._embedding.shape[0],
+            vocab_size=self._words.count,
             hidden_size=module.config.hidden_size,
             num_layers=len(self._layers),
             max_len=int(module.config.max_position_embeddings),
@@ -156,41 +161,38 @@ class NativeModel:
             dtype=self.dtype,
             device=self.device,
             eos_ids=eos_ids,
-            weight_bytes=held + self._embedding.nbytes,
+            weight_bytes=held + self._words.nbytes,
             token_bytes=held,
             quantization=quantization,
         )
 
-    def _layer(self, module: Any, config: PretrainedConfig, eps: float) -> Layer:
-        attention, mlp = module.self_attn, module.mlp
+    def _layer(self, module: Any, index: int, maker: Maker, config: PretrainedConfig) -> Layer:
+        attention, at, eps = module.self_attn, f"model.layers.{index}", config.rms_norm_eps
         window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
         norm_qk = None
         if hasattr(attention, "q_norm"):
-            query, key = _take([attention.q_norm.weight, attention.k_norm.weight])
+            query, key = (maker.numbers(f"{at}.self_attn.{name}_norm.weight") for name in "qk")
             stacked = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
-            norm_qk = self._make_norm(self._rotary.arrange(stacked), eps)
-        query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
-        bias = _bias([query, key, value])
-        weight = self._rotary.arrange_rows(torch.cat(_take([query.weight, key.weight, value.weight])), self._turned)
-        if bias is not None:
-            bias = self._rotary.arrange_rows(bias, self._turned)
-        gate_up = torch.cat(_take([mlp.gate_proj.weight, mlp.up_proj.weight]))
+            norm_qk = self._make_norm(self._rotary.arrange(stacked), eps, self.dtype)
+
+        def turned(rows: torch.Tensor) -> torch.Tensor:
+            return self._rotary.arrange_rows(rows, len(rows) // self.width)
+
+        def norm(name: str) -> RMSNorm | Norm:
+            return self._make_norm(maker.numbers(f"{at}.{name}.weight"), eps, self.dtype)
+
+        projections = (f"{at}.self_attn.{name}_proj" for name in "qkv")
         return Layer(
-            qkv=self._linear(weight, bias),
-            out=self._linear(_take([attention.o_proj.weight])[0], _bias([attention.o_proj])),
-            gate_up=self._linear(gate_up, _bias([mlp.gate_proj, mlp.up_proj])),
-            down=self._linear(_take([mlp.down_proj.weight])[0], _bias([mlp.down_proj])),
-            norm_attention=self._make_norm(_take([module.input_layernorm.weight])[0], eps),
-            norm_mlp=self._make_norm(_take([module.post_attention_layernorm.weight])[0], eps),
+            qkv=maker.linear(*projections, order=(turned, turned, None)),
+            out=maker.linear(f"{at}.self_attn.o_proj"),
+            gate_up=maker.linear(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"),
+            down=maker.linear(f"{at}.mlp.down_proj"),
+            norm_attention=norm("input_layernorm"),
+            norm_mlp=norm("post_attention_layernorm"),
             norm_qk=norm_qk,
             rope=bool(getattr(attention, "use_rope", True)),
             window=window,
         )
-
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if self._quantization is not None and quantize.pays(weight):
-            return quantize.quantize(weight, bias, self._quantization)
-        return make_linear(weight, bias, self._how)
 
     def linears(self) -> Iterable[Linear]:
         for layer in self._layers:
@@ -237,8 +239,8 @@ class NativeModel:
 
     def _inputs(self, batch: Batch) -> torch.Tensor:
         if batch.num_rows == 1 and batch.embeds is None and 0 not in batch.hidden:
-            return self._pad(self._embedding.narrow(0, batch.spans[0].tokens[0], 1))
-        x = F.embedding(batch.input_ids, self._embedding)
+            return self._pad(self._words.one(batch.spans[0].tokens[0]))
+        x = self._words(batch.input_ids)
         if batch.embeds is not None:
             x[batch.embed_rows] = batch.embeds.to(x.dtype)
         return self._pad(x)
@@ -295,7 +297,7 @@ class NativeModel:
 
     @inference
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self._embedding)
+        return self._words(ids)
 
     @inference
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -313,21 +315,3 @@ class NativeModel:
             parts = [(linear.kind, linear.nbytes) for linear in layer.linears()]
             found.setdefault(repr((parts, layer.norm_qk is None, layer.rope, layer.window)), index)
         return [(index,) for index in found.values()]
-
-
-def _take(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    return [parameter.detach() for parameter in parameters]
-
-
-def _bias(modules: list[nn.Linear]) -> torch.Tensor | None:
-    """The modules' biases end to end; a missing one counts as zeros beside others."""
-    if all(module.bias is None for module in modules):
-        return None
-    parts = [m.weight.new_zeros(m.weight.shape[0]) if m.bias is None else m.bias for m in modules]
-    return torch.cat([part.detach() for part in parts])
-
-
-def _empty(parameters: list[nn.Parameter]) -> None:
-    """Give up the storage of parameters that have been fused, so that memory does not double."""
-    for parameter in parameters:
-        parameter.data = parameter.data.new_empty(0)

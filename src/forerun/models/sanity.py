@@ -48,7 +48,7 @@ def check_given(given: Mapping[str, Any], path: Path) -> None:
             if part.get(key) is not None:
                 raise ModelError(
                     f"{path.parent} holds weights quantized with {scheme(part[key])}, which forerun does not read: "
-                    "use the checkpoint they were made from (quantization= makes 8-bit weights of it while loading)"
+                    "use the checkpoint they were made from (quantization= rounds it to 4 or 8 bits while loading)"
                 )
     kind = given.get("model_type")
     if given.get("auto_map") and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):

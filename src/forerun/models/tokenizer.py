@@ -13,16 +13,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from forerun.core.errors import ConfigError, ModelError, RequestError, check_text
 from forerun.models.base import ModelInfo
 from forerun.models.checkpoint import library
+from forerun.models.gguf_model import is_gguf, open_gguf
+from forerun.models.gguf_tokenizer import make_tokenizer
 
 
 def load_tokenizer(path_or_id: str | Path) -> Any:
-    """The checkpoint's tokenizer. Raises ModelError."""
+    """The tokenizer of a checkpoint or a GGUF file. Raises ModelError."""
     from forerun.models.load import quiet, resolve
 
     folder = resolve(path_or_id)
     problem = f"{folder} has no usable tokenizer"
     with library(problem), quiet():
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer: Any
+        if is_gguf(folder):
+            tokenizer = make_tokenizer(open_gguf(folder).metadata, str(folder))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         tokenizer.decode(tokenizer.encode(""))  # what comes before and after a text may be damaged too
         known = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         if set(tokenizer.get_vocab()) <= known:  # transformers makes an empty one where the files are missing

@@ -10,7 +10,7 @@ from typing import Any
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.models import quantize
+from forerun.models.formats import int8
 from forerun.plan.estimate import Measured, measure
 from forerun.sampling.params import SamplingParams
 from forerun.train.progress import progress
@@ -31,7 +31,7 @@ def choose(llm: LLM, head: Mapping[str, Any], prompts: Seq[Seq[int]], tokens: in
     """``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round"}, ...]}``, one
     request at a time at temperature 0: plain decoding, history, the head at several depths, and both together."""
     head = dict(head)
-    if quantize.ours(llm.model.info.device, llm.model.info.dtype):
+    if int8.ours(llm.model.info.device, llm.model.info.dtype):
         head["quantization"] = "int8_rows"
     alone = [{**head, "num_speculative_tokens": depth} for depth in DEPTHS]
     first = _measured(llm, [PLAIN, *HISTORY, *alone], prompts, tokens, shown)

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: plain decoding of the same weights."""
+"""llama.cpp through llama-cpp-python: plain decoding of the same weights, of a GGUF file as it lies."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def llama_cpp_contender(llm: LLM) -> Contender:
         raise ConfigError("the llama-cpp peer needs llama-cpp-python: pip install 'forerun[llama-cpp]'") from None
     threads = torch.get_num_threads()
     folder = tempfile.TemporaryDirectory(prefix="forerun-gguf-")
-    path = write_gguf(resolve(llm.config.model), Path(folder.name) / "model.gguf", llm.model.info.dtype)
+    path = resolve(llm.config.model)
+    if not path.is_file():
+        path = write_gguf(path, Path(folder.name) / "model.gguf", llm.model.info.dtype)
     model = llama_cpp.Llama(
         str(path), n_ctx=llm.engine.max_model_len, n_threads=threads, n_threads_batch=threads, verbose=False
     )

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 from forerun.bench.contenders import Contender
 from forerun.engine.llm import LLM
-from forerun.models.load import resolve
+from forerun.models.load import read_config, read_module, resolve
 from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
 
@@ -88,9 +88,12 @@ class TransformersContender:
 def transformers_contenders(llm: LLM, draft: str | None) -> list[Contender]:
     """Plain, prompt lookup and, where there is a draft, assisted generation with transformers' own settings."""
 
-    def load(path: Any) -> Any:
+    def load(name: Any) -> Any:
+        path, dtype = resolve(name), llm.model.info.dtype
+        if path.is_file():  # GGUF, which transformers dequantizes too, but not to the last bit alike
+            return read_module(path, read_config(path), dtype, attention=None).to(llm.model.info.device)
         return AutoModelForCausalLM.from_pretrained(
-            resolve(path), dtype=llm.model.info.dtype, use_safetensors=True, trust_remote_code=False
+            path, dtype=dtype, use_safetensors=True, trust_remote_code=False
         ).to(llm.model.info.device)
 
     model = load(llm.config.model)

@@ -15,11 +15,11 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-from forerun.models import quantize
 from forerun.models.base import Model, new_cache
-from forerun.models.kinds import UNQUANTIZED
+from forerun.models.formats import int8
+from forerun.models.formats.streamed import can_stream
+from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.load import load_model, parse_dtype, read_config, resolve
-from forerun.models.streamed import can_stream
 from forerun.models.tokenizer import check_compatible, load_tokenizer
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
 from forerun.speculate.draft.best_first import TreeConfig
@@ -39,7 +39,7 @@ class DraftModelConfig(TreeConfig, CatchUpConfig):
     dtype: str | None = None
     """Its dtype; None: as the target's option, but float32 for a narrow draft on CPU."""
     quantization: str | None = None
-    """Its weights in 8 bits, as the target's option, or ``none``. None: int8_rows for the bundled draft where CPU
+    """Its weights' form, as the target's option, or ``none``. None: int8_rows for the bundled draft where CPU
     kernels of ours run it on the native path and no dtype is asked for, otherwise none."""
     max_model_len: int | None = None
     """The draft's context; past it, nothing is proposed. None: the checkpoint's, at most the target's."""
@@ -127,7 +127,8 @@ class DraftModel(Drafter[DraftModelConfig]):
     def _dtype(self, path: str) -> torch.dtype:
         """On CPU, narrow layers run nearly twice as fast in float32 as in half precision, unless they are streamed."""
         config = read_config(resolve(path))
-        dtype = parse_dtype(self.config.dtype or self.context.dtype, config)
+        numbers = self.config.quantization if self.config.quantization in FLOATS else None
+        dtype = parse_dtype(self.config.dtype or numbers or self.context.dtype, config)
         if self.config.dtype is not None or self.config.quantization not in (None, UNQUANTIZED):
             return dtype
         slow = self.context.target.info.device.type == "cpu" and not can_stream(dtype)
@@ -138,7 +139,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         if self.config.quantization is not None:
             return self.config.quantization
         native = (self.context.options or {}).get("model_path") != "hf"
-        quick = native and quantize.ours(self.context.target.info.device, dtype)
+        quick = native and int8.ours(self.context.target.info.device, dtype)
         return "int8_rows" if path == BUNDLED and self.config.dtype is None and quick else None
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:

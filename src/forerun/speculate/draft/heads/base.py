@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
 from forerun.models.fingerprint import fingerprint
-from forerun.models.load import BUNDLED, resolve
+from forerun.models.load import BUNDLED, read_config, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
@@ -144,8 +143,8 @@ class HeadDrafter(Drafter[C]):
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:
-        config = json.loads((target / "config.json").read_text(encoding="utf8"))
-        sizes = Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], 4)
+        config = read_config(target).get_text_config()
+        sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, 4)
         torch.manual_seed(0)
         cls.head_class(sizes).save(folder)
         return {"model": str(folder)}

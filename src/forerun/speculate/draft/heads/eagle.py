@@ -27,8 +27,9 @@ from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
-from forerun.models import quantize, streamed
+from forerun.models import streamed
 from forerun.models.base import Model
+from forerun.models.formats import ON_CPU, int8
 from forerun.models.fused import RAW, Decoder, Fused, Layer
 from forerun.models.kinds import UNQUANTIZED
 from forerun.models.linear import make_linear
@@ -190,7 +191,7 @@ class EagleHead(Head):
 
         def stored(weight: torch.Tensor) -> Any:
             if quantization is not None:
-                return quantize.quantize(weight, None, quantization)
+                return ON_CPU[quantization].make(weight, None)
             return make_linear(weight, None, "streamed")
 
         def linear(*parts: nn.Linear) -> Any:
@@ -212,7 +213,7 @@ class EagleHead(Head):
         head = whole.head if self.lm_head is None else linear(self.lm_head)
         mix = None if self.mix is None else linear(self.mix)
         sizes = self.heads, self.kv_heads, self.width
-        decoder = Decoder(*sizes, whole.embedding, [layer], norm(self.norm), head, rotary, mix)
+        decoder = Decoder(*sizes, whole.words, [layer], norm(self.norm), head, rotary, mix)
         shape = KVShape(self.kv_heads, self.width, self.width)
         return Fused(decoder) if decoder.can_fuse() and can_attend(target.dtype, target.device, (shape,)) else None
 
@@ -256,7 +257,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         page_size = (context.options or {}).get("page_size") or longest
         pages = context.max_num_seqs * -(-longest // page_size)
         kind = config.quantization
-        able = kind not in (None, UNQUANTIZED) and quantize.ours(info.device, info.dtype)
+        able = kind not in (None, UNQUANTIZED) and int8.ours(info.device, info.dtype)
         self.quantization = kind if able else None
         self.fused, self.packed = head.fuse(context.target, self.quantization), head.packed
         attention: type[Attention] = SdpaAttention if self.fused is None else StreamedAttention

@@ -1,0 +1,87 @@
+"""``q4_0``, ``q8_0`` and so on: weights in 4 to 8 bits with scales by blocks of inputs, through
+``kernels/quants.cpp``. They come from GGUF files without loss, or are rounded while a checkpoint is loaded.
+
+Activations are rounded to 8 bits by blocks of 32, with a step in float32; sums of products are exact integers, and
+blocks are added in one order: a row's bits depend on nothing beside it, nor on the processor.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+
+from forerun import kernels
+from forerun.kernels import structs
+from forerun.models.formats.base import Format
+from forerun.models.formats.compiled import Compiled, address, kernel, shelf, wide_bias
+from forerun.models.formats.gguf_blocks import Blocks, pack, record_bytes
+from forerun.models.formats.streamed import DTYPES, close, example
+from forerun.models.kinds import BLOCKS
+
+
+class Blocked(Compiled):
+    """A layer with the weights of ``Blocks``, repacked."""
+
+    __slots__ = ("bias", "calls", "number", "pointers", "takes", "tiles")
+
+    def __init__(self, blocks: Blocks, bias: torch.Tensor | None) -> None:
+        self.outputs, self.inputs = len(blocks.raw), blocks.inputs
+        if not self.outputs or not self.inputs:
+            raise ValueError(f"weights {[self.outputs, self.inputs]} where some [outputs, inputs] are needed")
+        self.bias = wide_bias(bias, self.outputs)
+        self.calls = {d: kernel("linear_quants", d) for d in DTYPES}
+        self.takes = {d: kernel("take_rows", d) for d in DTYPES}
+        self.tiles = shelf.room(record_bytes(blocks.kind, self.outputs, self.inputs))
+        pack(blocks, self.tiles.numpy())
+        self.number = structs.KINDS.index(blocks.kind)
+        self.pointers = self.tiles.data_ptr(), address(self.bias)
+        self.kind = blocks.kind.upper()
+        self.nbytes = self.tiles.nbytes
+        self.dtype = None
+
+    def fields(self) -> structs.Linear:
+        weight, bias = self.pointers
+        return structs.Linear(self.number, weight, bias or 0, 0, 0, self.outputs, self.inputs, 0)
+
+    def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
+        if x.dtype not in self.calls:
+            raise TypeError(f"rows in {x.dtype} for weights in {self.kind}")
+        weight, bias = self.pointers
+        self.calls[x.dtype](self.number, weight, x.data_ptr(), y, add, bias, rows, self.outputs, self.inputs, stride,
+                            torch.get_num_threads())  # fmt: skip
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of the weights [ids, inputs], dequantized: exact in float32. Raises KernelError for ids out of
+        range."""
+        ids = ids.reshape(-1).to(torch.int64).contiguous()
+        found = torch.empty(len(ids), self.inputs, dtype=dtype)
+        self.takes[dtype](self.number, self.tiles.data_ptr(), ids.data_ptr(), found.data_ptr(), len(ids), self.outputs,
+                          self.inputs)  # fmt: skip
+        return found
+
+
+@cache
+def can_run() -> bool:
+    """Whether the kernels are here and give right numbers."""
+    if kernels.library() is None:
+        return False
+    with torch.inference_mode():
+        weight, x = example()
+        tried = [Blocks.of(weight, kind) for kind in ("q4_0", "q8_0")]
+        return all(close(Blocked(blocks, None)(x), F.linear(x, blocks.values())) for blocks in tried)
+
+
+def can(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and dtype in DTYPES and can_run()
+
+
+def make(weight: torch.Tensor, bias: torch.Tensor | None, *, name: str) -> Blocked:
+    """A weight rounded to ``name``."""
+    return Blocked(Blocks.of(weight, name), bias)
+
+
+FORMATS = tuple(
+    Format(name, can, "kernels of ours (AVX2 and a C++ compiler)", partial(make, name=name)) for name in BLOCKS
+)

@@ -1,0 +1,164 @@
+"""``int8`` and ``int8_rows``: weights in 8 bits.
+
+On CPU weights have one scale per output, activations are quantized on the fly; through our own kernels
+(``kernels/linear.cpp``), or where they cannot be had through FBGEMM's.
+
+``int8``: a row's result may depend on the rows beside it (FBGEMM has one activation scale per call). For drafts: any q
+is legal as long as it is the one that was sampled from.
+
+``int8_rows``: one activation scale per row. With FBGEMM a row is scaled to the integers by itself, and two constant
+columns with zero weights pin the layer's own scale to 1; sums of integers are exact, so a row's bits depend on nothing
+else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+
+from forerun import kernels
+from forerun.kernels import structs
+from forerun.models.formats.base import Format, Linear
+from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, wide_bias
+from forerun.models.formats.streamed import DTYPES, close, example, to_tiles
+from forerun.models.kinds import KINDS
+
+MOST_INPUTS = 1 << 16
+"""Of a layer: products of 8 bits add up in 32."""
+LEAST_SIDE, LEAST_WEIGHTS = 256, 1 << 18
+"""Without kernels of ours a layer is worth 8 bits if both its sides, or else its weights, are at least so many: an int8
+call has some 10 us of fixed cost."""
+
+
+class StreamedInt8(Compiled):
+    """int8 weights with a scale per output; each row of activations in 255 levels of its own; exact integer sums."""
+
+    __slots__ = ("bias", "calls", "offsets", "pointers", "scales", "tiles")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> None:
+        check_weight(weight)
+        self.outputs, self.inputs = weight.shape
+        self.bias = wide_bias(bias, self.outputs)
+        if self.inputs > MOST_INPUTS:
+            raise ValueError(f"{self.inputs} inputs, where products of 8 bits add up in 32 for {MOST_INPUTS} at most")
+        weight = weight.float()
+        self.scales = weight.abs().amax(dim=1).clamp_(min=1e-30).div_(127)
+        levels = (weight / self.scales[:, None]).round_().to(torch.int8)
+        self.offsets = levels.sum(dim=1, dtype=torch.int32) * 128
+        self.tiles = to_tiles(levels)
+        self.pointers = self.tiles.data_ptr(), address(self.bias), self.scales.data_ptr(), self.offsets.data_ptr()
+        self.kind = kind
+        self.dtype = None
+        self.nbytes = levels.nbytes + self.scales.nbytes
+        self.calls = {d: kernel("linear_int8", d) for d in DTYPES}
+
+    def fields(self) -> structs.Linear:
+        weight, bias, scales, offsets = self.pointers
+        kind = structs.KINDS.index("int8")
+        return structs.Linear(kind, weight, bias or 0, scales, offsets, self.outputs, self.inputs, 0)
+
+    def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
+        if x.dtype not in self.calls:
+            raise TypeError(f"rows in {x.dtype} for weights in 8 bits")
+        weight, bias, scales, offsets = self.pointers
+        self.calls[x.dtype](weight, x.data_ptr(), y, add, bias, scales, offsets, rows, self.outputs, self.inputs,
+                            stride, torch.get_num_threads())  # fmt: skip
+
+
+@cache
+def can_run() -> bool:
+    """Whether the kernels for 8 bits are here and give right numbers."""
+    if kernels.library() is None:
+        return False
+    with torch.inference_mode():
+        weight, x = example()
+        return close(StreamedInt8(weight, None, "int8")(x), F.linear(x, weight))
+
+
+def ours(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels of ours run 8-bit layers of a model in ``dtype`` there."""
+    return device.type == "cpu" and dtype in DTYPES and can_run()
+
+
+def _levels() -> int:
+    """Largest activation level. Without VNNI, FBGEMM adds products in 16 bits and needs a bit of room."""
+    return 127 if torch.cpu._is_vnni_supported() else 63
+
+
+def _prepack(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+    weight = weight.float()
+    scales = weight.abs().amax(dim=1).clamp(min=1e-30).double() / 127
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantized tensors are on their way out of torch; the packed layers are not
+        zeros = torch.zeros(len(scales), dtype=torch.long)
+        quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        return torch.ops.quantized.linear_prepack(quantized, None if bias is None else bias.float())
+
+
+class Int8:
+    """int8 weights, activations scaled per call."""
+
+    __slots__ = ("call", "dtype", "exact", "kind", "nbytes", "packed", "reduced")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.packed = _prepack(weight, bias)
+        self.dtype = weight.dtype
+        self.kind = KINDS["int8"]
+        self.nbytes = weight.numel() + 4 * weight.shape[0]
+        self.exact = False
+        self.reduced = _levels() < 127
+        self.call = torch.ops.quantized.linear_dynamic.default
+
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.call(x.float(), self.packed, self.reduced).to(self.dtype)
+        return y if add is None else y.add_(add)
+
+
+class Int8Rows:
+    """int8 weights, activations scaled per row."""
+
+    __slots__ = ("bias", "call", "dtype", "ends", "exact", "kind", "nbytes", "packed", "reduced", "step")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.packed = _prepack(torch.cat([weight, weight.new_zeros(weight.shape[0], 2)], dim=1), None)
+        self.bias = None if bias is None else bias.float()
+        self.dtype = weight.dtype
+        self.kind = KINDS["int8_rows"]
+        self.nbytes = weight.numel() + 4 * weight.shape[0]
+        self.exact = True
+        levels = _levels()
+        self.reduced = levels < 127
+        self.step = torch.tensor([1 / levels])
+        self.ends = torch.tensor([[-levels - 1.0, float(levels)]])
+        self.call = torch.ops.quantized.linear_dynamic.default
+
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        x = x.float()
+        scale = torch.linalg.vector_norm(x, float("inf"), -1, True).mul_(self.step).clamp_(min=1e-30)
+        levels = torch.cat([x / scale, self.ends.expand(x.shape[0], -1)], dim=1)
+        y = self.call(levels, self.packed, self.reduced).mul_(scale)
+        if self.bias is not None:
+            y.add_(self.bias)
+        y = y.to(self.dtype)
+        return y if add is None else y.add_(add)
+
+
+def make(weight: torch.Tensor, bias: torch.Tensor | None, *, name: str) -> Linear:
+    """The layer for ``weight`` [outputs, inputs] in 8 bits."""
+    if ours(weight.device, weight.dtype):
+        return StreamedInt8(weight, bias, KINDS[name])
+    return (Int8Rows if name == "int8_rows" else Int8)(weight, bias)
+
+
+def pays(weight: torch.Tensor) -> bool:
+    return ours(weight.device, weight.dtype) or min(weight.shape) >= LEAST_SIDE or weight.numel() >= LEAST_WEIGHTS
+
+
+def can(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and (ours(device, dtype) or "fbgemm" in torch.backends.quantized.supported_engines)
+
+
+FORMATS = tuple(Format(name, can, "FBGEMM, which this torch lacks", partial(make, name=name), pays) for name in KINDS)

@@ -1,0 +1,70 @@
+"""A model's embedding: numbers, or rows of a layer whose weights have 4 to 8 bits."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from forerun.kernels import structs
+from forerun.models.formats.blocks import Blocked
+
+NO_LAYER = structs.Linear(*[0] * len(structs.Linear._fields))
+
+
+class Words(Protocol):
+    """Ids int64 of any shape -> [..., width] in ``dtype``."""
+
+    count: int
+    """Tokens that have an embedding."""
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    """Of memory that nothing else has a share in."""
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor: ...
+
+    def one(self, token: int) -> torch.Tensor:
+        """[1, width]"""
+
+    def fields(self) -> tuple[int, structs.Linear]:
+        """What a compiled decoder reads: the address of the numbers, or 0 and the layer."""
+
+
+class Table:
+    """Numbers [tokens, width]."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers.contiguous()
+        self.count, self.width = numbers.shape
+        self.dtype, self.device, self.nbytes = numbers.dtype, numbers.device, numbers.nbytes
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.numbers)
+
+    def one(self, token: int) -> torch.Tensor:
+        return self.numbers.narrow(0, token, 1)
+
+    def fields(self) -> tuple[int, structs.Linear]:
+        return self.numbers.data_ptr(), NO_LAYER
+
+
+class Rows:
+    """The rows of a layer, which may be the output layer too (``shared``)."""
+
+    def __init__(self, layer: Blocked, dtype: torch.dtype, *, shared: bool) -> None:
+        self.layer = layer
+        self.count, self.width, self.dtype = layer.outputs, layer.inputs, dtype
+        self.device = torch.device("cpu")
+        self.nbytes = 0 if shared else layer.nbytes
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layer.rows(ids, self.dtype).view(*ids.shape, self.width)
+
+    def one(self, token: int) -> torch.Tensor:
+        return self.layer.rows(torch.tensor([token]), self.dtype)
+
+    def fields(self) -> tuple[int, structs.Linear]:
+        return 0, self.layer.fields()

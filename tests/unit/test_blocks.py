@@ -1,0 +1,248 @@
+"""Layers in 4 to 8 bits with scales by blocks: exact weights and sums, and the same bits for any rows, on any unit."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kinds
+
+from forerun import kernels
+from forerun.core.errors import ConfigError
+from forerun.kernels import KernelError, structs
+from forerun.models.formats import ON_CPU, blocks
+from forerun.models.formats.blocks import Blocked
+from forerun.models.formats.compiled import Joined
+from forerun.models.formats.gguf_blocks import UNPACK, Blocks, join
+from forerun.models.formats.streamed import Streamed
+from gguf_files import blocks as random_blocks
+from here import where
+
+KINDS = where(blocks.can_run(), UNPACK)
+ROUNDED = where(blocks.can_run(), [kind for kind in ON_CPU if kind in UNPACK])
+FLAGS = {"haswell": "avx2", "skylake-avx512": "avx512bw", "alderlake": "avx_vnni"}
+"""Processors for which the compiler is asked, and a flag in which those that can run its code differ."""
+CALL = """
+#include "kernels.h"
+extern "C" void run(int64_t kind, const char *w, const float *x, float *y, int64_t rows, int64_t outputs,
+                    int64_t inputs) {
+  linear_quants<float>(kind, w, x, y, nullptr, nullptr, rows, outputs, inputs, outputs, 1);
+}
+"""
+
+
+def weights(kind: str, outputs: int, inputs: int, seed: int = 0) -> Blocks:
+    """As a file has them; for what the gguf package can round, with blocks of the least and of the highest levels."""
+    of = 256 if kind.endswith("_k") else 32
+    raw = random_blocks(Kinds[kind.upper()], (outputs, -(-inputs // of) * of), np.random.default_rng(seed))
+    raw = np.array(raw).reshape(outputs, -1)
+    return Blocks(kind, raw, -(-inputs // of) * of)
+
+
+def extreme(kind: str, outputs: int, inputs: int) -> Blocks:
+    """Weights whose levels are all the least or all the highest there are."""
+    found = weights(kind, outputs, inputs)
+    size, level = {"q4_0": (18, 2), "q4_1": (20, 4), "q5_0": (22, 2), "q5_1": (24, 4), "q8_0": (34, 2)}.get(
+        kind, (0, 0)
+    )
+    view = found.raw.reshape(outputs, -1, size)
+    view[0::3, :, level:], view[1::3, :, level:] = 0, 255
+    if kind == "q8_0":
+        view[0::3, :, level:], view[1::3, :, level:] = 128, 127
+    return found
+
+
+def levels_of(x: torch.Tensor) -> np.ndarray:
+    """Rows in 255 levels by blocks of 32, in float64: the step is largest / 127 in float32."""
+    parts = x.float().numpy().reshape(len(x), -1, 32)
+    step = np.abs(parts).max(-1, keepdims=True) / np.float32(127)
+    step[step <= np.float32(1e-30) / 127] = 1
+    levels = np.rint(parts * (np.float32(1) / step))
+    return (levels.astype(np.float64) * step.astype(np.float64)).reshape(len(x), -1)
+
+
+def check(layer: Blocked, values: torch.Tensor, x: torch.Tensor) -> None:
+    """Sums over blocks of exact integers differ from float64 by float32's rounding of each block and no more."""
+    rows, exact = levels_of(x), values.double().numpy()
+    wanted, terms = rows @ exact.T, np.abs(rows) @ np.abs(exact).T
+    assert (np.abs(layer(x).double().numpy() - wanted) <= 3e-7 * terms + 1e-30).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_the_file(kind):
+    found = weights(kind, 50, 512)
+    layer, wanted = Blocked(found, None), found.values()
+    assert torch.equal(layer.rows(torch.arange(50), torch.float32), wanted)
+    some = torch.tensor([[49, 0], [7, 7]])
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(layer.rows(some, dtype), wanted[some.flatten()].to(dtype))
+    for bad in (-1, 50):
+        with pytest.raises(KernelError, match="row is out of range"):
+            layer.rows(torch.tensor([bad]), torch.float32)
+    assert layer.nbytes == -(-50 // 16) * 512 // structs.QUANTS[kind][0] * structs.QUANTS[kind][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_are_of_whole_numbers(kind):
+    torch.manual_seed(0)
+    found = weights(kind, 37, 512)
+    x = torch.randn(40, 512) * torch.logspace(-6, 6, 40)[:, None]
+    x[3], x[4], x[5] = 0, x[4].sign(), -1
+    check(Blocked(found, None), found.values(), x)
+
+
+@pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]))
+def test_nothing_saturates(kind):
+    found = extreme(kind, 33, 256)
+    x = torch.ones(5, 256)
+    x[1], x[2, ::2], x[3, 1::4] = -1, -1, -1
+    check(Blocked(found, None), found.values(), x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_one_result_among_1_to_512_rows(kind, dtype):
+    torch.manual_seed(0)
+    found = weights(kind, 40, 768)
+    layer, x = Blocked(found, torch.randn(40)), torch.randn(512, 768).to(dtype)
+    wanted = torch.cat([layer(row[None]) for row in x])
+    for rows in (*range(1, 34), 48, 63, 64, 65, 100, 128, 200, 255, 256, 300, 511, 512):
+        assert torch.equal(layer(x[:rows]), wanted[:rows])
+        assert torch.equal(layer(x[512 - rows :]), wanted[512 - rows :])
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (15, 33), (17, 100), (300, 250)])
+def test_weights_of_any_shape_are_rounded(kind, outputs, inputs):
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(outputs, inputs), torch.randn(outputs), torch.randn(9, inputs)
+    layer = ON_CPU[kind].make(weight, bias)
+    wanted = x @ weight.T + bias
+    assert layer.kind == kind.upper()
+    assert (layer(x) - wanted).norm() <= {"q4": 0.12, "q5": 0.06, "q8": 0.02}[kind[:2]] * wanted.norm()
+    more = torch.randn(9, outputs)
+    assert torch.allclose(layer(x, more), layer(x) + more, atol=1e-5)
+
+
+def test_scales_of_scales_lose_less():
+    """q4_k has 4.5 bits like q4_0, and about the error of q4_1 with its 5, or less."""
+    torch.manual_seed(0)
+    for weight in (torch.randn(64, 1024), torch.randn(64, 1024) ** 3, torch.rand(64, 1024)):
+        off = {kind: (Blocks.of(weight, kind).values() - weight).norm() for kind in ("q4_0", "q4_1", "q4_k")}
+        assert off["q4_k"] < min(1.05 * off["q4_1"], 0.9 * off["q4_0"])
+    for weight in (torch.zeros(2, 256), torch.full((2, 256), 0.5), torch.full((2, 256), -3.0)):
+        assert (Blocks.of(weight, "q4_k").values() - weight).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_0", "q4_1", "q6_k", "q8_0"]))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_not_hidden(kind, bad):
+    x = torch.randn(3, 512)
+    x[1, 333] = bad
+    got = Blocked(weights(kind, 40, 512), None)(x)
+    assert not got[1].isfinite().any()
+    assert got[0::2].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_1", "q6_k"]))
+def test_threads_change_no_bit(kind):
+    layer, x, before = Blocked(weights(kind, 200, 512), None), torch.randn(70, 512), torch.get_num_threads()
+    wanted = layer(x)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(layer(x), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", where(blocks.can_run(), [torch.float32, torch.bfloat16]))
+def test_layers_of_several_forms_are_one(dtype):
+    numbers = torch.randn(24, 512).to(dtype)
+    parts = [Blocked(weights("q4_k", 40, 512), None), Streamed(numbers, torch.randn(24)),
+             Blocked(weights("q6_k", 7, 512), torch.randn(7))]  # fmt: skip
+    layer, x = Joined(parts), torch.randn(11, 512).to(dtype)
+    wanted = torch.cat([part(x) for part in parts], dim=1)
+    assert torch.equal(layer(x), wanted)
+    more = torch.randn(11, 71).to(dtype)
+    pieces = zip(parts, more.split([40, 24, 7], dim=1))
+    assert torch.equal(layer(x, more), torch.cat([part(x, piece.contiguous()) for part, piece in pieces], dim=1))
+    assert (layer.kind, layer.outputs) == ("Q4_K and streamed and Q6_K", 71)
+    with pytest.raises(ValueError, match="several"):
+        Joined(parts[:1])
+    with pytest.raises(ValueError, match="same inputs"):
+        Joined([parts[0], Streamed(torch.randn(4, 8), None)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_in_another_order_and_parts_end_to_end(kind):
+    first, second, order = weights(kind, 20, 256), weights(kind, 9, 256, 1), torch.randperm(20)
+    whole = join([first.rows(order), second])
+    assert torch.equal(whole.values(), torch.cat([first.values()[order], second.values()]))
+
+
+def test_kinds_that_only_files_bring():
+    with pytest.raises(ConfigError, match="read in q6_k, but not rounded to it"):
+        Blocks.of(torch.randn(4, 256), "q6_k")
+
+
+@pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_0"]))
+def test_layers_refuse_what_the_kernels_would_misread(kind):
+    layer = Blocked(weights(kind, 20, 64), None)
+    with pytest.raises(ValueError, match="64 inputs"):
+        layer(torch.randn(2, 63))
+    with pytest.raises(TypeError, match="float64"):
+        layer(torch.randn(2, 64).double())
+    with pytest.raises(ValueError, match="bias"):
+        Blocked(weights(kind, 20, 64), torch.randn(19))
+    with pytest.raises(ValueError, match="some"):
+        Blocked(Blocks(kind, np.zeros((0, 18), np.uint8), 32), None)
+
+
+def _units() -> list[str]:
+    """Processors whose code runs here."""
+    try:
+        flags = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
+        ).split()
+    except (OSError, StopIteration):
+        return []
+    return [unit for unit, flag in FLAGS.items() if flag in flags]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The kernels as compiled for each of them."""
+    folder = tmp_path_factory.mktemp("units")
+    (folder / "call.cpp").write_text(CALL)
+    compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
+    flags = ["-O0", "-std=c++17", "-fPIC", "-fopenmp", "-shared", "-I", str(kernels.HERE)]
+
+    def build(unit: str) -> ctypes.CDLL:
+        sources = [str(folder / "call.cpp"), str(kernels.HERE / "quants.cpp"), "-o", str(folder / f"{unit}.so")]
+        around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's
+        subprocess.run([compiler, *flags, f"-march={unit}", *sources], check=True, capture_output=True, env=around)
+        return ctypes.CDLL(str(folder / f"{unit}.so"))
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(_units(), pool.map(build, _units())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_unit_gives_the_same_bits(kind, built):
+    torch.manual_seed(0)
+    layer, x = Blocked(weights(kind, 40, 512), None), torch.randn(13, 512) * 3
+    wanted = layer(x)
+    for unit, library in built.items():
+        got, call = torch.zeros(13, 40), library.run
+        call.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3]
+        call.restype = None
+        call(structs.KINDS.index(kind), layer.tiles.data_ptr(), x.data_ptr(), got.data_ptr(), 13, 40, 512)
+        assert torch.equal(got, wanted), unit
+    assert "haswell" in built

@@ -1,0 +1,243 @@
+"""Models out of GGUF files: a Llama there and back, weights as they lie, and files that hold something else."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kinds
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from forerun import LLM, SamplingParams
+from forerun.bench.peers.gguf import write_gguf
+from forerun.bench.shapes import random_checkpoint
+from forerun.bench.weights import logits
+from forerun.core.errors import ConfigError, ForerunError, ModelError
+from forerun.models.formats import blocks
+from forerun.models.gguf import GGUFFile
+from forerun.models.gguf_model import read_config as read_keys
+from forerun.models.gguf_model import read_weights
+from forerun.models.gguf_names import checkpoint_name
+from forerun.models.kinds import BLOCKS
+from forerun.models.load import read_config, read_module
+from forerun.models.quantize import error
+from forerun.speculate.draft import drafters
+from gguf_files import write_model
+from here import where
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+MIXED = {"attn_v": Kinds.Q6_K, "ffn_down": Kinds.Q5_K, "token_embd": Kinds.Q6_K, "attn_output": Kinds.F16}
+PACKED = where(
+    blocks.can_run(),
+    [
+        ({}, 32, "Q4_1 and Q8_0"),
+        ({"blk": Kinds.Q4_0, "token": Kinds.F16}, 32, "Q4_0 and streamed bfloat16"),
+        ({"blk": Kinds.Q5_0, "token": Kinds.Q5_1}, 32, "Q5_0 and Q5_1"),
+        (MIXED | {"blk": Kinds.Q4_K}, 256, None),
+    ],
+)
+
+
+QUANTIZED = where(blocks.can_run(), [(kind, kind.upper()) for kind in BLOCKS])
+
+
+def refused(path: Path) -> str:
+    with pytest.raises((ModelError, ConfigError)) as caught:
+        LLM(str(path), invariant=False)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_llama_comes_back_as_it_went(tmp_path):
+    folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=120)
+    file = GGUFFile(write_gguf(folder, tmp_path / "model.gguf", torch.float32))
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    keys = read_keys(file)
+    config = LlamaConfig.from_dict(keys)
+    assert keys.pop("dtype") == "float32"
+    theta = keys.pop("rope_theta")
+    for name in keys.keys() - {"architectures", "bos_token_id", "eos_token_id"}:
+        assert keys[name] == getattr(wanted.config, name), name
+    assert theta == wanted.config.rope_parameters["rope_theta"]
+    weights = dict(read_weights(file, config, torch.float32))
+    for name, weight in wanted.state_dict().items():
+        if name != "lm_head.weight":  # tied
+            assert torch.equal(weights.pop(name), weight), name
+    assert weights == {}
+
+
+def test_weights_are_those_that_transformers_reads_from_the_file(tmp_path):
+    path = write_model(tmp_path / "model.gguf")
+    ours = read_module(path, read_config(path), torch.float32, attention=None)
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(ours.config)
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=shape)["tensors"]
+    for name, weight in ours.state_dict().items():
+        if name != "lm_head.weight":
+            assert torch.equal(torch.as_tensor(theirs.pop(name)).float(), weight), name
+    assert theirs == {}
+
+
+def test_a_file_is_a_whole_model(tmp_path):
+    path = write_model(tmp_path / "model.gguf", {"tokenizer.ggml.eot_token_id": 2})
+    llm = LLM(str(path))
+    tokenizer = llm.tokenizer
+    assert tokenizer.model_max_length == 128
+    text = tokenizer.apply_chat_template([{"content": "the"}], tokenize=False, add_generation_prompt=True)
+    assert text == "<|start|>the<|end|><|start|>"
+    assert llm.model.info.dtype == torch.bfloat16
+    assert llm.model.info.eos_ids == {0, 2}
+    wanted = llm.generate(["the 12"], GREEDY)[0].outputs[0].token_ids
+    assert len(wanted) == 12
+    assert LLM(str(tmp_path)).generate(["the 12"], GREEDY)[0].outputs[0].token_ids == wanted  # the folder
+
+
+@pytest.mark.parametrize(("kinds", "width", "layout"), PACKED)
+def test_packed_weights_stay_as_they_are(tmp_path, kinds, width, layout):
+    """Text, bytes held and error against the same weights dequantized; drafts change nothing."""
+    path = write_model(tmp_path / "model.gguf", kinds=kinds, width=width)
+    llm = LLM(str(path), speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    info = llm.model.info
+    assert llm.model.fused is not None
+    assert layout is None or info.path == f"native, {layout}"
+    exact = read_module(path, read_config(path), torch.float32, attention=None)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
+    drafted, plain = (llm.generate(["the 12 the 12"], params, speculate=wanted)[0] for wanted in (True, False))
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert drafted.metrics.num_draft_tokens > 0
+    ids = plain.prompt_token_ids
+    with torch.inference_mode():
+        wanted = exact(torch.tensor([ids])).logits[0]
+    off = error(wanted, logits(llm.model, [ids]))
+    assert off < 0.04
+    numbers = LLM(str(path), quantization="bfloat16")
+    assert numbers.model.info.path.startswith("native, ")
+    assert numbers.model.info.weight_bytes > 1.7 * info.weight_bytes
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa", "layerskip", "lookahead"])
+def test_drafters_of_every_sort_know_packed_targets(tmp_path, method):
+    path = write_model(tmp_path / "model.gguf", kinds={"attn_v": Kinds.Q8_0})
+    options = drafters[method].example(path, tmp_path / "head")
+    llm = LLM(str(path), speculative_config={"method": method, "num_speculative_tokens": 3, **options})
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
+        drafted, plain = (llm.generate(["the 12 the"], params, speculate=wanted)[0] for wanted in (True, False))
+        assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert drafted.metrics.draft_error is None
+        assert drafted.metrics.num_draft_tokens > 0
+        if method == "draft_model":
+            assert drafted.metrics.num_accepted_draft_tokens == drafted.metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize(("quantization", "layout"), QUANTIZED)
+def test_checkpoints_are_quantized_while_they_are_loaded(tmp_path, quantization, layout):
+    folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=120)
+    wanted, llm = LLM(str(folder), dtype="float32"), LLM(str(folder), dtype="float32", quantization=quantization)
+    assert llm.model.info.path == f"native, {layout}"
+    ids = [[*range(3, 40)]]
+    off = error(logits(wanted.model, ids), logits(llm.model, ids))
+    assert off < {"q4": 0.25, "q5": 0.12, "q8": 0.05}[quantization[:2]]
+    assert llm.engine.identity
+
+
+def test_a_dtype_as_quantization_is_that_dtype(tmp_path):
+    path = write_model(tmp_path / "model.gguf")
+    for name in ("bfloat16", "float32"):
+        llm = LLM(str(path), quantization=name)
+        assert str(llm.model.info.dtype) == f"torch.{name}"
+        assert llm.model.info.quantization is None
+        assert llm.model.info.path.endswith(name)
+    with pytest.raises(ConfigError, match="leave dtype out"):
+        LLM(str(path), quantization="bfloat16", dtype="float32")
+    drafted = LLM(str(path), speculative_config={"model": str(path), "num_speculative_tokens": 2,
+                                                 "quantization": "float32"})  # fmt: skip
+    assert drafted.engine.router.drafters["draft_model"].model.info.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("model_path", "weights"), [("hf", "auto"), ("native", "plain")])
+def test_without_kernels_weights_are_dequantized(tmp_path, model_path, weights):
+    path = write_model(tmp_path / "model.gguf")
+    exact = read_module(path, read_config(path), torch.float32, attention=None)
+    llm = LLM(str(path), model_path=model_path, weights=weights, dtype="float32")
+    assert llm.model.info.path.startswith(f"{model_path}, plain" if weights == "plain" else model_path)
+    wanted = exact.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    found = llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY)[0].outputs[0].token_ids
+    assert found == wanted[0, 3:].tolist()
+
+
+def test_types_that_are_not_served_are_named_with_those_that_are(tmp_path):
+    path = write_model(tmp_path / "model.gguf", kinds={"attn_v": Kinds.TQ2_0}, width=256)
+    said = refused(path)
+    assert "blk.0.attn_v.weight is of type TQ2_0; F32, F16, BF16, Q4_0, Q4_1, Q4_K, Q5_0" in said
+    assert "Q6_K, Q8_0 are read" in said
+
+
+def test_a_truncated_file_is_one_line(tmp_path):
+    whole = write_model(tmp_path / "model.gguf").read_bytes()
+    for length in (0, 3, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "short.gguf").write_bytes(whole[:length])
+        assert re.search("is empty|truncated or damaged|begin with GGUF", refused(tmp_path / "short.gguf"))
+    assert "no GGUF file at" in refused(tmp_path / "nowhere.gguf")
+
+
+def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
+    whole = write_model(tmp_path / "model.gguf").read_bytes()
+    header = min(tensor.start for tensor in GGUFFile(tmp_path / "model.gguf").tensors.values())
+    path, chance, outcomes = tmp_path / "damaged.gguf", random.Random(0), set()
+    for _ in range(150):
+        place = chance.randrange(header)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << chance.randrange(8)]) + whole[place + 1 :])
+        try:
+            LLM(str(path), invariant=False).generate({"prompt_token_ids": [3, 4]}, GREEDY)
+            outcomes.add("a model")
+        except ForerunError as error:
+            said = str(error).replace(str(path), "")
+            outcomes.add("a short line" if "\n" not in said and len(said) < 500 else said)
+    assert outcomes == {"a model", "a short line"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "message"),
+    [
+        ({"general.architecture": "qwen2"}, None, "architecture 'qwen2'; only 'llama'"),
+        ({"llama.block_count": None}, None, "None as llama.block_count"),
+        ({"llama.attention.head_count": [4, 4]}, None, r"\[4, 4\] as llama.attention.head_count"),
+        ({"llama.expert_count": 8}, None, "mixture of experts"),
+        ({"llama.rope.scaling.type": "yarn"}, None, "scales its rotary frequencies"),
+        ({}, {"rope_freqs.weight": (4,)}, "scales its rotary frequencies"),
+        ({"llama.rope.dimension_count": 4}, None, "heads of 8 numbers, but 4"),
+        ({"llama.attention.head_count": 32}, None, "heads of 1 numbers"),
+        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, None, "0.0 as llama.attention.layer_norm_rms_epsilon"),
+        ({"llama.attention.head_count": 2}, None, "blk.0.attn_q.weight has shape|blk.0.attn_k.weight has shape"),
+        ({}, {"blk.0.attn_q.bias": (32,)}, "a tensor blk.0.attn_q.bias, which a Llama does not have"),
+        ({"tokenizer.ggml.eot_token_id": 999}, None, "999 as tokenizer.ggml.eot_token_id"),
+        ({}, {"blk.2.attn_q.weight": (32, 32)}, "a tensor blk.2.attn_q.weight, which its metadata leave out"),
+        ({"llama.block_count": 3}, None, "lacks 9 weights, model.layers.2.self_attn.q_proj.weight among them"),
+        ({"llama.block_count": 1 << 30}, None, "num_hidden_layers is 1073741824, but there are 20 tensors"),
+        ({"llama.feed_forward_length": 1 << 31}, None, "intermediate_size must be an integer"),
+        ({"llama.feed_forward_length": 1 << 20}, None, "intermediate_size is 1048576, but there are"),
+        ({"llama.embedding_length": 64}, None, r"token_embd.weight has shape \[50, 32\].* ask for \[50, 64\]"),
+        ({"split.count": 2}, None, "one of 2 parts of a model: merge them"),
+        ({"tokenizer.ggml.model": "llama"}, None, "a tokenizer of kind 'llama'"),
+    ],
+)
+def test_what_is_not_read_is_named(tmp_path, changes, extra, message):
+    path = write_model(tmp_path / "model.gguf", changes, extra)
+    assert re.search(message, refused(path))
+
+
+def test_names_of_weights_have_one_form():
+    assert checkpoint_name("blk.11.ffn_down.weight") == "model.layers.11.mlp.down_proj.weight"
+    for name in (
+        "blk.x.ffn_down.weight",
+        "blk..ffn_down.weight",
+        "blk.1.ffn_down",
+        "ffn_down.weight",
+        "blk.1.other.weight",
+    ):
+        assert checkpoint_name(name) is None
