@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kinds
 from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.kernels import KernelError, structs
-from forerun.models.formats import ON_CPU, blocks
+from forerun.models.formats import ON_CPU, blocks, gguf_blocks
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_blocks import UNPACK, Blocks, join
@@ -76,7 +76,8 @@ def check(layer: Blocked, values: torch.Tensor, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_those_of_the_file(kind):
+def test_weights_are_those_of_the_file(kind, monkeypatch):
+    monkeypatch.setattr(gguf_blocks, "CHUNK", 1 << 14)  # two pieces
     found = weights(kind, 50, 512)
     layer, wanted = Blocked(found, None), found.values()
     assert torch.equal(layer.rows(torch.arange(50), torch.float32), wanted)

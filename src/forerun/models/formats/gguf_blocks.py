@@ -16,7 +16,7 @@ from forerun.models.formats.rounding import to_blocks
 
 OUTPUTS, INPUTS = 16, 32
 CHUNK = 1 << 22
-"""Weights that are rounded at a time."""
+"""Weights that are rounded or unpacked at a time."""
 Bytes = np.ndarray
 """Of dtype uint8."""
 
@@ -154,13 +154,22 @@ def record_bytes(kind: str, outputs: int, inputs: int) -> int:
 
 def pack(blocks: Blocks, to: Bytes) -> None:
     """Lay weights out as the kernels read them, into ``record_bytes`` bytes."""
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[blocks.kind.upper()]]
-    raw = blocks.raw
+    raw, at = blocks.raw, 0
+    step = max(1, CHUNK // blocks.inputs // OUTPUTS) * OUTPUTS
+    for first in range(0, len(raw), step):  # what is unpacked at a time stays small
+        part = raw[first : first + step]
+        size = record_bytes(blocks.kind, len(part), blocks.inputs)
+        _pack(blocks.kind, part, to[at : at + size])
+        at += size
+
+
+def _pack(kind: str, raw: Bytes, to: Bytes) -> None:
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
     if len(raw) % OUTPUTS:
         raw = np.concatenate([raw, np.zeros((-len(raw) % OUTPUTS, raw.shape[1]), np.uint8)])
-    of, bytes_ = QUANTS[blocks.kind]
+    of, bytes_ = QUANTS[kind]
     tiles, records, inner = len(raw) // OUTPUTS, raw.shape[1] // size * block // of, of // INPUTS
-    found = UNPACK[blocks.kind](raw.reshape(len(raw), -1, size))
+    found = UNPACK[kind](raw.reshape(len(raw), -1, size))
     record = to.reshape(tiles, records, bytes_)
     behind = 0
     for head in found.heads:
