@@ -15,7 +15,9 @@ from forerun import kernels
 from forerun.attention.streamed import Plan, StreamedAttention
 from forerun.core.batch import Batch, Output
 from forerun.kernels import structs
+from forerun.models.architectures.spec import SILU, Spec
 from forerun.models.formats.compiled import Compiled
+from forerun.models.layer import Layer
 from forerun.models.rotary import Rotary
 from forerun.models.streamed import Norm
 from forerun.models.words import NO_LAYER, Words
@@ -26,33 +28,24 @@ RAW = -1
 """Names, in ``Output.hidden``, the last layer's output before the final norm."""
 
 
-@dataclass(slots=True)
-class Layer:
-    """One decoder layer's weights; ``norm_token``: its attention reads [normed embedding of the token, normed input]
-    (EAGLE-3, arXiv 2503.01840)."""
-
-    qkv: Any
-    out: Any
-    gate_up: Any
-    down: Any
-    norm_attention: Any
-    norm_mlp: Any
-    norm_qk: Any = None
-    norm_token: Any = None
-    rope: bool = True
-    window: int | None = None
-
-    def linears(self) -> tuple[Any, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
-
-    def norms(self) -> tuple[Any, ...]:
-        optional = (self.norm_qk, self.norm_token)
-        return (self.norm_attention, self.norm_mlp, *(norm for norm in optional if norm is not None))
+def serves(spec: Spec) -> bool:
+    """Whether the call computes such a decoder: norms before attention and MLP, silu, one set of rotary parameters, no
+    soft caps, no experts."""
+    norms = spec.architecture.norms
+    return (
+        None not in (norms.before_attention, norms.before_mlp)
+        and norms.after_attention is norms.after_mlp is None
+        and not (norms.whole or spec.softcap or spec.logits_softcap)
+        and spec.activation == SILU
+        and len(spec.rotaries) == 1
+        and not any(layer.experts for layer in spec.layers)
+    )
 
 
 @dataclass(slots=True)
 class Decoder:
-    """What a call needs: sizes of a head, embeddings, layers, the final norm and output layer."""
+    """What a call needs: sizes of a head, embeddings, layers, the final norm and output layer, and what scores are
+    multiplied by."""
 
     heads: int
     kv_heads: int
@@ -62,6 +55,7 @@ class Decoder:
     norm: Any
     head: Any
     rotary: Rotary
+    scale: float
     mix: Any = None
     """Makes the first layer's input of [embedding of the token, given row]; None: that is the given row, or else the
     embedding."""
@@ -76,6 +70,7 @@ class Decoder:
         norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms())]
         return (
             self.words.device.type == "cpu"
+            and self.words.fields() is not None
             and kernels.has(f"decode_{kernels.dtype_name(self.words.dtype)}")
             and all(isinstance(linear, Compiled) for linear in linears)
             and all(isinstance(norm, Norm) for norm in norms)
@@ -126,13 +121,16 @@ class Fused:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder  # it keeps what the addresses below point to
         self.dtype = decoder.words.dtype
-        self.eps, self.scale = decoder.norm.eps, decoder.width**-0.5
+        self.eps, self.scale = decoder.norm.eps, decoder.scale
         kind = kernels.dtype_name(self.dtype)
         self.call, self.draft = (getattr(kernels.library(), f"{verb}_{kind}") for verb in ("decode", "draft"))
         decoder.check()
         words, self.vocab_size = decoder.words, decoder.head.outputs
         self.known, self.hidden = words.count, words.width
-        numbers, rows = words.fields()
+        fields = words.fields()
+        if fields is None:
+            raise ValueError("embeddings that the call cannot read")
+        numbers, rows = fields
         inner, attended = decoder.layers[0].down.inputs, decoder.heads * decoder.width
         model = structs.Model(
             decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner, len(decoder.layers), self.known,
@@ -142,11 +140,11 @@ class Fused:
         self.model = array("q", (*model, *decoder.head.fields(), *rows, *mix))
         self.layers = array("q")
         for layer in decoder.layers:
-            fields = structs.Layer(
+            addresses = structs.Layer(
                 _norm(layer.norm_attention), _norm(layer.norm_qk), _norm(layer.norm_mlp), _norm(layer.norm_token),
                 int(layer.rope), layer.window or 0,
             )  # fmt: skip
-            self.layers.extend(fields)
+            self.layers.extend(addresses)
             for linear in layer.linears():
                 self.layers.extend(linear.fields())
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]

@@ -127,6 +127,8 @@ def _sizes(module: PreTrainedModel, replaced: list[Linear]) -> tuple[int, int]:
 class HFModel:
     """A transformers causal LM behind the engine's protocol."""
 
+    routes = False
+
     def __init__(
         self,
         module: PreTrainedModel,

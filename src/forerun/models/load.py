@@ -18,11 +18,12 @@ from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
 from forerun.models import checkpoint, gguf_model, sanity
+from forerun.models.architectures.spec import applies
 from forerun.models.base import Model
 from forerun.models.fetch import SOURCES, fetched
 from forerun.models.hf import NAME, HFModel
 from forerun.models.kinds import FLOATS, UNQUANTIZED
-from forerun.models.native import NativeModel, applies
+from forerun.models.native import NativeModel
 
 DTYPES = {
     "float32": torch.float32,
@@ -252,7 +253,7 @@ def load_model(
 
     ``invariant`` True asks for logits whose bits do not depend on how rows are batched; None does so on CPU, unless
     only single rows keep their bits, which it warns of; False does not pad. ``model_path``
-    is ``native`` (the lean Llama-family path), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
+    is ``native`` (the lean path of ``architectures``), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
     ``plain`` or ``auto``; ``quantization`` is a form's name in ``formats``, a dtype (numbers in it, whatever the
     checkpoint holds), ``none`` or None.
     """

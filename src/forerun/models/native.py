@@ -1,4 +1,4 @@
-"""The Llama family without modules: Llama, Mistral, Qwen2, Qwen3, SmolLM and SmolLM3.
+"""Decoders that ``architectures`` describes, without modules.
 
 Same arithmetic as transformers up to rounding: query, key and value are one matrix, gate and up another; rotary
 tables are computed once; nothing in the loop is an ``nn.Module``.
@@ -6,12 +6,10 @@ tables are computed once; nothing in the loop is an ``nn.Module``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
-import torch.nn.functional as F
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from forerun.attention.base import Attention, Query
 from forerun.attention.streamed import StreamedAttention, can_attend
@@ -20,78 +18,22 @@ from forerun.core import tiles
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
-from forerun.models import activations, quantize, tiling
+from forerun.models import quantize, tiling
+from forerun.models.architectures.spec import ALL, applies, bind
 from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.formats.base import Linear, size
-from forerun.models.fused import Decoder, Fused, Layer
+from forerun.models.fused import Decoder, Fused, serves
+from forerun.models.layer import Builder, Layer
 from forerun.models.linear import choose, describe
-from forerun.models.rotary import ROPE_TYPES, Rotary
-from forerun.models.streamed import Norm, SiluTimes
+from forerun.models.parts import RMSNorm, make_gate
+from forerun.models.rotary import Rotary
+from forerun.models.streamed import Norm
 from forerun.models.weights import Maker, ModuleWeights, Weights
-
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
-
-
-def applies(config: PretrainedConfig) -> str | None:
-    """None if the native path runs such a checkpoint, otherwise the reason why it does not."""
-    kind = config.model_type
-    if kind not in FAMILIES:
-        return f"{kind} is not of the Llama family"
-    if FAMILIES[kind] not in (config.architectures or [FAMILIES[kind]]):
-        return f"{', '.join(config.architectures or [])} is not {FAMILIES[kind]}"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"activation {config.hidden_act!r}"
-    if getattr(config, "quantization_config", None) is not None:
-        return "a quantized checkpoint"
-    rope = config.rope_parameters or {}
-    if rope.get("rope_type", "default") not in ROPE_TYPES:
-        return f"rope type {rope.get('rope_type')!r}"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in rope.values()):
-        return "partial or per-layer rotary embeddings"
-    return None
-
-
-class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
-
-    __slots__ = ("dtype", "eps", "weight")
-
-    def __init__(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> None:
-        width = weight.shape[-1]
-        self.dtype = dtype
-        self.weight = weight.float() * width**0.5
-        self.eps = torch.tensor([eps * width], device=weight.device)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        half = self.dtype is not torch.float32
-        wide = x.float() if half else x
-        norm = torch.linalg.vector_norm(wide, 2, -1, True)
-        wide = (wide * torch.addcmul(self.eps, norm, norm).rsqrt_()).mul_(self.weight)
-        return wide.to(self.dtype) if half else wide
-
-
-class _SiluTimes:
-    """silu(gate) * up of rows [gate, up]."""
-
-    __slots__ = ("silu",)
-
-    def __init__(self, *, invariant: bool) -> None:
-        self.silu = activations.silu if invariant else F.silu
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return self.silu(gate).mul_(up)
 
 
 class NativeModel:
-    """A decoder of the Llama family behind the engine's protocol. Takes over the weights of ``module``, emptying it, or
-    takes ``tensors`` to ``device``; then the module says what there is."""
+    """A described decoder behind the engine's protocol. Takes over the weights of ``module``, emptying it, or takes
+    ``tensors`` to ``device``; then the module says what there is."""
 
     def __init__(
         self,
@@ -105,56 +47,77 @@ class NativeModel:
         tensors: Weights | None = None,
         device: torch.device | None = None,
     ) -> None:
-        config = module.config
-        reason = applies(config)
+        reason = applies(module.config)
         if reason is not None:
             raise ModelError(f"the native path does not run this checkpoint: {reason}; use the transformers path")
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.scale = self.width**-0.5
+        self.spec = bind(module.config)
+        self.routes = any(layer.experts for layer in self.spec.layers)
         self.dtype, self.device = module.dtype, device or module.device
         self.invariant = invariant
         self._how = choose(self.dtype, self.device, weights)
-        streamed = self._how == "streamed"
-        self._make_norm: type[RMSNorm | Norm] = Norm if streamed else RMSNorm
-        self._silu_times = SiluTimes(self.dtype) if streamed else _SiluTimes(invariant=invariant)
         form = None
         if quantization is not None:
             form = quantize.check(quantization, self.device, self.dtype, invariant=invariant)
-        tensors = tensors or ModuleWeights(module)
+        tensors = tensors or ModuleWeights(module, self.spec)
         maker = Maker(tensors, self.dtype, self.device, self._how, form)
-        self._rotary = Rotary(config, self.width, self.device, self.dtype)
-        eps = config.rms_norm_eps
+        self._rotaries = {kind: self._rotary(module, kind) for kind in self.spec.rotaries}
         with torch.inference_mode():
-            backbone: Any = module.model
-            self._layers = [self._layer(layer, index, maker, config) for index, layer in enumerate(backbone.layers)]
-            self._norm = self._make_norm(maker.numbers("model.norm.weight"), eps, self.dtype)
-            tied = "lm_head.weight" not in tensors
-            self._head = maker.linear("model.embed_tokens" if tied else "lm_head")
-            self._words = maker.words("model.embed_tokens", self._head if tied else None)
-            tensors.taken()
-        self._sizes = (self.heads, self.kv_heads, self.kv_heads)
+            self._build(maker, tensors)
         self.tiles: Tiles | None = None
         self.info = self._describe(module, name, eos_ids, quantization)
-        sizes = self.heads, self.kv_heads, self.width
-        decoder = Decoder(*sizes, self._words, self._layers, self._norm, self._head, self._rotary)
-        self.fused = Fused(decoder) if decoder.can_fuse() else None
+        self.fused = self._fuse()
         """All layers in one call, where every part has a kernel."""
-        if invariant and not (self.fused and can_attend(self.dtype, self.device, self.info.kv_shapes)):
+        if invariant and not self._exact():
             self.tiles = tiling.find(self)
+
+    def _rotary(self, module: PreTrainedModel, kind: str) -> Rotary:
+        return Rotary(module.config, self.spec.width, self.device, self.dtype, None if kind == ALL else kind)
+
+    def _build(self, maker: Maker, tensors: Weights) -> None:
+        spec, streamed = self.spec, self._how == "streamed"
+        embedding, head, norm = spec.architecture.embedding, spec.architecture.head, spec.architecture.norm
+        self._gate = make_gate(spec.activation, self.dtype, kernels=streamed, invariant=self.invariant)
+        rotary = self._rotaries[spec.rotaries[0]]  # all of them want one order
+        builder = Builder(spec, maker, rotary, self._gate, Norm if streamed else RMSNorm)
+        self._layers = [builder.layer(index) for index in range(len(spec.layers))]
+        self._norm = builder.norm(norm.checkpoint)
+        tied = f"{head.checkpoint}.weight" not in tensors
+        self._head = maker.linear((embedding if tied else head).checkpoint)
+        self._words = maker.words(embedding.checkpoint, self._head if tied else None, spec.embedding_scale)
+        tensors.taken()
+
+    def _fuse(self) -> Fused | None:
+        if not serves(self.spec):
+            return None
+        spec, rotary = self.spec, self._rotaries[self.spec.rotaries[0]]
+        decoder = Decoder(
+            spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, rotary, spec.scale
+        )
+        return Fused(decoder) if decoder.can_fuse() else None
+
+    def _exact(self) -> bool:
+        """Whether kernels compute all that has an order of additions, and torch rounds alike at every place, where it
+        does the rest."""
+        norms = [self._norm, *(norm for layer in self._layers for norm in layer.norms())]
+        return (
+            can_attend(self.dtype, self.device, self.info.kv_shapes)
+            and all(linear.exact for linear in self.linears())
+            and all(isinstance(norm, Norm) for norm in norms)
+            and (self.fused is not None or tiling.steady())
+        )
 
     def _describe(
         self, module: PreTrainedModel, name: str, eos_ids: frozenset[int], quantization: str | None
     ) -> ModelInfo:
-        layers, shape = list(self.linears()), KVShape(self.kv_heads, self.width, self.width)
+        layers, shape = list(self.linears()), KVShape(self.spec.kv_heads, self.spec.width, self.spec.width)
         held = size(layers)
+        idle = sum(layer.experts.idle_bytes for layer in self._layers if layer.experts is not None)
         return ModelInfo(
             name=name,
-            architecture=type(module).__name__,
+            architecture=self.spec.architecture.causal,
             path=f"native, {describe(layers, self.dtype)}",
             vocab_size=self._words.count,
-            hidden_size=module.config.hidden_size,
+            hidden_size=self.spec.hidden,
             num_layers=len(self._layers),
             max_len=int(module.config.max_position_embeddings),
             kv_shapes=(shape,) * len(self._layers),
@@ -162,36 +125,8 @@ class NativeModel:
             device=self.device,
             eos_ids=eos_ids,
             weight_bytes=held + self._words.nbytes,
-            token_bytes=held,
+            token_bytes=held - idle,
             quantization=quantization,
-        )
-
-    def _layer(self, module: Any, index: int, maker: Maker, config: PretrainedConfig) -> Layer:
-        attention, at, eps = module.self_attn, f"model.layers.{index}", config.rms_norm_eps
-        window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
-        norm_qk = None
-        if hasattr(attention, "q_norm"):
-            query, key = (maker.numbers(f"{at}.self_attn.{name}_norm.weight") for name in "qk")
-            stacked = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
-            norm_qk = self._make_norm(self._rotary.arrange(stacked), eps, self.dtype)
-
-        def turned(rows: torch.Tensor) -> torch.Tensor:
-            return self._rotary.arrange_rows(rows, len(rows) // self.width)
-
-        def norm(name: str) -> RMSNorm | Norm:
-            return self._make_norm(maker.numbers(f"{at}.{name}.weight"), eps, self.dtype)
-
-        projections = (f"{at}.self_attn.{name}_proj" for name in "qkv")
-        return Layer(
-            qkv=maker.linear(*projections, order=(turned, turned, None)),
-            out=maker.linear(f"{at}.self_attn.o_proj"),
-            gate_up=maker.linear(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"),
-            down=maker.linear(f"{at}.mlp.down_proj"),
-            norm_attention=norm("input_layernorm"),
-            norm_mlp=norm("post_attention_layernorm"),
-            norm_qk=norm_qk,
-            rope=bool(getattr(attention, "use_rope", True)),
-            window=window,
         )
 
     def linears(self) -> Iterable[Linear]:
@@ -217,7 +152,7 @@ class NativeModel:
         """Layer by layer; padded to a call's size where there are such."""
         cache.begin(batch)
         x = self._inputs(batch)
-        angles = self._rotary.angles(batch)
+        angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
         rows, normed = self._logit_rows(batch), len(self._layers) in batch.hidden
         hidden: dict[int, torch.Tensor] = {}
         layers = range(len(self._layers)) if batch.layers is None else batch.layers
@@ -235,7 +170,11 @@ class NativeModel:
             return Output(x.new_zeros(0, self.info.vocab_size, dtype=torch.float32), hidden)
         x = (x if normed else self._norm(x))[: batch.num_logits]
         logits = self._head(self._pad_logits(x))
-        return Output(logits[: batch.num_logits].float(), hidden)
+        return Output(self._cap(logits[: batch.num_logits].float()), hidden)
+
+    def _cap(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self.spec.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap).mul_(cap)
 
     def _inputs(self, batch: Batch) -> torch.Tensor:
         if batch.num_rows == 1 and batch.embeds is None and 0 not in batch.hidden:
@@ -263,36 +202,51 @@ class NativeModel:
         layer: Layer,
         index: int,
         x: torch.Tensor,
-        angles: torch.Tensor,
+        angles: Mapping[str, torch.Tensor],
         only: torch.Tensor | None,
         batch: Batch,
         cache: Attention,
     ) -> torch.Tensor:
         """One layer; ``only`` names the rows that go on behind its attention."""
-        qkv = layer.qkv(layer.norm_attention(x))
+        qkv = layer.qkv(x if layer.norm_attention is None else layer.norm_attention(x))
         if x.shape[0] != batch.num_rows:
             qkv = qkv[: batch.num_rows]
-        out = cache.run(Query(index, *self._heads(layer, qkv, angles), self.scale, layer.window), batch)
+        heads = self._heads(layer, qkv, angles[layer.rotary] if layer.rope else None)
+        out = cache.run(Query(index, *heads, self.spec.scale, layer.window, self.spec.softcap), batch)
         if only is not None:
             x, out = x.index_select(0, only), out.index_select(0, only)
         elif x.shape[0] != batch.num_rows:
             out = self._pad(out)
-        x = layer.out(out, x)
-        return layer.down(self._silu_times(layer.gate_up(layer.norm_mlp(x))), x)
+        x = layer.out(out, x) if layer.after_attention is None else x + layer.after_attention(layer.out(out))
+        normed = x if layer.norm_mlp is None else layer.norm_mlp(x)
+        if layer.experts is not None:
+            made = layer.experts(normed, None if self.tiles is None else self.tiles.rows)
+            return x + (made if layer.after_mlp is None else layer.after_mlp(made))
+        inner = self._gate(layer.gate_up(normed))
+        return layer.down(inner, x) if layer.after_mlp is None else x + layer.after_mlp(layer.down(inner))
 
     def _heads(
-        self, layer: Layer, qkv: torch.Tensor, angles: torch.Tensor
+        self, layer: Layer, qkv: torch.Tensor, angles: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [rows, heads, width]."""
-        sizes = self._sizes
-        heads = qkv.view(qkv.shape[0], sum(sizes), self.width)
-        turned = sizes[0] + sizes[1]
+        """Queries, keys and values [rows, heads, width]; ``angles`` None: nothing is turned."""
+        spec, rotary = self.spec, self._rotaries.get(layer.rotary)
+        heads, kv_heads, width = spec.heads, spec.kv_heads, spec.width
+        every = qkv.view(qkv.shape[0], heads + 2 * kv_heads, width)
+        turned = heads + kv_heads
+
+        def turn(side: torch.Tensor, count: int) -> torch.Tensor:
+            return side if angles is None or rotary is None else rotary.turn(side, angles, count)
+
+        if layer.norm_query is not None:
+            query, key, _ = qkv.split_with_sizes((heads * width, kv_heads * width, kv_heads * width), 1)
+            q = layer.norm_query(query).view(-1, heads, width)
+            k = layer.norm_key(key).view(-1, kv_heads, width)
+            return turn(q, heads), turn(k, kv_heads), every[:, turned:]
         if layer.norm_qk is None:
-            q, k, v = (self._rotary.turn(heads, angles, turned) if layer.rope else heads).split_with_sizes(sizes, 1)
+            q, k, v = turn(every, turned).split_with_sizes((heads, kv_heads, kv_heads), 1)
             return q, k, v
-        qk, v = heads.split_with_sizes((turned, sizes[2]), 1)
-        qk = layer.norm_qk(qk)
-        q, k = (self._rotary.turn(qk, angles, turned) if layer.rope else qk).split_with_sizes(sizes[:2], 1)
+        qk, v = every.split_with_sizes((turned, kv_heads), 1)
+        q, k = turn(layer.norm_qk(qk), turned).split_with_sizes((heads, kv_heads), 1)
         return q, k, v
 
     @inference
@@ -301,17 +255,16 @@ class NativeModel:
 
     @inference
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden.to(self.dtype)).float()
+        return self._cap(self._head(hidden.to(self.dtype)).float())
 
     def signature(self) -> str:
-        sizes = self.heads, self.kv_heads, self.width, self.info.hidden_size, self.info.vocab_size
         parts = {(linear.kind, linear.nbytes) for linear in self.linears()}
-        return repr((self.info.architecture, self.info.path, self.dtype, self.device.type, sizes, sorted(parts)))
+        return repr((self.spec, self.info.vocab_size, self.info.path, self.dtype, self.device.type, sorted(parts)))
 
     def kinds(self) -> list[tuple[int, ...] | None]:
         """Layers that stand for all: one for each choice of shapes, formats and parts."""
         found: dict[str, int] = {}
         for index, layer in enumerate(self._layers):
             parts = [(linear.kind, linear.nbytes) for linear in layer.linears()]
-            found.setdefault(repr((parts, layer.norm_qk is None, layer.rope, layer.window)), index)
+            found.setdefault(repr((parts, layer.norm_qk is None, layer.rope, layer.window, layer.rotary)), index)
         return [(index,) for index in found.values()]

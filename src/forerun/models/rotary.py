@@ -19,22 +19,28 @@ GROWTH = 2048
 class Rotary:
     """Turns queries and keys by their position: one complex product, for which the pairs of a head lie side by side.
 
-    The rows of the projections are arranged for that; attention does not notice, as queries and keys agree.
+    The rows of the projections are arranged for that; attention does not notice, as queries and keys agree. Where only
+    the first numbers of a head are turned, the angles of the others are 0. ``kind``: of a config that has parameters by
+    types of layers, the type.
     """
 
-    def __init__(self, config: PretrainedConfig, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: PretrainedConfig, width: int, device: torch.device, dtype: torch.dtype, kind: str | None = None
+    ) -> None:
         self.width = width
         self.dtype = dtype
         name = f"turn_{kernels.dtype_name(dtype)}"
         self._kernel = getattr(kernels.library(), name) if device.type == "cpu" and kernels.has(name) else None
         self.device = device
-        self.frequencies, self.factor = _frequencies(config, width)
+        frequencies, self.factor = _frequencies(config, width, kind)
+        self.pairs = len(frequencies)
+        self.frequencies = torch.cat([frequencies, frequencies.new_zeros(width // 2 - self.pairs)])
         self._table = torch.empty(0)
 
     def arrange(self, heads: torch.Tensor) -> torch.Tensor:
         """The last dimension, one head, in the order that ``turn`` expects."""
-        half = self.width // 2
-        return torch.stack([heads[..., :half], heads[..., half:]], dim=-1).flatten(-2)
+        first, second, others = heads.split_with_sizes((self.pairs, self.pairs, self.width - 2 * self.pairs), -1)
+        return torch.cat([torch.stack([first, second], dim=-1).flatten(-2), others], dim=-1)
 
     def arrange_rows(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """Rows of a joint qkv matrix (or its bias) with each of the first ``count`` heads in that order."""
@@ -78,11 +84,14 @@ class Rotary:
         return wide.to(heads.dtype)
 
 
-def _frequencies(config: PretrainedConfig, width: int) -> tuple[torch.Tensor, float]:
-    """One frequency per pair, float32, and the factor on cosines and sines."""
+def _frequencies(config: PretrainedConfig, width: int, kind: str | None) -> tuple[torch.Tensor, float]:
+    """One frequency per pair that is turned, float32, and the factor on cosines and sines."""
     rope: dict[str, Any] = dict(config.rope_parameters or {})
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
+    rope = rope if kind is None else rope[kind]
+    how = rope.get("rope_type", "default")
+    if how == "default":
+        width = int(width * rope.get("partial_rotary_factor", 1.0))
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    given = {} if kind is None else {"layer_type": kind}
+    frequencies, factor = ROPE_INIT_FUNCTIONS[how](config, torch.device("cpu"), **given)
     return frequencies.float(), factor

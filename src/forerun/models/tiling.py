@@ -41,6 +41,8 @@ class Torch(Protocol):
 
     info: ModelInfo
     tiles: Tiles | None
+    routes: bool
+    """Whether layers send each row by itself to experts, in calls of those sizes."""
 
     def feed(self, batch: Batch, cache: Attention) -> Output:
         """One forward of as many rows as ``tiles`` allow, padded to the size that fits."""
@@ -54,10 +56,16 @@ class Torch(Protocol):
 
 def find(model: Torch) -> Tiles:
     """The row counts to use at the present number of threads. Those of a model whose work depends on the values in its
-    rows (mixtures of experts) are (1,): each row alone."""
+    rows (mixtures of experts of transformers') are (1,): each row alone."""
     rows = tiles.remembered(f"rows {model.signature()}", lambda: _compare(model, head=False))
     logits = tiles.remembered(f"logits {model.signature()}", lambda: _compare(model, head=True))
     return Tiles(tiles.pick(rows), tiles.pick(logits), torch.get_num_threads())
+
+
+def steady() -> bool:
+    """Whether the functions that activations are made of round alike at every place here."""
+    every = list(tiles.SIZES)
+    return tiles.remembered("functions", lambda: [every if activations.steady() else [1]]) == [every]
 
 
 class Echo(Attention):
@@ -159,7 +167,7 @@ def _results(output: Output) -> torch.Tensor:
 
 @torch.inference_mode()
 def _compare(model: Torch, *, head: bool) -> tiles.Groups:
-    groups = tiles.remembered("functions", lambda: [list(tiles.SIZES) if activations.steady() else [1]])
+    groups: tiles.Groups = [list(tiles.SIZES) if steady() else [1]]
     for layers in model.kinds()[:1] if head else model.kinds():
         if _by_content(model, layers):
             return [[1]]
@@ -190,7 +198,8 @@ def _affordable(model: Torch, layers: tuple[int, ...] | None, *, head: bool) -> 
 
 
 def _by_content(model: Torch, layers: tuple[int, ...] | None) -> bool:
-    """Whether what a layer does depends on the values in its rows, or on where each lies."""
+    """Whether what a layer does to a row depends on the values in others, or on where each lies. A model that
+    ``routes`` calls its experts as its rows choose; the first row's results must be the same all the same."""
     size = ROWS
     generator = torch.Generator().manual_seed(0)
     calls, firsts = [], []
@@ -202,5 +211,7 @@ def _by_content(model: Torch, layers: tuple[int, ...] | None) -> bool:
             output = model.feed(_batch(model, [0, *others], layers, head=False), Echo())
         calls.append(products.calls)
         firsts.append(_results(output)[0])
-    named = any(call.split(" ", 1)[0] in UNFIXED for call in calls[0])
-    return named or any(other != calls[0] for other in calls) or not all(torch.equal(firsts[0], row) for row in firsts)
+    refused = activations.UNSTEADY if model.routes else UNFIXED
+    named = any(call.split(" ", 1)[0] in refused for call in calls[0])
+    other = not model.routes and any(other != calls[0] for other in calls)
+    return named or other or not all(torch.equal(firsts[0], row) for row in firsts)

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from forerun.models.architectures.spec import Spec
 from forerun.models.formats import blocks
 from forerun.models.formats.base import Format, Linear
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_blocks import Blocks, join
 from forerun.models.linear import make_linear
-from forerun.models.words import Rows, Table, Words
+from forerun.models.words import Rows, Scaled, Table, Words
 
 Order = Callable[[torch.Tensor], torch.Tensor] | None
 """Brings rows of a weight, or numbers of a bias, into another order."""
@@ -36,11 +37,24 @@ class Weights(Protocol):
 
 
 class ModuleWeights:
-    """Those of a module, which is emptied when they are taken."""
+    """Those of a module of transformers', which is emptied when they are taken; ``spec`` says how a checkpoint calls
+    the experts that a module stacks."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, spec: Spec) -> None:
         self.module = module
-        self.found = dict(module.named_parameters(remove_duplicate=False))
+        self.found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        for index, layer in enumerate(spec.layers):
+            if layer.experts:
+                self._unstack(f"{spec.architecture.layers.checkpoint}.{index}.", spec.architecture.experts)
+
+    def _unstack(self, layer: str, names: Any) -> None:
+        found = self.found
+        gate_up, down = (found.pop(f"{layer}mlp.experts.{part}") for part in ("gate_up_proj", "down_proj"))
+        found[f"{layer}{names.router.checkpoint}.weight"] = found.pop(f"{layer}mlp.gate.weight")
+        for expert, (both, last) in enumerate(zip(gate_up.detach(), down.detach())):
+            parts = (*both.chunk(2), last)
+            for name, part in zip((*names.gate_up, names.down), parts):
+                found[f"{layer}{name.checkpoint.format(expert)}.weight"] = part
 
     def __contains__(self, name: str) -> bool:
         return name in self.found
@@ -52,6 +66,7 @@ class ModuleWeights:
         return None
 
     def taken(self) -> None:
+        self.found.clear()
         for parameter in self.module.parameters():
             parameter.data = parameter.data.new_empty(0)
 
@@ -92,6 +107,10 @@ class Maker:
                 made.append(Blocked(join([item for i in places if (item := found[i]) is not None]), bias))
         return made[0] if len(made) == 1 else Joined(made)
 
+    def router(self, part: str) -> Linear:
+        """A layer that is small and chooses: never quantized."""
+        return make_linear(self.numbers(f"{part}.weight").to(self.dtype), None, self.how)
+
     def _make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         if self.quantized is not None and self.quantized.pays(weight):
             return self.quantized.make(weight, bias)
@@ -122,10 +141,13 @@ class Maker:
         ]
         return torch.cat(found)
 
-    def words(self, name: str, head: Linear | None = None) -> Words:
-        """The embedding; ``head`` is the output layer where that has the same weights."""
+    def words(self, name: str, head: Linear | None = None, scale: float = 1.0) -> Words:
+        """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
         found = self.weights.blocks(f"{name}.weight") if self.keeps_blocks else None
+        words: Words
         if found is None:
-            return Table(self.numbers(f"{name}.weight").to(self.dtype).clone())
-        shared = isinstance(head, Blocked)
-        return Rows(head if isinstance(head, Blocked) else Blocked(found, None), self.dtype, shared=shared)
+            words = Table(self.numbers(f"{name}.weight").to(self.dtype).clone())
+        else:
+            shared = isinstance(head, Blocked)
+            words = Rows(head if isinstance(head, Blocked) else Blocked(found, None), self.dtype, shared=shared)
+        return words if scale == 1.0 else Scaled(words, scale)

@@ -29,8 +29,8 @@ class Words(Protocol):
     def one(self, token: int) -> torch.Tensor:
         """[1, width]"""
 
-    def fields(self) -> tuple[int, structs.Linear]:
-        """What a compiled decoder reads: the address of the numbers, or 0 and the layer."""
+    def fields(self) -> tuple[int, structs.Linear] | None:
+        """What a compiled decoder reads: the address of the numbers, or 0 and the layer; None: it cannot."""
 
 
 class Table:
@@ -68,3 +68,22 @@ class Rows:
 
     def fields(self) -> tuple[int, structs.Linear]:
         return 0, self.layer.fields()
+
+
+class Scaled:
+    """Another embedding times ``scale``, which is rounded to its dtype first."""
+
+    def __init__(self, words: Words, scale: float) -> None:
+        self.words = words
+        self.count, self.width = words.count, words.width
+        self.dtype, self.device, self.nbytes = words.dtype, words.device, words.nbytes
+        self.scale = torch.tensor(scale, dtype=words.dtype, device=words.device)
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids) * self.scale
+
+    def one(self, token: int) -> torch.Tensor:
+        return self.words.one(token) * self.scale
+
+    def fields(self) -> None:
+        return None

@@ -17,9 +17,9 @@ from forerun.bench.methods import method_configs, runnable
 from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
+from forerun.models.architectures.spec import applies
 from forerun.models.kinds import UNQUANTIZED
 from forerun.models.load import load_model, read_config, resolve
-from forerun.models.native import applies
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters

@@ -30,8 +30,9 @@ from forerun.core.tree import Draft
 from forerun.models import streamed
 from forerun.models.base import Model
 from forerun.models.formats import ON_CPU, int8
-from forerun.models.fused import RAW, Decoder, Fused, Layer
+from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.kinds import UNQUANTIZED
+from forerun.models.layer import Layer
 from forerun.models.linear import make_linear
 from forerun.models.native import NativeModel
 from forerun.models.rotary import Rotary
@@ -213,7 +214,7 @@ class EagleHead(Head):
         head = whole.head if self.lm_head is None else linear(self.lm_head)
         mix = None if self.mix is None else linear(self.mix)
         sizes = self.heads, self.kv_heads, self.width
-        decoder = Decoder(*sizes, whole.words, [layer], norm(self.norm), head, rotary, mix)
+        decoder = Decoder(*sizes, whole.words, [layer], norm(self.norm), head, rotary, self.width**-0.5, mix)
         shape = KVShape(self.kv_heads, self.width, self.width)
         return Fused(decoder) if decoder.can_fuse() and can_attend(target.dtype, target.device, (shape,)) else None
 

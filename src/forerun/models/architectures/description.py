@@ -1,0 +1,116 @@
+"""What a decoder's architecture is made of, as data; everything that runs or loads a model derives from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a tensor is called in a checkpoint's safetensors files and in GGUF files, without ``.weight`` or ``.bias``;
+    in a layer, behind the layer's own name. ``{}`` in the first is an expert's number: GGUF stacks experts."""
+
+    checkpoint: str
+    gguf: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norms:
+    """A layer's RMS norms; None: there is none at that place."""
+
+    before_attention: Name | None = Name("input_layernorm", "attn_norm")
+    after_attention: Name | None = None
+    """Of what attention adds to the residual."""
+    before_mlp: Name | None = Name("post_attention_layernorm", "ffn_norm")
+    after_mlp: Name | None = None
+    query: Name | None = None
+    key: Name | None = None
+    whole: bool = False
+    """Query and key are normed over all heads together, not head by head."""
+    plus: float = 0.0
+    """Added to the weights that a checkpoint has; in GGUF files it is in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """``scale`` and ``softcap`` name config keys."""
+
+    qkv: tuple[Name, ...] = (
+        Name("self_attn.q_proj", "attn_q"), Name("self_attn.k_proj", "attn_k"), Name("self_attn.v_proj", "attn_v")
+    )  # fmt: skip
+    """Three projections, or one that holds them end to end."""
+    out: Name = Name("self_attn.o_proj", "attn_output")
+    scale: str | None = None
+    """Scores are multiplied by its power of -1/2; None: by that of a head's width."""
+    softcap: str | None = None
+    window: Literal["none", "every", "typed"] = "none"
+    """``sliding_window`` holds in no layer, in every one, or in those that ``layer_types`` calls sliding."""
+    rotary: Literal["every", "listed", "typed"] = "every"
+    """Every layer turns queries and keys; those that ``no_rope_layers`` has a 1 for; or every one with the rotary
+    parameters of its type in ``layer_types``."""
+    partial: bool = False
+    """``partial_rotary_factor`` of a head may be turned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """down(activation(gate) * up)."""
+
+    gate_up: tuple[Name, ...] = (Name("mlp.gate_proj", "ffn_gate"), Name("mlp.up_proj", "ffn_up"))
+    """Two projections, or one that holds them end to end."""
+    down: Name = Name("mlp.down_proj", "ffn_down")
+    activation: str = "hidden_act"
+    """The config key that names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Instead of the MLP: those experts whose router scores are highest, added up with weights that are the softmax of
+    all scores. The last three fields name config keys."""
+
+    router: Name
+    gate_up: tuple[Name, Name]
+    down: Name
+    count: str
+    chosen: str = "num_experts_per_tok"
+    normalised: str | None = None
+    """Whether the chosen experts' weights are divided by their sum; None: always."""
+    placed: Literal["every", "stepped"] = "every"
+    """In every layer, or in those of ``decoder_sparse_step`` that are not in ``mlp_only_layers``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One kind of decoder."""
+
+    model_type: str
+    """In ``config.json``."""
+    causal: str
+    """transformers' class with the output layer."""
+    gguf: str
+    """``general.architecture`` in GGUF files."""
+    interleaved: bool = False
+    """GGUF files have the rows of queries and keys with rotated pairs side by side, not half a head apart."""
+    embedding: Name = Name("model.embed_tokens", "token_embd")
+    norm: Name = Name("model.norm", "output_norm")
+    head: Name = Name("lm_head", "output")
+    """Where a model has none, the embedding is the output layer."""
+    layers: Name = Name("model.layers", "blk")
+    embedding_scale: Literal["one", "root"] = "one"
+    """Embeddings are multiplied by the square root of the hidden size."""
+    logits_softcap: str | None = None
+    """A config key."""
+    norms: Norms = Norms()
+    attention: Attention = Attention()
+    mlp: Mlp = Mlp()
+    experts: Experts | None = None
+
+    def names(self) -> Iterator[Name]:
+        """Of every tensor of a layer."""
+        for part in (self.norms, self.attention, self.mlp, self.experts):
+            for field in fields(part) if part is not None else ():
+                value = getattr(part, field.name)
+                found = value if isinstance(value, tuple) else (value,)
+                yield from (name for name in found if isinstance(name, Name))

@@ -1,0 +1,139 @@
+"""An architecture at a checkpoint's sizes: what its config says, read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.models.architectures.description import Architecture
+from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.rotary import ROPE_TYPES
+
+SILU, GELU_TANH = "silu", "gelu_tanh"
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+"""By their names in configs."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+ALL = "all layers"
+"""Names the rotary parameters of a model that has one set."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    window: int | None
+    """Positions that a row sees, its own among them."""
+    rotary: str | None
+    """Which rotary parameters; None: nothing is turned."""
+    experts: int
+    """0: an MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    architecture: Architecture
+    hidden: int
+    heads: int
+    kv_heads: int
+    width: int
+    """Of a head."""
+    eps: float
+    scale: float
+    softcap: float | None
+    logits_softcap: float | None
+    embedding_scale: float
+    activation: str
+    chosen: int
+    """Experts per row."""
+    normalised: bool
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def rotaries(self) -> tuple[str, ...]:
+        """The sets of rotary parameters in use."""
+        return tuple(sorted({layer.rotary for layer in self.layers if layer.rotary is not None})) or (ALL,)
+
+
+def applies(config: Any) -> str | None:
+    """None if the description of an architecture covers such a checkpoint, otherwise the reason why none does."""
+    kind = config.model_type
+    found = ARCHITECTURES.get(kind)
+    if found is None:
+        return f"{kind} is not among the described architectures ({', '.join(ARCHITECTURES)})"
+    if found.causal not in (config.architectures or [found.causal]):
+        return f"{', '.join(config.architectures or [])} is not {found.causal}"
+    activation = getattr(config, found.mlp.activation)
+    if activation not in ACTIVATIONS:
+        return f"activation {activation!r}"
+    if getattr(config, "quantization_config", None) is not None:
+        return "a quantized checkpoint"
+    if getattr(config, "use_bidirectional_attention", None):
+        return "attention to later tokens"
+    types = set(getattr(config, "layer_types", None) or ()) - {SLIDING, FULL}
+    if found.attention.window == "typed" and types:
+        return f"layers of type {types.pop()!r}"
+    return _rope_applies(found, config)
+
+
+def _rope_applies(architecture: Architecture, config: Any) -> str | None:
+    given = config.rope_parameters or {}
+    sets = list(given.values()) if architecture.attention.rotary == "typed" else [given]
+    for rope in sets:
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            return "rotary parameters by layer where there should be one set, or one where they should be by layer"
+        if rope.get("rope_type", "default") not in ROPE_TYPES:
+            return f"rope type {rope.get('rope_type')!r}"
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not architecture.attention.partial:
+            return "partial rotary embeddings"
+    return None
+
+
+def bind(config: Any) -> Spec:
+    """The spec of a checkpoint that ``applies``."""
+    found = ARCHITECTURES[config.model_type]
+    attention, experts = found.attention, found.experts
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    normalised = experts is not None and (experts.normalised is None or bool(getattr(config, experts.normalised)))
+    return Spec(
+        architecture=found,
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=config.num_key_value_heads,
+        width=width,
+        eps=config.rms_norm_eps,
+        scale=(width if attention.scale is None else getattr(config, attention.scale)) ** -0.5,
+        softcap=_optional(config, attention.softcap),
+        logits_softcap=_optional(config, found.logits_softcap),
+        embedding_scale=config.hidden_size**0.5 if found.embedding_scale == "root" else 1.0,
+        activation=ACTIVATIONS[getattr(config, found.mlp.activation)],
+        chosen=getattr(config, experts.chosen) if experts is not None else 0,
+        normalised=normalised,
+        layers=tuple(_layer(found, config, index) for index in range(config.num_hidden_layers)),
+    )
+
+
+def _optional(config: Any, key: str | None) -> float | None:
+    return getattr(config, key, None) if key is not None else None
+
+
+def _layer(architecture: Architecture, config: Any, index: int) -> LayerSpec:
+    attention, kind = architecture.attention, None
+    if "typed" in (attention.window, attention.rotary):
+        kind = config.layer_types[index]
+    window = None
+    if attention.window == "every" or (kind == SLIDING and getattr(config, "use_sliding_window", True)):
+        window = getattr(config, "sliding_window", None)
+    rotary = kind if attention.rotary == "typed" else ALL
+    if attention.rotary == "listed" and not config.no_rope_layers[index]:
+        rotary = None
+    return LayerSpec(window, rotary, _experts(architecture, config, index))
+
+
+def _experts(architecture: Architecture, config: Any, index: int) -> int:
+    experts = architecture.experts
+    if experts is None:
+        return 0
+    count = int(getattr(config, experts.count))
+    if experts.placed == "stepped":
+        dense = index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step
+        return 0 if dense else count
+    return count

@@ -1,0 +1,89 @@
+"""Mixtures of experts in which a row's bits do not depend on the rows beside it.
+
+Every row is scored by itself and sent to its own experts. An expert takes the rows that chose it in one call, and their
+bits do not depend on how many they are: the kernels' never do, and where torch computes, calls have the sizes that
+``core/tiles.py`` finds to agree. A row's results are added up in the order of the experts' numbers, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from forerun.core import tiles
+from forerun.models.base import pad_rows
+from forerun.models.formats.base import Linear, size
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    gate_up: Linear
+    down: Linear
+
+
+class Experts:
+    """Router and experts of a layer; ``chosen`` experts per row, whose weights add up to 1 if ``normalised``."""
+
+    def __init__(
+        self,
+        router: Linear,
+        experts: Seq[Expert],
+        gate: Callable[[torch.Tensor], torch.Tensor],
+        chosen: int,
+        *,
+        normalised: bool,
+    ) -> None:
+        self.router = router
+        self.experts = tuple(experts)
+        self.gate = gate
+        self.chosen = chosen
+        self.normalised = normalised
+
+    def linears(self) -> Iterator[Linear]:
+        yield self.router
+        for expert in self.experts:
+            yield from (expert.gate_up, expert.down)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Of the experts that a row does not read."""
+        held = sum(size((expert.gate_up, expert.down)) for expert in self.experts)
+        return held * (len(self.experts) - self.chosen) // len(self.experts)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which experts each row goes to, the highest first, and their weights in float32: [rows, chosen] both."""
+        scores, order = self.router(x).float().sort(dim=-1, descending=True, stable=True)
+        shares = torch.exp(scores - scores[:, :1])
+        taken = shares[:, : self.chosen]
+        summed = taken if self.normalised else shares
+        return order[:, : self.chosen], taken / summed.cumsum(-1)[:, -1:]  # cumsum adds one by one
+
+    def __call__(self, x: torch.Tensor, sizes: Seq[int] | None = None) -> torch.Tensor:
+        """What the experts make of rows [rows, width], in their dtype; ``sizes``: the row counts of calls."""
+        chosen, weights = self.route(x)
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(len(self.experts), dtype=torch.long, device=x.device)
+        counts.index_add_(0, flat, torch.ones_like(flat))
+        rows, weights = order // self.chosen, weights.flatten()[order]
+        total = torch.zeros(x.shape, device=x.device)
+        first = 0
+        for expert, count in zip(self.experts, counts.tolist()):
+            if count:
+                here, end = rows[first : first + count], first + count
+                made = self._run(expert, x.index_select(0, here), sizes).float()
+                total.index_add_(0, here, made.mul_(weights[first:end, None]))
+                first = end
+        return total.to(x.dtype)
+
+    def _run(self, expert: Expert, x: torch.Tensor, sizes: Seq[int] | None) -> torch.Tensor:
+        if sizes is None:
+            return expert.down(self.gate(expert.gate_up(x)))
+        parts = []
+        for first, end, count in tiles.cut(len(x), sizes):
+            rows = pad_rows(x[first:end], count)
+            parts.append(expert.down(self.gate(expert.gate_up(rows)))[: end - first])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,156 @@
+"""One decoder layer's parts, and how they are made as an architecture's description says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forerun.models.architectures.description import Name
+from forerun.models.architectures.spec import ALL, Spec
+from forerun.models.experts import Expert, Experts
+from forerun.models.formats.base import Linear
+from forerun.models.parts import RMSNorm
+from forerun.models.rotary import Rotary
+from forerun.models.streamed import Norm
+from forerun.models.weights import Maker
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer's weights; None: there is no such part. ``norm_token``: its attention reads [normed embedding
+    of the token, normed input] (EAGLE-3, arXiv 2503.01840)."""
+
+    qkv: Any
+    out: Any
+    gate_up: Any
+    down: Any
+    norm_attention: Any
+    norm_mlp: Any
+    norm_qk: Any = None
+    """Of every head of queries and keys."""
+    norm_token: Any = None
+    rope: bool = True
+    window: int | None = None
+    norm_query: Any = None
+    """Of all heads of queries together, as ``norm_key`` of keys."""
+    norm_key: Any = None
+    after_attention: Any = None
+    """A norm of what attention adds, as ``after_mlp``."""
+    after_mlp: Any = None
+    experts: Experts | None = None
+    """In place of ``gate_up`` and ``down``."""
+    rotary: str = ALL
+    """Which of the model's tables."""
+
+    def linears(self) -> Iterator[Any]:
+        yield from (self.qkv, self.out)
+        yield from (self.gate_up, self.down) if self.experts is None else self.experts.linears()
+
+    def norms(self) -> tuple[Any, ...]:
+        found = (
+            self.norm_attention, self.norm_mlp, self.norm_qk, self.norm_token, self.norm_query, self.norm_key,
+            self.after_attention, self.after_mlp,
+        )  # fmt: skip
+        return tuple(norm for norm in found if norm is not None)
+
+
+class Builder:
+    """Makes layers and norms; ``gate`` is what experts have between their layers."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        maker: Maker,
+        rotary: Rotary,
+        gate: Callable[[torch.Tensor], torch.Tensor],
+        norm: type[RMSNorm | Norm],
+    ) -> None:
+        self.spec = spec
+        self.maker = maker
+        self.rotary = rotary
+        self.gate = gate
+        self.make_norm = norm
+
+    def norm(self, name: str) -> RMSNorm | Norm:
+        return self._norm(self._numbers(name))
+
+    def _norm(self, weight: torch.Tensor) -> RMSNorm | Norm:
+        return self.make_norm(weight, self.spec.eps, self.maker.dtype)
+
+    def _numbers(self, name: str) -> torch.Tensor:
+        found, plus = self.maker.numbers(f"{name}.weight"), self.spec.architecture.norms.plus
+        return found.float() + plus if plus else found
+
+    def layer(self, index: int) -> Layer:
+        architecture, spec = self.spec.architecture, self.spec.layers[index]
+        prefix = f"{architecture.layers.checkpoint}.{index}"
+        norms, attention = architecture.norms, architecture.attention
+
+        def at(name: Name) -> str:
+            return f"{prefix}.{name.checkpoint}"
+
+        def norm(name: Name | None) -> RMSNorm | Norm | None:
+            return None if name is None else self.norm(at(name))
+
+        def linear(*names: Name) -> Linear:
+            return self.maker.linear(*map(at, names))
+
+        dense = not spec.experts
+        layer = Layer(
+            qkv=self.maker.linear(*map(at, attention.qkv), order=self._turned(len(attention.qkv))),
+            out=linear(attention.out),
+            gate_up=linear(*architecture.mlp.gate_up) if dense else None,
+            down=linear(architecture.mlp.down) if dense else None,
+            norm_attention=norm(norms.before_attention),
+            norm_mlp=norm(norms.before_mlp),
+            rope=spec.rotary is not None,
+            window=spec.window,
+            after_attention=norm(norms.after_attention),
+            after_mlp=norm(norms.after_mlp),
+            experts=None if dense else self._experts(prefix, spec.experts),
+            rotary=spec.rotary or ALL,
+        )
+        if norms.query is not None and norms.key is not None:
+            self._norm_heads(layer, self._numbers(at(norms.query)), self._numbers(at(norms.key)))
+        return layer
+
+    def _turned(self, count: int) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
+        """Orders for the rows of queries and keys, which ``rotary`` turns."""
+        width, both = self.spec.width, self.spec.heads + self.spec.kv_heads
+
+        def alone(rows: torch.Tensor) -> torch.Tensor:
+            return self.rotary.arrange_rows(rows, len(rows) // width)
+
+        def joint(rows: torch.Tensor) -> torch.Tensor:
+            return self.rotary.arrange_rows(rows, both)
+
+        return (joint,) if count == 1 else (alone, alone, None)
+
+    def _norm_heads(self, layer: Layer, query: torch.Tensor, key: torch.Tensor) -> None:
+        heads, kv_heads = self.spec.heads, self.spec.kv_heads
+        if self.spec.architecture.norms.whole:
+            turned = (self.rotary.arrange(weight.view(-1, self.spec.width)).flatten() for weight in (query, key))
+            layer.norm_query, layer.norm_key = map(self._norm, turned)
+        else:
+            stacked = torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)])
+            layer.norm_qk = self._norm(self.rotary.arrange(stacked))
+
+    def _experts(self, prefix: str, count: int) -> Experts:
+        names = self.spec.architecture.experts
+        assert names is not None
+        router = self.maker.router(f"{prefix}.{names.router.checkpoint}")
+
+        def at(name: Name, expert: int) -> str:
+            return f"{prefix}.{name.checkpoint.format(expert)}"
+
+        experts = [
+            Expert(
+                self.maker.linear(*(at(name, expert) for name in names.gate_up)),
+                self.maker.linear(at(names.down, expert)),
+            )
+            for expert in range(count)
+        ]
+        return Experts(router, experts, self.gate, self.spec.chosen, normalised=self.spec.normalised)

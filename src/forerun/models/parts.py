@@ -1,0 +1,57 @@
+"""Norms and gates that torch computes; those on kernels of our own are in ``streamed.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from forerun.models import activations
+from forerun.models.architectures.spec import GELU_TANH, SILU
+from forerun.models.streamed import SiluTimes
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+FAST: dict[str, Function] = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
+STEADY: dict[str, Function] = {SILU: activations.silu, GELU_TANH: activations.gelu_tanh}
+"""Those that round alike wherever a number lies."""
+
+
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
+
+    __slots__ = ("dtype", "eps", "weight")
+
+    def __init__(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> None:
+        width = weight.shape[-1]
+        self.dtype = dtype
+        self.weight = weight.float() * width**0.5
+        self.eps = torch.tensor([eps * width], device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.dtype is not torch.float32
+        wide = x.float() if half else x
+        norm = torch.linalg.vector_norm(wide, 2, -1, True)
+        wide = (wide * torch.addcmul(self.eps, norm, norm).rsqrt_()).mul_(self.weight)
+        return wide.to(self.dtype) if half else wide
+
+
+class Gate:
+    """activation(gate) * up of rows [gate, up]."""
+
+    __slots__ = ("activation",)
+
+    def __init__(self, activation: Function) -> None:
+        self.activation = activation
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.activation(gate).mul_(up)
+
+
+def make_gate(activation: str, dtype: torch.dtype, *, kernels: bool, invariant: bool) -> Gate | SiluTimes:
+    """Under its name in ``spec.py``; on a kernel where that is wished and there is one."""
+    if kernels and activation == SILU:
+        return SiluTimes(dtype)
+    return Gate((STEADY if invariant else FAST)[activation])
