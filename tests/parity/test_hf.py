@@ -161,7 +161,7 @@ def test_half_precision(checkpoint, name, dtype):
 def test_identity_is_promised_where_bits_do_not_depend_on_the_batch(checkpoint):
     """A mixture of experts groups its rows by expert, so that a row's bits change with its neighbours."""
     with pytest.warns(RuntimeWarning, match="invariant mode is off"):
-        model = load_model(checkpoint("mixtral"), invariant=None)
+        model = load_model(checkpoint("mixtral"), invariant=None, model_path="hf")
     assert not Engine(model, None, EngineConfig(max_model_len=96)).identity
     assert Engine(load_model(checkpoint("gpt2"), invariant=None), None, EngineConfig(max_model_len=96)).identity
 

@@ -151,13 +151,13 @@ def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, pla
 def experts(tmp_path_factory) -> str:
     folder = str(tmp_path_factory.mktemp("experts"))
     torch.manual_seed(0)
-    config = AutoConfig.for_model("mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2)
+    config = AutoConfig.for_model("olmoe", **SIZES, num_experts=4, num_experts_per_tok=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
-def test_a_mixture_of_experts_keeps_the_bits_of_single_rows_only(experts):
-    with pytest.warns(RuntimeWarning, match="invariant mode is off: in MixtralForCausalLM"):
+def test_a_mixture_of_experts_of_transformers_keeps_the_bits_of_single_rows_only(experts):
+    with pytest.warns(RuntimeWarning, match="invariant mode is off: in OlmoeForCausalLM"):
         model = load_model(experts, invariant=None)
     assert not model.invariant
     model = load_model(experts, invariant=True)

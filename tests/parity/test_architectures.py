@@ -1,0 +1,286 @@
+"""Described architectures against transformers, on random checkpoints; ``test_native.py`` has Llama's family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from forerun import LLM, SamplingParams
+from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError
+from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.architectures.spec import applies, bind
+from forerun.models.base import new_cache
+from forerun.models.formats.streamed import can_stream
+from forerun.models.invariance import self_test
+from forerun.models.load import load_model
+from forerun.models.native import NativeModel
+from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.head import Sizes
+from here import where
+from tiny import save_tokenizer
+
+TOKENS, ROWS = 98, 40
+SIZES = {
+    "vocab_size": TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "intermediate_size": 72, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
+TWO_BASES = {"rope_parameters": {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}}  # fmt: skip
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+CASES: dict[str, tuple[str, dict]] = {
+    "gemma2": ("gemma2", {**TYPES, **CAPS, "query_pre_attn_scalar": 24}),
+    "gemma2-untied": ("gemma2", {**TYPES, "head_dim": 24, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3": ("gemma3_text", {**TYPES, **TWO_BASES, "query_pre_attn_scalar": 24}),
+    "gemma3-cap": ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 5, "final_logit_softcapping": 3.0}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3-partial": ("phi3", {**PARTIAL, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}),
+    "mixtral-tied": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+                                "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 6}),
+    "qwen3_moe-some": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                                     "norm_topk_prob": False, "mlp_only_layers": [1]}),
+}  # fmt: skip
+MAIN = ("gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some")
+EXPERTS = ("mixtral", "mixtral-tied", "qwen3_moe", "qwen3_moe-some")
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, TOKENS, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Case name -> folder of a random checkpoint, saved by transformers."""
+
+    @cache
+    def get(name: str) -> str:
+        kind, options = CASES[name]
+        torch.manual_seed(sorted(CASES).index(name))
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
+        for part, parameter in module.named_parameters():
+            around_one = parameter.dim() == 1 and part.endswith("norm.weight") and "gemma" not in name
+            torch.nn.init.normal_(parameter, 1.0 if around_one else 0.0, 0.2)
+        module.tie_weights()
+        folder = tmp_path_factory.mktemp(name)
+        module.save_pretrained(folder)
+        save_tokenizer(folder)
+        return str(folder)
+
+    return get
+
+
+@cache
+def theirs(folder: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def reference(folder: str, tokens: list[int]) -> torch.Tensor:
+    return theirs(folder)(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def feed(model: NativeModel, *spans: Span, **options):
+    cache = options.pop("cache", None) or new_cache(model, max_seqs=2, max_len=64, page_size=4)
+    for span in spans:
+        span.logits = list(range(span.count))
+    return model.forward(Batch(list(spans), **options), cache)
+
+
+def apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert got.shape == wanted.shape
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_hidden_states_of_transformers(checkpoint, name, invariant):
+    folder, tokens = checkpoint(name), ids(ROWS)
+    model = load_model(folder, invariant=invariant, weights="auto" if invariant else "plain")
+    assert isinstance(model, NativeModel)
+    with torch.inference_mode():
+        wanted = theirs(folder)(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    layers = tuple(range(model.info.num_layers + 1))
+    got = feed(model, Span(0, 0, tokens), hidden=layers)
+    assert apart(got.logits, wanted.logits[0]) < 1e-5
+    for layer in layers:
+        assert apart(got.hidden[layer], wanted.hidden_states[layer][0]) < 1e-5
+    assert apart(model.lm_head(got.hidden[layers[-1]]), got.logits) < 1e-5
+    assert apart(model.embed(torch.tensor(tokens)), wanted.hidden_states[0][0]) < 1e-6
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_chunks_mates_and_trees(checkpoint, name):
+    folder, tokens, nodes = checkpoint(name), ids(30), ids(5, 9)
+    model, parents = load_model(folder, invariant=True), [-1, 0, 0, 1, 2]
+    cache = new_cache(model, max_seqs=2, max_len=64, page_size=4)
+    rows = [feed(model, Span(0, 0, tokens[:11]), cache=cache).logits]
+    rows.append(feed(model, Span(0, 11, tokens[11:]), Span(1, 0, tokens[:9]), cache=cache).logits)
+    wanted = reference(folder, tokens)
+    assert apart(torch.cat(rows), torch.cat([wanted, wanted[:9]])) < 1e-5
+    tree = feed(model, Span(0, 30, nodes, parents), cache=cache).logits
+    for leaf, path in {3: [0, 1, 3], 4: [0, 2, 4]}.items():
+        assert apart(tree[leaf], reference(folder, tokens + [nodes[node] for node in path])[-1]) < 1e-5
+
+
+@pytest.mark.parametrize("part", ["softcap", "logits_softcap", "scale", "window", "rotary"])
+def test_what_is_described_bites(checkpoint, part):
+    """The parity above would not hold without it."""
+    name = "gemma3" if part == "rotary" else "gemma2"
+    model, tokens = load_model(checkpoint(name), invariant=False), ids(ROWS)
+    with_it = feed(model, Span(0, 0, tokens)).logits
+    for layer in model._layers:
+        if part == "window":
+            layer.window = None
+        if part == "rotary":
+            layer.rotary = "full_attention"
+    if part in ("softcap", "logits_softcap", "scale"):
+        model.spec = replace(model.spec, **{part: model.spec.width**-0.5 if part == "scale" else None})
+    assert apart(feed(model, Span(0, 0, tokens)).logits, with_it) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", where(can_stream(torch.bfloat16), MAIN))
+def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtype):
+    model = load_model(checkpoint(name), dtype=dtype, invariant=None, weights="streamed")
+    assert model.invariant
+    assert model.tiles is None
+    assert self_test(model, page_size=16, rows=60, chunks=(5, 33)) == []
+
+
+@pytest.mark.usefixtures("cpu_attention")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_bits_do_not_depend_on_the_batch_with_torch(checkpoint, name, dtype):
+    model = load_model(checkpoint(name), dtype=dtype, invariant=None, weights="plain")
+    assert model.invariant
+    assert model.tiles.together >= 8
+    assert self_test(model, rows=40, chunks=(5, 33)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "phi3", "mixtral-tied"])
+def test_half_precision(checkpoint, name, dtype):
+    folder, tokens = checkpoint(name), ids(24)
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        off = (other(torch.tensor([tokens])).logits[0].float() - reference(folder, tokens)).norm()
+    got = feed(load_model(folder, dtype=dtype, invariant=True), Span(0, 0, tokens)).logits
+    assert (got - reference(folder, tokens)).norm() <= 1.5 * off
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_greedy_tokens_of_transformers_with_and_without_a_draft(checkpoint, tiny_draft, name):
+    folder, prompt = checkpoint(name), ids(12, 2)
+    answer = list(prompt)
+    for _ in range(24):
+        answer.append(int(reference(folder, answer)[-1].argmax()))
+    drafts = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3}
+    sampled = []
+    for config in (None, drafts, {"method": "layerskip", "num_speculative_tokens": 2}):
+        llm = LLM(folder, speculative_config=config)
+        greedy, drawn = llm.generate([prompt] * 2, [
+            SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+            SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True),
+        ])  # fmt: skip
+        assert greedy.outputs[0].token_ids == answer[len(prompt) :]
+        assert llm.engine.identity
+        sampled.append(drawn.outputs[0].token_ids)
+    assert sampled[0] == sampled[1] == sampled[2]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mixtral"])
+def test_a_head_reads_its_hidden_states(checkpoint, tmp_path, name):
+    folder = checkpoint(name)
+    options = {"heads": 4, "kv_heads": 2, "width": 16, "inner_size": 24}
+    EagleHead(Sizes(SIZES["hidden_size"], TOKENS, SIZES["num_hidden_layers"], 4, options)).save(tmp_path)
+    texts = []
+    for config in (None, {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}):
+        llm = LLM(folder, speculative_config=config)
+        out = llm.generate([ids(12, 2)], SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True))[0]
+        texts.append(out.outputs[0].token_ids)
+    assert texts[0] == texts[1]
+    assert out.metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
+    found = set()
+    for path in Path(checkpoint(name)).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= set(file.keys())
+    spec = bind(AutoConfig.from_pretrained(checkpoint(name)))
+    of, named = spec.architecture, set()
+    ends = [of.embedding, of.norm, of.head]
+    for index, layer in enumerate(spec.layers):
+        dense = {*of.mlp.gate_up, of.mlp.down}
+        routed = {*of.experts.gate_up, of.experts.down, of.experts.router} if of.experts else set()
+        for part in set(of.names()) - (dense if layer.experts else routed):
+            copies = {part.checkpoint.format(expert) for expert in range(layer.experts or 1)}
+            named |= {f"{of.layers.checkpoint}.{index}.{copy}.weight" for copy in copies}
+    named |= {f"{part.checkpoint}.weight" for part in ends}
+    assert named - found <= {"lm_head.weight"}
+    assert {f"{part.rpartition('.')[0]}.weight" for part in found} <= named
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=lambda each: each.model_type)
+def test_gguf_calls_its_tensors_so(architecture):
+    kind = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}[architecture.gguf]
+    known = {TENSOR_NAMES[tensor] for tensor in MODEL_TENSORS[kind]}
+    dense = {*architecture.mlp.gate_up, architecture.mlp.down} if architecture.experts is not None else set()
+    assert {f"blk.{{bid}}.{part.gguf}" for part in set(architecture.names()) - dense} <= known
+    assert {architecture.embedding.gguf, architecture.norm.gguf} <= known
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_row_reads_its_experts_only(checkpoint, name):
+    model = load_model(checkpoint(name), invariant=False, weights="plain")
+    spec = model.spec
+    sparse = [layer for layer in spec.layers if layer.experts]
+    inner = SIZES["intermediate_size"] if name.startswith("mixtral") else 40
+    each = 3 * inner * spec.hidden * 4
+    idle = sum(each * (layer.experts - spec.chosen) for layer in sparse)
+    embedding = TOKENS * spec.hidden * 4
+    assert model.info.token_bytes == model.info.weight_bytes - embedding - idle
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("gemma2", {"hidden_activation": "relu"}, "activation 'relu'"),
+        ("mixtral", {"hidden_act": "gelu"}, "activation 'gelu'"),
+        ("gemma3_text", {"rope_parameters": {**TWO_BASES["rope_parameters"], "full_attention": YARN}}, "'yarn'"),
+        ("olmo2", {"rope_parameters": YARN}, "rope type 'yarn'"),
+        ("olmo2", {"rope_parameters": {**PARTIAL["rope_parameters"]}}, "partial rotary"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
+        ("qwen3_moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}, "is not Qwen3MoeForCausalLM"),
+        ("granite", {}, "granite is not among the described architectures"),
+    ],
+)
+def test_what_is_not_described_says_why_in_one_line(tmp_path, kind, options, reason):
+    config = AutoConfig.for_model(kind, **{**SIZES, **options})
+    found = applies(config)
+    assert reason in found
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="the native path does not run") as caught:
+        load_model(tmp_path, model_path="native")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
