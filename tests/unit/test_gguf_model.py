@@ -17,11 +17,11 @@ from forerun.bench.peers.gguf import write_gguf
 from forerun.bench.shapes import random_checkpoint
 from forerun.bench.weights import logits
 from forerun.core.errors import ConfigError, ForerunError, ModelError
+from forerun.models.architectures.families import LLAMA
 from forerun.models.formats import blocks
 from forerun.models.gguf import GGUFFile
-from forerun.models.gguf_model import read_config as read_keys
+from forerun.models.gguf_config import read_config as read_keys
 from forerun.models.gguf_model import read_weights
-from forerun.models.gguf_names import checkpoint_name
 from forerun.models.kinds import BLOCKS
 from forerun.models.load import read_config, read_module
 from forerun.models.quantize import error
@@ -204,7 +204,7 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "extra", "message"),
     [
-        ({"general.architecture": "qwen2"}, None, "architecture 'qwen2'; only 'llama'"),
+        ({"general.architecture": "qwen2"}, None, "architecture 'qwen2'; only llama, gemma3 are read"),
         ({"llama.block_count": None}, None, "None as llama.block_count"),
         ({"llama.attention.head_count": [4, 4]}, None, r"\[4, 4\] as llama.attention.head_count"),
         ({"llama.expert_count": 8}, None, "mixture of experts"),
@@ -214,7 +214,7 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
         ({"llama.attention.head_count": 32}, None, "heads of 1 numbers"),
         ({"llama.attention.layer_norm_rms_epsilon": 0.0}, None, "0.0 as llama.attention.layer_norm_rms_epsilon"),
         ({"llama.attention.head_count": 2}, None, "blk.0.attn_q.weight has shape|blk.0.attn_k.weight has shape"),
-        ({}, {"blk.0.attn_q.bias": (32,)}, "a tensor blk.0.attn_q.bias, which a Llama does not have"),
+        ({}, {"blk.0.attn_q.bias": (32,)}, "a tensor blk.0.attn_q.bias, which LlamaForCausalLM does not have"),
         ({"tokenizer.ggml.eot_token_id": 999}, None, "999 as tokenizer.ggml.eot_token_id"),
         ({}, {"blk.2.attn_q.weight": (32, 32)}, "a tensor blk.2.attn_q.weight, which its metadata leave out"),
         ({"llama.block_count": 3}, None, "lacks 9 weights, model.layers.2.self_attn.q_proj.weight among them"),
@@ -232,7 +232,7 @@ def test_what_is_not_read_is_named(tmp_path, changes, extra, message):
 
 
 def test_names_of_weights_have_one_form():
-    assert checkpoint_name("blk.11.ffn_down.weight") == "model.layers.11.mlp.down_proj.weight"
+    assert LLAMA.checkpoint_name("blk.11.ffn_down.weight") == "model.layers.11.mlp.down_proj.weight"
     for name in (
         "blk.x.ffn_down.weight",
         "blk..ffn_down.weight",
@@ -240,4 +240,4 @@ def test_names_of_weights_have_one_form():
         "ffn_down.weight",
         "blk.1.other.weight",
     ):
-        assert checkpoint_name(name) is None
+        assert LLAMA.checkpoint_name(name) is None

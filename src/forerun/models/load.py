@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, logging
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, logging
 from transformers.utils import logging as hf_logging
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
-from forerun.models import checkpoint, gguf_model, sanity
+from forerun.models import checkpoint, gguf_config, gguf_model, sanity
 from forerun.models.architectures.spec import applies
 from forerun.models.base import Model
 from forerun.models.fetch import SOURCES, fetched
@@ -86,11 +86,11 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def _gguf_config(path: Path) -> LlamaConfig:
+def _gguf_config(path: Path) -> Any:
     file = gguf_model.open_gguf(path)
-    given = gguf_model.read_config(file)
+    given = gguf_config.read_config(file)
     with checkpoint.library(f"{path} cannot be used"), quiet():
-        config = LlamaConfig.from_dict(given)
+        config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
     sanity.check_config(config, path)
     held = {name: checkpoint.Tensor(part.kind.name, part.shape, path) for name, part in file.tensors.items()}
     sanity.check_fit(config, held, path)

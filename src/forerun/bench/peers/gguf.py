@@ -11,22 +11,16 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from forerun.core.errors import ConfigError
+from forerun.models.architectures.families import LLAMA
 from forerun.models.checkpoint import weight_files
-from forerun.models.gguf_names import ENDS, LAYER
-
-NAMES = {ours: theirs for theirs, ours in LAYER.items()}
-STEMS = {ours: theirs for theirs, ours in ENDS.items()}
 
 
 def gguf_name(name: str) -> str:
     """GGUF's name of a Llama weight. Raises ConfigError for any other weight."""
-    stem, _, kind = name.rpartition(".")
-    if stem in STEMS:
-        return f"{STEMS[stem]}.{kind}"
-    parts = stem.split(".", 3)
-    if kind != "weight" or len(parts) != 4 or parts[:2] != ["model", "layers"] or parts[3] not in NAMES:
+    found = LLAMA.gguf_name(name)
+    if found is None:
         raise ConfigError(f"weight {name!r} has no place in llama.cpp's Llama")
-    return f"blk.{parts[2]}.{NAMES[parts[3]]}.{kind}"
+    return found
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -107,6 +107,30 @@ class Architecture:
     mlp: Mlp = Mlp()
     experts: Experts | None = None
 
+    def checkpoint_name(self, gguf: str) -> str | None:
+        """A weight of a GGUF file in a checkpoint; None for one that such a model does not have. Experts, which GGUF
+        stacks, are left out."""
+        stem, _, kind = gguf.rpartition(".")
+        ends = {name.gguf: name.checkpoint for name in (self.embedding, self.norm, self.head)}
+        if kind != "weight" or stem in ends:
+            return f"{ends[stem]}.weight" if kind == "weight" else None
+        block, _, rest = stem.partition(".")
+        place, _, part = rest.partition(".")
+        inside = {name.gguf: name.checkpoint for name in self.names() if "{}" not in name.checkpoint}
+        if block != self.layers.gguf or not place.isdecimal() or part not in inside:
+            return None
+        return f"{self.layers.checkpoint}.{place}.{inside[part]}.weight"
+
+    def gguf_name(self, checkpoint: str) -> str | None:
+        """The other way."""
+        stem, _, kind = checkpoint.rpartition(".")
+        ends = {name.checkpoint: name.gguf for name in (self.embedding, self.norm, self.head)}
+        if kind != "weight" or stem in ends:
+            return f"{ends[stem]}.weight" if kind == "weight" else None
+        place, _, part = stem.removeprefix(f"{self.layers.checkpoint}.").partition(".")
+        inside = {name.checkpoint: name.gguf for name in self.names() if "{}" not in name.checkpoint}
+        return f"{self.layers.gguf}.{place}.{inside[part]}.weight" if part in inside else None
+
     def names(self) -> Iterator[Name]:
         """Of every tensor of a layer."""
         for part in (self.norms, self.attention, self.mlp, self.experts):

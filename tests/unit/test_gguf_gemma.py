@@ -1,0 +1,130 @@
+"""Gemma 3 out of GGUF files that are written here from checkpoints, as llama.cpp's converter does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kinds
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from forerun import LLM, SamplingParams
+from forerun.bench.weights import logits
+from forerun.core.errors import ModelError
+from forerun.models.formats import blocks
+from forerun.models.load import load_model, read_config, read_module
+from forerun.models.quantize import error
+from gguf_files import TOKENS, VOCABULARY, add, finish
+from here import where
+
+IDS = torch.randint(3, len(TOKENS), (40,), generator=torch.Generator().manual_seed(1)).tolist()
+LINEAR = {"rope_parameters": {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}}  # fmt: skip
+
+
+def make(**options) -> Gemma3ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": len(TOKENS), "hidden_size": 64, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 32,
+        "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256, "sliding_window": 7,
+        "query_pre_attn_scalar": 32, "eos_token_id": 0,
+    }  # fmt: skip
+    module = Gemma3ForCausalLM(Gemma3TextConfig(**{**sizes, **options})).eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    module.tie_weights()
+    return module
+
+
+def write(module: Gemma3ForCausalLM, path: Path, kind: Kinds = Kinds.F32, **changes) -> Path:
+    config = module.config
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_sliding_window(config.sliding_window)
+    rope = config.rope_parameters["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    for key, value in {**VOCABULARY, **changes}.items():
+        add(writer, key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.num_hidden_layers)
+    for name, weight in module.named_parameters():
+        weight = weight.detach() + 1 if name.endswith("norm.weight") else weight.detach()
+        own = Kinds.F32 if weight.dim() == 1 else kind
+        writer.add_tensor(names.get_name(name, (".weight",)), gguf.quants.quantize(weight.numpy(), own), raw_dtype=own)
+    return finish(writer, path)
+
+
+@pytest.mark.parametrize("options", [{}, LINEAR, {"tie_word_embeddings": False}], ids=["tied", "linear", "untied"])
+def test_a_gemma_comes_back_as_it_went(tmp_path, options):
+    module = make(**options)
+    path = write(module, tmp_path / "model.gguf")
+    with torch.inference_mode():
+        wanted = module(torch.tensor([IDS])).logits[0]
+    model = load_model(path)
+    assert model.info.path.startswith("native, ")
+    assert (logits(model, [IDS]) - wanted).abs().max() < 1e-4
+    for name, weight in read_module(path, read_config(path), torch.float32, attention=None).named_parameters():
+        assert torch.allclose(weight, module.get_parameter(name), rtol=0, atol=1e-7), name
+
+
+@pytest.mark.parametrize("kind", where(blocks.can_run(), [Kinds.Q8_0, Kinds.Q4_0]))
+def test_packed_weights_stay_as_they_are(tmp_path, kind):
+    path = write(make(), tmp_path / "model.gguf", kind)
+    llm = LLM(str(path), speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    assert llm.model.info.path == f"native, {kind.name}"
+    exact = read_module(path, read_config(path), torch.float32, attention=None)
+    with torch.inference_mode():
+        wanted = exact(torch.tensor([IDS])).logits[0]
+    assert error(wanted, logits(llm.model, [IDS])) < 0.04
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
+    drafted, plain = (llm.generate(["the 12 the 12"], params, speculate=each)[0] for each in (True, False))
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert drafted.metrics.num_draft_tokens > 0
+
+
+def test_which_layers_have_a_window_may_be_listed(tmp_path):
+    every = [True, False, True, True, False, True, True]
+    path = write(make(), tmp_path / "model.gguf", **{"gemma3.attention.sliding_window_pattern": every})
+    types = read_config(path).layer_types
+    assert [kind == "sliding_attention" for kind in types] == every
+    path = write(make(), tmp_path / "model.gguf", **{"gemma3.attention.sliding_window_pattern": 3})
+    assert [kind == "full_attention" for kind in read_config(path).layer_types] == [False, False, True] * 2 + [False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gemma3.attention.sliding_window_pattern": [True, False]}, "has 7 layers, but says of 2"),
+        ({"gemma3.attention.sliding_window_pattern": 0}, "0 as gemma3.attention.sliding_window_pattern"),
+        ({"gemma3.rope.scaling.type": "yarn"}, "scales its rotary frequencies"),
+        ({"gemma3.rope.scaling.type": "linear"}, "None as gemma3.rope.scaling.factor"),
+        ({"gemma3.final_logit_softcapping": "x"}, "'x' as gemma3.final_logit_softcapping"),
+    ],
+)
+def test_what_is_not_read_is_named(tmp_path, changes, message):
+    path = write(make(), tmp_path / "model.gguf", **changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_transformers_path_reads_the_same_file(tmp_path):
+    module = make()
+    model = load_model(write(module, tmp_path / "model.gguf"), model_path="hf")
+    assert model.info.path.startswith("hf")
+    with torch.inference_mode():
+        assert (logits(model, [IDS]) - module(torch.tensor([IDS])).logits[0]).abs().max() < 1e-4
