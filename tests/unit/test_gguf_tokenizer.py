@@ -108,7 +108,7 @@ def test_an_unknown_pre_tokenizer_is_an_error_that_lists_the_known(pre):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "a tokenizer of kind 'llama'; only byte-level BPE"),
+        ({"model": "t5"}, "a tokenizer of kind 't5'; only byte-level BPE"),
         ({"tokens": None}, "no list of texts in tokenizer.ggml.tokens"),
         ({"tokens": [*TOKENS[:-1], "a"]}, "the same token twice"),
         ({"token_type": [1, 1]}, "not as many entries in tokenizer.ggml.token_type"),

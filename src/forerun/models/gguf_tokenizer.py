@@ -1,4 +1,5 @@
-"""Tokenizers that GGUF files describe: byte-level BPE, with the pre-tokenizer that ``tokenizer.ggml.pre`` names."""
+"""Tokenizers that GGUF files describe: byte-level BPE, with the pre-tokenizer that ``tokenizer.ggml.pre`` names, and
+SentencePiece's."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from forerun.core.errors import ModelError, shown
+from forerun.models import gguf_sentencepiece
+from forerun.models.gguf_sentencepiece import CONTROL, NORMAL
 
-CONTROL, USER_DEFINED = 3, 4
-"""Kinds in ``tokenizer.ggml.token_type`` that are matched in the text before it is split."""
+USER_DEFINED = 4
+"""A kind in ``tokenizer.ggml.token_type`` that is matched in the text before it is split, as control tokens are."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -87,32 +90,40 @@ PRE_TOKENIZERS = _named()
 def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokenizerFast:
     """The tokenizer that a GGUF file's metadata describes, chat template included.
 
-    Raises ModelError, in which ``where`` names the file, for another algorithm than byte-level BPE, for a
-    pre-tokenizer that is not known, and for lists that contradict each other.
+    Raises ModelError, in which ``where`` names the file, for another algorithm, for a pre-tokenizer that is not known,
+    and for lists that contradict each other.
     """
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if kind != "gpt2":
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"{where} has a tokenizer of kind {shown(kind)}; only byte-level BPE ('gpt2') is read from GGUF files"
+            f"{where} has a tokenizer of kind {shown(kind)}; only byte-level BPE ('gpt2') and SentencePiece's ('llama') "
+            "are read from GGUF files"
         )
-    if pre not in PRE_TOKENIZERS:
-        raise ModelError(
-            f"{where} names no pre-tokenizer that is known (tokenizer.ggml.pre is {shown(pre)}); "
-            f"there are: {', '.join(sorted(PRE_TOKENIZERS))}"
-        )
-    rules = PRE_TOKENIZERS[pre]
+    rules = _rules(metadata, where) if kind == "gpt2" else None
     tokens = _texts(metadata, "tokens", where)
+    kinds = _kinds(metadata, tokens, where)
     ids = {name: _id(metadata, name, len(tokens), where) for name in ("bos", "eos", "unknown", "padding")}
-    begins = metadata.get("tokenizer.ggml.add_bos_token", rules.begins)
+    begins = metadata.get("tokenizer.ggml.add_bos_token", rules is None or rules.begins)
     ends = metadata.get("tokenizer.ggml.add_eos_token", False)
-    tokenizer = _bpe(metadata, rules, tokens, where)
+    if rules is None:
+        tokenizer = gguf_sentencepiece.make_model(metadata, tokens, kinds, ids["unknown"], where)
+    else:
+        tokenizer = _bpe(metadata, rules, tokens, where)
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, kind in zip(tokens, kinds)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
     edges = {edge: ids[edge] for edge, wanted in (("bos", begins), ("eos", ends)) if wanted}
     for edge, place in edges.items():
         if place is None:
             raise ModelError(f"{where} asks for {edge.upper()} in every text, but does not say which token that is")
-    tokenizer.post_processor = _edges(
-        {edge: (tokens[place], place) for edge, place in edges.items() if place is not None}
-    )
+    if edges or rules is not None:
+        tokenizer.post_processor = _edges(
+            {edge: (tokens[place], place) for edge, place in edges.items() if place is not None}
+        )
     special = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     named: dict[str, Any] = {special[name]: tokens[place] for name, place in ids.items() if place is not None}
     longest = metadata.get(f"{metadata.get('general.architecture')}.context_length")
@@ -123,13 +134,27 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
     return fast
 
 
-def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], where: str) -> Tokenizer:
-    vocabulary = {token: place for place, token in enumerate(tokens)}
-    if len(vocabulary) < len(tokens):
+def _rules(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        raise ModelError(
+            f"{where} names no pre-tokenizer that is known (tokenizer.ggml.pre is {shown(pre)}); "
+            f"there are: {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    return PRE_TOKENIZERS[pre]
+
+
+def _kinds(metadata: Mapping[str, Any], tokens: list[str], where: str) -> list[int]:
+    if len(set(tokens)) < len(tokens):
         raise ModelError(f"{where} has the same token twice in tokenizer.ggml.tokens")
-    kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ModelError(f"{where} has {len(tokens)} tokens, but not as many entries in tokenizer.ggml.token_type")
+    return kinds
+
+
+def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], where: str) -> Tokenizer:
+    vocabulary = {token: place for place, token in enumerate(tokens)}
     merges = []
     for merge in _texts(metadata, "merges", where):
         left, _, right = merge.partition(" ")
@@ -143,13 +168,6 @@ def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], wh
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=kind == CONTROL, normalized=False)
-            for token, kind in zip(tokens, kinds)
-            if kind in (CONTROL, USER_DEFINED)
-        ]
-    )
     return tokenizer
 
 
