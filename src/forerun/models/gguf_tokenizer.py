@@ -96,8 +96,8 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"{where} has a tokenizer of kind {shown(kind)}; only byte-level BPE ('gpt2') and SentencePiece's ('llama') "
-            "are read from GGUF files"
+            f"{where} has a tokenizer of kind {shown(kind)}; only byte-level BPE ('gpt2') and SentencePiece's "
+            "('llama') are read from GGUF files"
         )
     rules = _rules(metadata, where) if kind == "gpt2" else None
     tokens = _texts(metadata, "tokens", where)
