@@ -191,9 +191,7 @@ class EagleHead(Head):
         rotary = Rotary(rope, self.width, target.device, target.dtype)
 
         def stored(weight: torch.Tensor) -> Any:
-            if quantization is not None:
-                return ON_CPU[quantization].make(weight, None)
-            return make_linear(weight, None, "streamed")
+            return ON_CPU[quantization].make(weight, None) if quantization else make_linear(weight, None, "streamed")
 
         def linear(*parts: nn.Linear) -> Any:
             return stored(torch.cat([part.weight for part in parts]))
