@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import gemma as gemma_file
 import pytest
 import vocabularies
 
@@ -21,6 +22,8 @@ def _absent(fixture: str) -> str | None:
     """Why what a fixture needs is not here; None where it is."""
     if fixture == "vocabulary" and not vocabularies.folder().is_dir():
         return "llama.cpp's vocabularies are not on this machine yet: run `python tests/real/vocabularies.py` once"
+    if fixture == "gemma" and not gemma_file.file().is_file():
+        return "Gemma 3 270M is not on this machine yet: run `python tests/real/gemma.py` once (240 MB)"
     if fixture == "smollm2":
         try:
             fetched("smollm2")
@@ -59,3 +62,9 @@ def assistant(smollm2: Path) -> LLM:
 def vocabulary() -> Callable[[str], GGUFFile]:
     """llama.cpp's vocabularies, by name."""
     return lambda name: GGUFFile(vocabularies.folder() / f"ggml-vocab-{name}.gguf")
+
+
+@pytest.fixture(scope="session")
+def gemma() -> Path:
+    """The GGUF file."""
+    return gemma_file.file()

@@ -65,6 +65,10 @@ def requests(count: int, temperature: float, max_tokens: int, seed: int) -> list
     ]
 
 
+ROOM = 160
+"""Tokens of cache behind the longest answer, for drafts: a cache for whole contexts could take all memory."""
+
+
 def answers(
     llm: LLM,
     speculative: SpeculativeConfig | Mapping[str, Any] | None,
@@ -75,7 +79,10 @@ def answers(
     page_size: int | None = None,
 ) -> tuple[list[list[Answer]], RequestMetrics]:
     """Every prompt's answers, and what speculation did for all of them."""
-    config = replace(llm.config, max_num_seqs=concurrency, page_size=page_size)
+    longest = max(len(prompt) + (options.max_tokens or 0) for prompt, options in zip(prompts, params)) + ROOM
+    config = replace(
+        llm.config, max_num_seqs=concurrency, page_size=page_size, max_model_len=min(longest, llm.engine.max_model_len)
+    )
     engine = Engine(llm.model, llm.tokenizer, config, SpeculativeConfig.parse(speculative))
     jobs = [engine.add(prompt, options) for prompt, options in zip(prompts, params, strict=True)]
     while engine.busy:
