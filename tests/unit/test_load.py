@@ -34,6 +34,7 @@ def refuse(path, message: str, kind=ModelError, **options) -> None:
 def test_a_folder_that_is_not_there(tmp_path):
     refuse(tmp_path / "nowhere", "no checkpoint folder at .*nowhere")
     refuse("./nowhere", r"no checkpoint folder at \./nowhere")
+    refuse("nowhere.gguf", r"no GGUF file at nowhere\.gguf")
 
 
 def test_a_file_instead_of_a_folder(folder):
@@ -50,6 +51,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
 
     monkeypatch.setattr(load, "snapshot_download", unreachable)
     refuse("somebody/some-model", "no folder 'somebody/some-model' here, and the hub .* the network is down and so on$")
+    refuse("smolm2", r"no folder 'smolm2' here \(did you mean smollm2\?\), and the hub ")
 
 
 def test_a_bundled_model_of_another_name():

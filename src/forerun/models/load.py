@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,8 +59,9 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir
     if folder.is_file() and gguf_model.is_gguf(folder):
         return folder
     if not folder.is_dir():
-        if folder.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
-            what = "GGUF file" if gguf_model.is_gguf(folder) else "checkpoint folder"
+        gguf = gguf_model.is_gguf(folder)
+        if gguf or folder.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
+            what = "GGUF file" if gguf else "checkpoint folder"
             raise ModelError(f"no {what} at {text}")
         folder = _download(text, revision, download_dir)
     return checkpoint.find(folder)
@@ -69,7 +71,9 @@ def _download(name: str, revision: str | None, download_dir: str | None) -> Path
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"no folder {name!r} here, and the hub has no such model or cannot be reached: "
+        meant = difflib.get_close_matches(name, SOURCES, n=1)
+        hint = f" (did you mean {meant[0]}?)" if meant else ""
+        raise ModelError(f"no folder {name!r} here{hint}, and the hub has no such model or cannot be reached: "
                          f"{one_line(error)}") from error  # fmt: skip
 
 
