@@ -50,4 +50,4 @@ def test_a_trained_head_beats_an_untrained_one(method, tmp_path, prompts, plain)
 
 def test_everything_bundled_is_small():
     files = [path for path in Path(pretrained.__file__).parent.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files if "__pycache__" not in path.parts) < 32e6
+    assert sum(path.stat().st_size for path in files if "__pycache__" not in path.parts) < 56e6
