@@ -40,12 +40,12 @@ def policy(state: State) -> dict[float, float]:
     returns = []
     for torque in TORQUES:
         total = 0.0
-        for _ in range(500):
+        for _ in range(700):
             at = move(state, torque, 4)
             for _ in range(10):
                 at = move(at, source.choice(TORQUES), 4)
                 total -= abs(at[0]) + 0.1 * abs(at[1])
-        returns.append(total / 5000)
+        returns.append(total / 7000)
     return softmax(returns, 12.0)
 
 
@@ -92,7 +92,7 @@ class Simulation:
         self.state = state
 
     def __call__(self, torque: float) -> State:
-        return move(self.state, torque, 90_000)
+        return move(self.state, torque, 350_000)
 
 
 if __name__ == "__main__":
