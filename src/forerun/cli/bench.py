@@ -24,7 +24,7 @@ RATES = "synthetic_acceptance_rates"
 LISTS = ("methods", "accepts", "lengths", "counts", "concurrency", "temperatures", "peers")
 MAPPINGS = ("engine", "speculative", "sampling")
 MEASURED = Flags("measured", flags_of(BenchConfig, "Measurement", skip=(*LISTS, *MAPPINGS)))
-COLUMNS = {
+SETTINGS = {
     "method": "method",
     "accept": "accept",
     "length": "policy",
@@ -32,6 +32,9 @@ COLUMNS = {
     "tree": "tree",
     "temperature": "T",
     "concurrency": "batch",
+}
+COLUMNS = {
+    **SETTINGS,
     "tokens_per_second": "tokens/s",
     "speedup": "speed-up",
     "speedup_error": "±",
@@ -50,13 +53,7 @@ COLUMNS = {
 }
 BY_CATEGORY = {
     "category": "category",
-    "method": "method",
-    "accept": "accept",
-    "length": "policy",
-    "num_speculative_tokens": "k",
-    "tree": "tree",
-    "temperature": "T",
-    "concurrency": "batch",
+    **SETTINGS,
     "prompts": "prompts",
     "tokens": "tokens",
     "tokens_per_round": "tok/round",
