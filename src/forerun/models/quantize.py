@@ -7,16 +7,15 @@ import torch
 from forerun.core.errors import ConfigError
 from forerun.models.formats import ON_CPU, ON_GPU
 from forerun.models.formats.base import Format
-from forerun.models.kinds import UNQUANTIZED
+from forerun.models.kinds import FLOATS, UNQUANTIZED
 
 
 def check(kind: str, device: torch.device, dtype: torch.dtype, *, invariant: bool) -> Format:
     """The form called ``kind``. Raises ConfigError if it cannot be honoured here."""
     forms = ON_CPU if device.type == "cpu" else ON_GPU
     if kind not in forms:
-        raise ConfigError(
-            f"quantization {kind!r} is not one of {', '.join(forms)} (or {UNQUANTIZED}), which {device.type} has"
-        )
+        choices = ", ".join([*forms, *FLOATS])
+        raise ConfigError(f"quantization {kind!r} is not one of {choices} (or {UNQUANTIZED}), which {device.type} has")
     if not forms[kind].can(dtype, device):
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"quantization {kind!r} in {name} needs {forms[kind].needs}; leave it out")
