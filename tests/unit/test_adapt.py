@@ -20,6 +20,8 @@ from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.table import Tables
 from tiny import ALPHABET, save_tokenizer, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 RING = (len(ALPHABET) - 2) // 2
 FIRST = {"low": 2, "high": 2 + RING}
 STEP = {"low": 1, "high": 5}

@@ -26,6 +26,8 @@ from forerun.plan.planner import CostCurve, Estimate, predict, recommend
 from forerun.speculate.draft import drafters
 from forerun.theory import predicted_speedup
 
+pytestmark = pytest.mark.slow
+
 CONTRACT = {
     "method", "accept", "temperature", "concurrency", "tokens_per_second", "speedup", "alpha", "cost_coefficient",
     "predicted_speedup", "identical",

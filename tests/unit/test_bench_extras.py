@@ -21,6 +21,8 @@ from forerun.bench.shapes import random_checkpoint
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gguf_holds_the_weights_as_transformers_reads_them(tmp_path, dtype):

@@ -28,6 +28,8 @@ from forerun.models.chat import render_chat
 from forerun.plan.estimate import Measured
 from forerun.speculate.accept.synthetic import profile
 
+pytestmark = pytest.mark.slow
+
 TASKS = [
     {
         "task_id": "T/0",

@@ -13,6 +13,8 @@ from forerun.engine.llm import LLM
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import drafters
 
+pytestmark = pytest.mark.slow
+
 HEADS = ["medusa", "blockwise", "eagle", "parallel", "lookahead", "layerskip"]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 LEAST_GAIN = {"lookahead": 0.04}

@@ -16,6 +16,8 @@ from forerun.speculate.draft import drafters
 from forerun.speculate.draft.catch_up import CatchUpConfig
 from tiny import save_tokenizer, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 10
 SHORT = ["def f(x):", "abcabc", "hello"]
 LONG = ["0123456789abc, " * 8, "the quick brown fox " * 5]

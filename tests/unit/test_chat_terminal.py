@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 from chat_model import save_chat_model
 
 from forerun.cli.conversation import read_messages
+
+pytestmark = pytest.mark.slow
 
 
 class Screen:
@@ -33,6 +35,11 @@ class Screen:
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
+
+    def interrupt_prompt(self) -> None:
+        """Ctrl-C at a prompt that waits: readline heeds no signal between showing its prompt and waiting for keys."""
+        sleep(0.5)
+        self.type("\x03")
 
     def wait(self, pattern: str, seconds: float = 120) -> str:
         """Everything up to what matches, which is then forgotten."""
@@ -93,7 +100,7 @@ def test_in_a_terminal(terminal):
     shown.wait(r"m5 tokens.*?ended by max_tokens 5.*?>>> ")
     shown.type("/nope\r")
     shown.wait(r"error: there is no command /nope.*?>>> ")
-    shown.type("\x03")
+    shown.interrupt_prompt()
     shown.wait(r"Ctrl-C again, Ctrl-D or /exit ends.*?>>> ")
     shown.type("/trace on\r")
     shown.wait(r"drafted and accepted.*?>>> ")
@@ -104,9 +111,9 @@ def test_in_a_terminal(terminal):
 def test_ctrl_c_twice_at_the_prompt_ends_it(terminal):
     shown = terminal()
     shown.wait(r"/help lists the commands.*>>> ")
-    shown.type("\x03")
+    shown.interrupt_prompt()
     shown.wait(r"Ctrl-C again.*?>>> ")
-    shown.type("\x03")
+    shown.interrupt_prompt()
     assert shown.process.wait(30) == 0
 
 

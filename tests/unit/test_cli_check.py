@@ -29,6 +29,8 @@ from forerun.speculate.accept.coupled import Coupled
 from forerun.speculate.accept.token import Token
 from forerun.speculate.draft import drafters
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--prompts", "6", "--prompt-tokens", "20", "--max-tokens", "12", "--prompt-set", "random"]
 
 

@@ -13,6 +13,8 @@ from transformers import LlamaForCausalLM
 from forerun import LLM, SamplingParams
 from tiny import ALPHABET, UNKNOWN, save_tokenizer, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
 TREE_NODES = 9
 

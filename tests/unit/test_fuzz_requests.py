@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from forerun import LLM, ForerunError, RequestError, SamplingParams
 from tiny import ALPHABET
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = len(ALPHABET)
 EXTREME = (
     0, 1, -1, VOCABULARY - 1, VOCABULARY, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**40, 10**400, 10**5000, -(10**5000),

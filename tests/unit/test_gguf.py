@@ -42,6 +42,7 @@ def test_metadata_and_tensors_are_those_of_the_gguf_package(tmp_path):
         assert ours.packed(tensor.name).tobytes() == tensor.data.tobytes()
 
 
+@pytest.mark.slow
 def test_a_file_that_ends_early_is_refused_wherever_it_ends(tmp_path):
     whole = write_small(tmp_path / "a.gguf").read_bytes()
     path = tmp_path / "short.gguf"
@@ -53,6 +54,7 @@ def test_a_file_that_ends_early_is_refused_wherever_it_ends(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_no_damaged_byte_makes_anything_but_an_error_or_other_values(tmp_path):
     whole = write_small(tmp_path / "a.gguf").read_bytes()
     path = tmp_path / "damaged.gguf"

@@ -19,6 +19,8 @@ from forerun.speculate.draft.layerskip import ExitHead
 from forerun.train.heads import HEADS, HeadTrainConfig, train_head
 from forerun.train.lessons import lesson
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

@@ -21,6 +21,8 @@ from forerun.models.load import load_model
 from forerun.models.native import NativeModel
 from here import NO_PACKING, where
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 352, "max_position_embeddings": 1024,

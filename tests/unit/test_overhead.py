@@ -8,6 +8,8 @@ from forerun.bench import overhead
 from forerun.core.errors import ForerunError
 from forerun.sampling.params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_engine_and_server_answer_the_same_requests(llm, monkeypatch, stream):

@@ -18,6 +18,8 @@ from forerun.models.tokenizer import load_tokenizer
 from forerun.train.loop import load_checkpoint
 from forerun.train.material import load_target
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

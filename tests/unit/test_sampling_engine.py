@@ -23,6 +23,8 @@ from forerun.sampling.noise import Gumbel, fold, target_key
 from forerun.speculate.accept import rules
 from tiny import ALPHABET
 
+pytestmark = pytest.mark.slow
+
 Loader = Callable[..., LLM]
 PROMPTS = ["hello world, hello", "a", "0123456789012345", "the cat sat"]
 LENGTH = 16

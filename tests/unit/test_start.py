@@ -21,6 +21,8 @@ from forerun.train.config import HEAD_NAMES, LOSS_NAMES
 from forerun.train.heads import HEADS
 from forerun.train.losses import LOSSES
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ("torch", "transformers", "numpy", "tokenizers", "huggingface_hub")
 CHILD = """
 import json, sys

@@ -22,6 +22,8 @@ from forerun.train.losses import kl
 from forerun.train.target import forward
 from tiny import ALPHABET, save_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 40
 
 

@@ -16,6 +16,8 @@ from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.train.joint import Joint, JointConfig, joint_losses, train_joint
 
+pytestmark = pytest.mark.slow
+
 TEXT = "def f(x):\n    return x + 1\n\nfor i in range(3):\n    print(f(i))\n"
 PROMPTS = ["def f(x", "for i in", "    print"]
 

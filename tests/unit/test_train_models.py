@@ -18,6 +18,8 @@ from forerun.train.report import report
 from forerun.train.rollout import continue_prompts
 from forerun.train.target import TargetConfig, held_out_loss, train_target
 
+pytestmark = pytest.mark.slow
+
 TINY = Shape(hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=48, positions=64)
 SMALL = {"batch_tokens": 256, "length": 32, "threads": 1, "progress": False, "held_out": 2, "eval_tokens": 10_000}
 

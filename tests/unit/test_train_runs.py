@@ -30,6 +30,8 @@ from forerun.train.interrupt import Stopped
 from forerun.train.settings import LoopSettings
 from forerun.train.target import train_target
 
+pytestmark = pytest.mark.slow
+
 TEXT = "def f(x):\n    return x + 1\n" * 100
 SMALL = {"batch_tokens": 512, "length": 64, "threads": 1, "progress": False}
 

@@ -11,6 +11,8 @@ from forerun.attention.triton import TritonAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
     (4, 2, 16, 16, 16, None, None),

@@ -24,6 +24,8 @@ from forerun.tune.config import TuneConfig
 from forerun.tune.state import State
 from tiny import save_tokenizer, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "probe": 2, "probe_tokens": 8, "progress": False}
 
 

@@ -18,6 +18,8 @@ from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from here import where
 
+pytestmark = pytest.mark.slow
+
 IN_ROWS = where(kernels.has("linear_int8_float32"), ["int8_rows"])
 """Without kernels of ours so small layers stay as they are."""
 SMALL = "--prompts 2 --prompt-tokens 12 --max-tokens 12 --prompt-set random --repeats 1 --temperature 0"
