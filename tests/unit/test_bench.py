@@ -14,7 +14,6 @@ from forerun import SamplingParams
 from forerun.bench.config import BenchConfig
 from forerun.bench.contenders import EngineContender
 from forerun.bench.methods import method_configs, runnable, shape, with_trees
-from forerun.bench.peers import peer_contenders
 from forerun.bench.prompts import make_prompts, repetition_rate
 from forerun.bench.rows import acceptance_by_position
 from forerun.bench.run import TURN, side_by_side, take_turns
@@ -203,20 +202,6 @@ def test_whole_runs_have_no_peers():
 def test_there_must_be_something_to_forget():
     with pytest.raises(ConfigError, match="fresh"):
         BenchConfig(fresh=True, lengths=["fixed"])
-
-
-def test_peers_answer_the_same_prompts_with_the_same_counts(llm, tiny_draft):
-    target = llm()
-    prompts = [[5, 6, 7, 8, 5, 6], [9, 10, 11]]
-    params = [SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)] * 2
-    mine = EngineContender("none", target, {"method": "none"}, 1).run(prompts, params).answers
-    peers = peer_contenders(["transformers"], target, tiny_draft)
-    assert [peer.name for peer in peers] == ["transformers", "transformers_prompt_lookup", "transformers_assisted"]
-    for peer in peers:
-        found = peer.run(prompts, params)
-        assert found.answers == mine
-        assert found.seconds > 0
-        assert 0 < found.tokens <= 18
 
 
 def test_every_method_runs_or_is_left_out_with_a_reason(llm, tiny_draft):

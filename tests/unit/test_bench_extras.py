@@ -1,4 +1,4 @@
-"""What the extras plots and llama-cpp bring: pictures, and the same weights for llama.cpp. Without them, errors that
+"""What the extra plots brings, pictures, and the same weights for llama.cpp. Without matplotlib, an error that
 say so."""
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from forerun.bench.peers import peer_contenders
 from forerun.bench.peers.gguf import gguf_name, write_gguf
 from forerun.bench.plots import GAIN, INK, LOSS, check_folder, label, plots
 from forerun.bench.shapes import random_checkpoint
@@ -50,10 +49,7 @@ def test_gguf_refuses_what_llama_does_not_have():
             gguf_name(name)
 
 
-def test_missing_extras_are_named(monkeypatch, llm, tmp_path):
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(ConfigError, match=r"llama-cpp-python: pip install 'forerun\[llama-cpp\]'"):
-        peer_contenders(["llama-cpp"], llm(), None)
+def test_missing_extras_are_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"matplotlib: pip install 'forerun\[plots\]'"):
         check_folder(tmp_path / "plots")

@@ -105,7 +105,7 @@ def bench(
     temperature: Annotated[
         str | None, typer.Option(help="temperatures", show_default="0,1; of a written set 0")
     ] = None,
-    peers: Annotated[str, typer.Option(help=f"other implementations to run: {', '.join(PEERS)}")] = "",
+    peers: Annotated[str, typer.Option(help=f"others, NAME or NAME=PYTHON: {', '.join(PEERS)}")] = "",
     sampling: Annotated[str | None, typer.Option(metavar="JSON", help="sampling options of every request")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     plot_folder: Plots = None,

@@ -6,17 +6,22 @@ from collections.abc import Sequence as Seq
 
 from forerun.bench.config import PEERS
 from forerun.bench.contenders import Contender
-from forerun.bench.peers.llama_cpp import llama_cpp_contender
+from forerun.bench.peers.outside import outside_contenders
 from forerun.bench.peers.transformers import transformers_contenders
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 
 
 def peer_contenders(names: Seq[str], llm: LLM, draft: str | None) -> list[Contender]:
-    """The peers' rows. ``draft`` is the assistant's checkpoint. Raises ConfigError for an unknown peer."""
+    """The peers' rows: ``NAME``, or ``NAME=PYTHON`` for one installed for another interpreter. ``draft`` is the
+    assistant's checkpoint. Raises ConfigError for an unknown peer, and for one that is not installed."""
     found: list[Contender] = []
-    for name in names:
+    for entry in names:
+        name, _, python = entry.partition("=")
         if name not in PEERS:
             raise ConfigError(f"unknown peer {name!r}: choose one of {', '.join(PEERS)}")
-        found += transformers_contenders(llm, draft) if name == "transformers" else [llama_cpp_contender(llm)]
+        if name == "transformers":
+            found += transformers_contenders(llm, draft)
+        else:
+            found += outside_contenders(name, python or None, llm)
     return found

@@ -1,0 +1,165 @@
+"""Peers that run in a process, and if need be a Python environment, of their own.
+
+A worker (``workers/``) is a script that imports nothing of Forerun's. It reads one JSON object per line and answers
+each with one: first ``{"model", "threads", "context"}``, answered by ``{"version", "rows", "about"}``; then
+``{"row", "prompt", "max_tokens", "temperature", "seed", "ends"}``, answered by ``{"tokens", "seconds"}``, where seconds
+begin when the first token is there; ``ends`` are the ids that end an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.bench.contenders import Contender
+from forerun.bench.peers.gguf import write_gguf
+from forerun.core.errors import ConfigError
+from forerun.engine.llm import LLM
+from forerun.models.load import read_config, read_module, resolve
+from forerun.plan.estimate import Measured
+from forerun.sampling.params import SamplingParams
+
+WORKERS = Path(__file__).parent / "workers"
+PACKAGES = {"llama-cpp": "llama_cpp", "openvino": "openvino_genai", "vllm": "vllm"}
+NEEDS_GGUF = ("llama-cpp", "openvino")
+PRINTED = "printed.log"
+
+
+@dataclass
+class Worker:
+    """A peer's process. Raises ConfigError, with the end of what it printed, where it ends."""
+
+    name: str
+    process: subprocess.Popen[str]
+    folder: tempfile.TemporaryDirectory[str] = field(repr=False)
+    rows: int = 0
+    """Contenders that have not been closed."""
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            print(json.dumps(question), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self.process.wait()
+            raise ConfigError(f"the {self.name} peer ended with status {self.process.returncode}: {self._last_words()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _last_words(self) -> str:
+        lines = (Path(self.folder.name) / PRINTED).read_text("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else "it printed nothing"
+
+    def leave(self) -> None:
+        """One contender less; the last one ends the process."""
+        self.rows -= 1
+        if self.rows <= 0:
+            self.end()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.folder.cleanup()
+
+
+@dataclass
+class OutsideContender:
+    name: str
+    worker: Worker
+    about: str
+    eos_ids: frozenset[int]
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "accept": None,
+            "length": None,
+            "num_speculative_tokens": None,
+            "synthetic": False,
+            "invariant": False,
+            "model_path": self.about,
+        }
+
+    def promises_identity(self, temperature: float) -> bool:
+        return False
+
+    def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
+        found = Measured()
+        for prompt, options in zip(prompts, params, strict=True):
+            question = {
+                "row": self.name,
+                "prompt": list(prompt),
+                "max_tokens": options.max_tokens or 1,
+                "temperature": options.temperature,
+                "seed": options.seed or 0,
+                "ends": [] if options.ignore_eos else sorted(self.eos_ids),
+            }
+            answer = self.worker.ask(question)
+            found.answers.append(answer["tokens"])
+            found.tokens += len(answer["tokens"]) - 1
+            found.seconds += answer["seconds"]
+        return found
+
+    def close(self) -> None:
+        self.worker.leave()
+
+
+def outside_contenders(peer: str, python: str | None, llm: LLM) -> list[Contender]:
+    """The rows of a peer that the interpreter ``python`` runs; None: this one. As many threads as torch has here.
+
+    What reads no GGUF gets its weights as bfloat16. Raises ConfigError where the package is not installed there or
+    cannot run the model.
+    """
+    path = resolve(llm.config.model)
+    folder = tempfile.TemporaryDirectory(prefix="forerun-peer-")
+    if path.is_file() and peer not in NEEDS_GGUF:
+        module = read_module(path, read_config(path), torch.bfloat16, attention=None)
+        module.save_pretrained(folder.name)
+        path = Path(folder.name)
+    elif not path.is_file() and peer in NEEDS_GGUF:
+        path = write_gguf(path, Path(folder.name) / "model.gguf", llm.model.info.dtype)
+    threads = torch.get_num_threads()
+    worker = _started(peer, python or sys.executable, threads, folder)
+    try:
+        about = worker.ask({"model": str(path), "threads": threads, "context": llm.engine.max_model_len})
+    except ConfigError as error:
+        worker.end()
+        raise ConfigError(f"{error}; see docs/bench.md for an environment of its own") from None
+    worker.rows = len(about["rows"])
+    told = f"{about['about']} ({PACKAGES[peer]} {about['version']})"
+    return [OutsideContender(row, worker, told, llm.model.info.eos_ids) for row in about["rows"]]
+
+
+def _started(peer: str, python: str, threads: int, folder: tempfile.TemporaryDirectory[str]) -> Worker:
+    with (Path(folder.name) / PRINTED).open("w") as printed:
+        try:
+            process = subprocess.Popen(
+                [python, str(WORKERS / f"{PACKAGES[peer]}_worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=printed,
+                text=True,
+                env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": str(threads)},
+            )
+        except OSError as error:
+            folder.cleanup()
+            raise ConfigError(f"the {peer} peer's Python cannot be started: {error}") from None
+    return Worker(peer, process, folder)

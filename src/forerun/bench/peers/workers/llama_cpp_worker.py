@@ -1,0 +1,45 @@
+"""llama.cpp through llama-cpp-python: plain decoding and prompt lookup of a GGUF file as it lies."""
+
+import json
+import os
+import sys
+from time import perf_counter
+from typing import Any
+
+LOOKUP_TOKENS = 2
+"""What llama-cpp-python recommends for machines without a GPU."""
+
+
+def answer(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    model.reset()
+    model.set_seed(asked["seed"])
+    stream = model.generate(asked["prompt"], temp=asked["temperature"], top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1)
+    tokens = [next(stream)]
+    began = perf_counter()
+    while len(tokens) < asked["max_tokens"] and tokens[-1] not in asked["ends"]:
+        tokens.append(next(stream))
+    return {"tokens": tokens, "seconds": perf_counter() - began}
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes beside the answers
+    import llama_cpp
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    about = json.loads(sys.stdin.readline())
+    options = {"n_ctx": about["context"], "n_threads": about["threads"], "n_threads_batch": about["threads"]}
+    load = {"model_path": about["model"], "verbose": False, **options}
+    rows = {
+        "llama_cpp": llama_cpp.Llama(**load),
+        "llama_cpp_lookup": llama_cpp.Llama(**load, draft_model=LlamaPromptLookupDecoding(LOOKUP_TOKENS)),
+    }
+    flags = llama_cpp.llama_print_system_info().decode().strip()
+    told = {"version": llama_cpp.__version__, "rows": list(rows), "about": f"llama.cpp [{flags}]"}
+    print(json.dumps(told), file=replies, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(answer(rows[asked["row"]], asked)), file=replies, flush=True)
+
+
+main()

@@ -1,0 +1,50 @@
+"""OpenVINO GenAI: plain decoding of a GGUF file, which it reads itself."""
+
+import json
+import os
+import sys
+from time import perf_counter
+from typing import Any
+
+
+def answer(genai: Any, model: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    import numpy
+    import openvino
+
+    config = genai.GenerationConfig()
+    config.max_new_tokens = asked["max_tokens"]
+    config.ignore_eos = not asked["ends"]
+    config.stop_token_ids = set(asked["ends"])
+    config.apply_chat_template = False
+    config.do_sample = asked["temperature"] > 0
+    if config.do_sample:
+        config.temperature, config.rng_seed, config.top_p = asked["temperature"], asked["seed"], 1.0
+    times: list[float] = []
+
+    class Clock(genai.StreamerBase):
+        def write(self, token: Any) -> Any:
+            times.append(perf_counter())
+            return genai.StreamingStatus.RUNNING
+
+        def end(self) -> None:
+            pass
+
+    ids = openvino.Tensor(numpy.array([asked["prompt"]], dtype=numpy.int64))
+    found = model.generate(ids, config, Clock())
+    return {"tokens": list(found.tokens[0]), "seconds": perf_counter() - times[0]}
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes beside the answers
+    import openvino_genai as genai
+
+    about = json.loads(sys.stdin.readline())
+    model = genai.LLMPipeline(about["model"], "CPU", INFERENCE_NUM_THREADS=about["threads"])
+    told = {"version": genai.__version__, "rows": ["openvino"], "about": "OpenVINO GenAI"}
+    print(json.dumps(told), file=replies, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(genai, model, json.loads(line))), file=replies, flush=True)
+
+
+main()
