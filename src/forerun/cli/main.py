@@ -39,6 +39,10 @@ COMMANDS = {
     "check": Command("check:check", "Prove, on this machine and model, that speculation changes nothing."),
     "serve": Command("serve:serve", "Answer OpenAI's API over HTTP; the playground is at /."),
     "tune": Command("tune:tune", "Train and choose what drafts for a model, on this machine: the same tokens, sooner."),
+    "reproduce": Command(
+        "reproduce:reproduce",
+        "Make the references' tables, figures and examples again, beside what they print; Ctrl-C keeps what is there.",
+    ),
     "train": Command("train:app", "Train a target, or what speculates for it."),
 }
 WITH_KEYS = ("generate", "chat", "bench", "serve")

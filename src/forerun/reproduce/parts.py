@@ -1,0 +1,44 @@
+"""What is made again: a part is a table of the references with our values beside theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is done, and where trained models stay."""
+
+    folder: Path
+    tokens: int
+    """Tokens of the target's own text over which an acceptance rate is a mean (reference 002, 4.2: 10,000)."""
+    minutes: float
+    """CPU minutes that each model of a pair may train."""
+    threads: int
+    progress: Callable[[str], None] = lambda note: None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under ``columns``; ``notes`` are sentences under the table."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One table. ``place`` is where it stands in its reference, ``why`` says why our values differ."""
+
+    name: str
+    title: str
+    place: str
+    why: str
+    make: Callable[[Settings], Table] = field(repr=False)
+    seconds: bool = True
+    """Whether it takes seconds, or else minutes to hours."""
