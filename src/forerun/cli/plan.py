@@ -26,11 +26,12 @@ def plan(
     methods: Annotated[str, typer.Option(help=f"candidates: {', '.join(drafters)}")] = "draft_model,ngram",
     accept: Annotated[str, typer.Option(help=f"acceptance rule: {', '.join(rules)}")] = "coupled",
     temperature: Annotated[float, typer.Option(help="of your requests")] = 0.0,
-    concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 1,
+    concurrency: Annotated[str, typer.Option(help="requests decoded together; several: a plan for each load")] = "1",
     longest: Annotated[int, typer.Option(help="most drafted tokens to consider")] = 8,
     layer_trials: Annotated[
         int, typer.Option(min=0, help="try so many subsets of the target's layers for layerskip")
     ] = 0,
+    trees: Annotated[int, typer.Option(min=0, help="plan trees of up to so many tokens")] = 0,
     prompts: Annotated[int, typer.Option(help="how many prompts")] = 4,
     prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 64,
     max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 48,
@@ -39,6 +40,7 @@ def plan(
     speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
+    page: Annotated[Path | None, typer.Option("--html", help="write a page with plots")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     *,
     engine: Mapping[str, Any],
@@ -47,7 +49,8 @@ def plan(
     """Measure acceptance and costs on your models and prompts, predict every method, recommend one."""
     if "max_num_seqs" in engine:
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
-    if min(longest, concurrency, max_tokens, prompts, prompt_tokens) < 1:
+    loads = split("concurrency", concurrency, int) or [0]
+    if min(longest, *loads, max_tokens, prompts, prompt_tokens) < 1:
         raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
     from forerun.bench.prompts import make_prompts
     from forerun.engine.llm import LLM
@@ -55,31 +58,49 @@ def plan(
 
     options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
-    with progress("loading", len(LENGTHS) * (1 + len(options)) + layer_trials) as step:
+    if page is not None and not page.absolute().parent.is_dir():
+        raise ConfigError(f"--html: there is no folder {page.absolute().parent}")
+    with progress("loading", len(loads) * (len(LENGTHS) * (1 + len(options)) + layer_trials)) as step:
         llm = LLM(**engine)
         texts = make_prompts(
             prompt_set,
             llm.tokenizer,
-            count=max(prompts, concurrency),
+            count=max(prompts, *loads),
             length=prompt_tokens,
             seed=seed,
             file=prompts_file,
         )
-        found = run_plan(
-            llm,
-            options,
-            texts,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            concurrency=concurrency,
-            longest=longest,
-            seed=seed,
-            layer_trials=layer_trials,
-            accept=accept,
-            step=step,
-        )
-    found["environment"] = _about(llm, engine, options, texts, concurrency)
+        plans = [
+            run_plan(
+                llm,
+                options,
+                texts,
+                temperature=temperature,
+                max_tokens=max_tokens,
+                concurrency=load,
+                longest=longest,
+                seed=seed,
+                layer_trials=layer_trials,
+                tree_nodes=trees,
+                accept=accept,
+                step=step,
+            )
+            for load in loads
+        ]
+    found = plans[0] | {"loads": [_load(one) for one in plans]}
+    found["environment"] = _about(llm, engine, options, texts, loads[0])
+    if page is not None:
+        from forerun.plan.report import report
+
+        page.write_text(report(found), encoding="utf-8")
     (print_json if as_json else show)(found)
+
+
+def _load(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A load's plan in short: ``best`` is the best prediction, 1 where plain decoding is."""
+    best = max((p["speedup"] for p in found["predictions"]), default=1.0)
+    kept = {name: found[name] for name in ("concurrency", "recommended", "plain_tokens_per_second")}
+    return kept | {"best": max(best, 1.0)}
 
 
 def _about(
@@ -87,11 +108,12 @@ def _about(
 ) -> dict[str, Any]:
     """What was measured on: machine, model and the weights of everything that runs."""
     from forerun.bench.contenders import EngineContender
-    from forerun.bench.environment import environment
+    from forerun.bench.environment import environment, read_bandwidth
     from forerun.bench.weights import weights
 
     engines = [llm.engine, *(EngineContender(item["method"], llm, item, concurrency).engine for item in options)]
-    return environment(llm, engine) | {"weights": weights(engines, prompts)}
+    about = environment(llm, engine) | {"weights": weights(engines, prompts)}
+    return about | {"read_bandwidth": read_bandwidth(llm.model.info.device)}
 
 
 def _candidates(methods: str, accept: str, shared: dict[str, Any]) -> list[dict[str, Any]]:
@@ -125,6 +147,16 @@ def show(found: Mapping[str, Any]) -> None:
             for item in found["layers"][:10]
         ]
         print_table(["layerskip with layers", "alpha", "match", "c", "speed-up", "at k"], table)
+    for item in found["trees"]:
+        shapes = [
+            [str(row["nodes"]), "-".join(map(str, row["by_depth"])), f"{row['tokens']:.2f}", f"{row['speedup']:.2f}"]
+            for row in item["shapes"]
+        ]
+        print_table([f"{item['method']}: tokens of a tree", "by depth", "tokens a round", "speed-up"], shapes)
+        grown = item["best_first"]
+        print(f"measured, grown best first to {grown['nodes']}: {grown['tokens']:.2f}, {grown['speedup']:.2f}")
+    for item in found["reach"]:
+        print(_reach(item))
     for method in found["silent"]:
         print(f"{method}: drafted nothing on these prompts")
     print()
@@ -132,4 +164,17 @@ def show(found: Mapping[str, Any]) -> None:
     prices = ", ".join(f"{rows} rows {price:.2f}" for rows, price in found["verify_cost"].items())
     print(f"verification, in plain forwards: {prices}")
     print(f"plain decoding: {found['plain_tokens_per_second']:.0f} tokens/s at temperature {found['temperature']:g}")
+    for load in found["loads"] if len(found["loads"]) > 1 else ():
+        print(f"{load['concurrency']} at a time: {json.dumps(load['recommended'])}, {load['best']:.2f} predicted")
     print(f"recommended: --speculative-config '{json.dumps(found['recommended'])}'")
+
+
+def _reach(item: Mapping[str, Any]) -> str:
+    """The first speed-up that this drafter's chains cannot come to, and what would."""
+    out = next((need for need in item["needs"] if need["speedup"] > item["limit"]), None)
+    told = f"{item['method']}: chains come to {item['limit']:.2f}x at most"
+    if out is None:
+        return told
+    rate = "no acceptance" if out["rate"] is None else f"acceptance of {out['rate']:.2f}"
+    step = "no cheaper step" if out["c"] is None else f"a step at {out['c']:.3f} of a plain forward"
+    return f"{told}; {out['speedup']:g}x takes {rate}, or {step}"

@@ -15,6 +15,7 @@ from time import perf_counter
 import torch
 
 from forerun.core.errors import ConfigError
+from forerun.core.tree import Draft, Verdict
 from forerun.engine.engine import Engine
 from forerun.engine.metrics import RequestMetrics
 from forerun.sampling.params import SamplingParams
@@ -36,6 +37,8 @@ class Sample:
     verify: float
     accept: float
     total: float
+    ranks: tuple[int | None, ...] = ()
+    """Of each draft: which draw under the root was accepted, from 0; None: none was."""
 
     @property
     def depth(self) -> int:
@@ -127,7 +130,14 @@ def _sample(round_: Round, seconds: float) -> Sample | None:
         verify=round_.seconds.verify,
         accept=round_.seconds.accept,
         total=seconds,
+        ranks=tuple(map(_rank, round_.drafts, round_.verdicts)),
     )
+
+
+def _rank(draft: Draft, verdict: Verdict) -> int | None:
+    if not verdict.path:
+        return None
+    return next(rank for rank, trial in enumerate(draft.trials[0]) if trial.node == verdict.path[0])
 
 
 def full(rounds: Seq[Sample], sequences: int) -> list[Sample]:

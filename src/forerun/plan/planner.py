@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
+from math import inf
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from forerun.engine.config import NONE
 from forerun.plan.estimate import Costs, Sample, full
 from forerun.plan.layers import Subset
-from forerun.theory import best_gamma, expected_tokens
+from forerun.theory import best_gamma, expected_tokens, walltime_improvement
 
 LAYERSKIP = "layerskip"
 
@@ -43,8 +44,9 @@ class Prediction:
 class CostCurve:
     """Price of a verification by its rows, in plain forwards: measured points, straight lines between them.
 
-    Rows are padded to a multiple, so the price comes in steps. Beyond the last point it grows as it did before it.
-    A plain forward of ``sequences`` rows costs 1.
+    Rows are padded to a multiple, so the price comes in steps. Fewer rows never cost more than more do: a dearer point
+    was disturbed. Beyond the last point the price grows as it did before it. A plain forward of ``sequences`` rows
+    costs 1.
     """
 
     def __init__(self, points: Mapping[int, float], sequences: int = 1, row_multiple: int = 1) -> None:
@@ -54,6 +56,9 @@ class CostCurve:
             grouped.setdefault(self.padded(rows), []).append(cost)
         self.points = {rows: median(costs) for rows, costs in grouped.items()}
         self.points[self.padded(sequences)] = 1.0
+        least = inf
+        for rows in sorted(self.points, reverse=True):
+            least = self.points[rows] = min(least, self.points[rows]) if rows > self.padded(sequences) else 1.0
         self.points = dict(sorted(self.points.items()))
 
     def padded(self, rows: int) -> int:
@@ -107,6 +112,22 @@ def recommend(
     if isinstance(best, Subset):
         return {**with_layers(options.get(LAYERSKIP, {}), best.layers), "num_speculative_tokens": best.k}
     return {"method": best.method, **options.get(best.method, {}), "num_speculative_tokens": best.k}
+
+
+def reach(found: Estimate, wanted: Seq[float] = (1.5, 2.0, 3.0)) -> dict[str, Any]:
+    """What a chain of this drafter can come to where verification is free, and what a speed-up ``wanted`` would take:
+    ``limit`` at the measured rate, ``rate`` needed at the measured c, ``c`` needed at the measured rate; None: no rate
+    below 1, or no cost above 0, would do (Leviathan et al. 2023, theorem 3.8)."""
+
+    def best(rate: float, c: float) -> float:
+        return walltime_improvement(rate, best_gamma(rate, c), c)
+
+    needs = []
+    for speed in wanted:
+        rates = [share / 1000 for share in range(1000) if best(share / 1000, found.c) >= speed]
+        costs = [c / 1000 for c in range(1000) if best(min(found.match_rate, 0.999), c / 1000) >= speed]
+        needs.append({"speedup": speed, "rate": min(rates, default=None), "c": max(costs, default=None)})
+    return {"method": found.method, "limit": best(min(found.match_rate, 0.999), found.c), "needs": needs}
 
 
 def with_layers(options: Mapping[str, Any], layers: Seq[int]) -> dict[str, Any]:

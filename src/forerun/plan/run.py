@@ -22,10 +22,12 @@ from forerun.plan.planner import (
     Estimate,
     estimate,
     predict,
+    reach,
     recommend,
     theory_row,
     with_layers,
 )  # fmt: skip
+from forerun.plan.trees import plan_trees
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
 
@@ -44,12 +46,15 @@ def run_plan(
     longest: int,
     seed: int,
     layer_trials: int = 0,
+    tree_nodes: int = 0,
     accept: str = SpeculativeConfig.accept,
     step: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
-    """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price}}``,
-    and as ``layers`` the ``layer_trials`` subsets of layers that were measured for ``layerskip``, the best first.
+    """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price},
+    "measured": [...], "trees": [...], "reach": [...], "layers": [...]}``.
 
+    ``trees`` has up to ``tree_nodes`` tokens for drafters that branch (``plan/trees.py``), ``reach`` what chains cannot
+    come to (``planner.reach``), ``layers`` the ``layer_trials`` subsets measured for ``layerskip``, the best first.
     Every method answers the prompts, so alpha is measured on text that the target generated (Leviathan et al. 2023,
     section 4.2). ``options`` are ``speculative_config`` mappings that pass ``check_options``; ``accept`` is their rule,
     and that of ``layer_trials``.
@@ -74,6 +79,16 @@ def run_plan(
         for item in estimates
         for p in predict(item, curve, longest, concurrency, partial(_nodes, by_method[item.method]))
     ]
+    trees = plan_trees(
+        options,
+        tree_nodes,
+        longest,
+        concurrency,
+        trial.run,
+        trial.plain,
+        {item.method: item.c for item in estimates},
+        curve,
+    )
     subsets = choose_layers(
         lambda layers: trial.layers(by_method[LAYERSKIP], layers, curve, longest),
         llm.model.info.num_layers,
@@ -89,6 +104,9 @@ def run_plan(
         "silent": [method for method in found if method not in {item.method for item in estimates}],
         "verify_cost": curve.points,
         "predictions": [asdict(p) for p in predictions],
+        "measured": trial.measured(),
+        "trees": trees,
+        "reach": [reach(item) for item in estimates],
     }
 
 
@@ -132,6 +150,7 @@ class _Trial:
     concurrency: int
     step: Callable[[str], None]
     plain: Measured = field(default_factory=Measured)
+    by_length: dict[tuple[str, int], Measured] = field(default_factory=dict)
 
     def run(self, config: Mapping[str, Any]) -> Measured:
         engine_config = replace(self.llm.config, max_num_seqs=self.concurrency)
@@ -149,8 +168,19 @@ class _Trial:
             self.plain.check()
             for item in options:
                 self.step(f"{item['method']}, {length} drafted tokens")
-                found[item["method"]].extend(self.run({**item, "num_speculative_tokens": length}))
+                here = self.run({**item, "num_speculative_tokens": length})
+                self.by_length[item["method"], length] = here
+                found[item["method"]].extend(here)
         return found
+
+    def measured(self) -> list[dict[str, Any]]:
+        """Speed over plain decoding, and how many of the drafts had more than 0, 1, ... tokens accepted."""
+        rows = []
+        for (method, k), found in self.by_length.items():
+            kept, speed = found.total.acceptance_histogram, found.tokens_per_second / self.plain.tokens_per_second
+            counts = [sum(kept[j + 1 :]) for j in range(len(kept) - 1)]
+            rows.append({"method": method, "k": k, "speedup": speed, "drafts": sum(kept), "kept": counts})
+        return rows
 
     def layers(
         self, options: Mapping[str, Any], layers: tuple[int, ...], curve: CostCurve, longest: int

@@ -33,7 +33,7 @@ BATCH = 32
 SAVE_SECONDS = 60
 PEAK = 2e-3
 SHAPES: dict[str, dict[str, Any]] = {
-    "target": {"d_model": 192, "d_kv": 48, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 3, "d_ff": 512},
+    "target": {"d_model": 128, "d_kv": 32, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2, "d_ff": 384},
     "draft": {"d_model": 64, "d_kv": 32, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 1, "d_ff": 192},
 }
 COMMON: dict[str, Any] = {"n_positions": 512, "decoder_start_token_id": PAD}

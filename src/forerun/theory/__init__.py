@@ -23,13 +23,16 @@ from forerun.theory.formulas import (
     rejection_sampling_rate,
     walltime_improvement,
 )
+from forerun.theory.trees import Shape, best_shape
 
 __all__ = [
     "Execution",
+    "Shape",
     "acceptance_probability",
     "acceptance_rate",
     "alpha_from_tokens",
     "best_gamma",
+    "best_shape",
     "d_lk",
     "expected_accepted",
     "expected_latency",
