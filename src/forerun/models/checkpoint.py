@@ -16,9 +16,16 @@ from forerun.core.errors import ForerunError, ModelError, one_line
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
+LENGTH = 8
+"""Bytes before a safetensors header, which say how long it is."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Kinds of numbers by safetensors' names."""
 NUMBERS = ("F64", "F32", "F16", "BF16")
-"""Kinds of numbers, in safetensors' names, that weights are read from."""
+"""Those that weights are read from."""
 PACKED = (
     ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB", ".absmax", ".weight_format",
 )  # fmt: skip
@@ -31,6 +38,16 @@ class Tensor(NamedTuple):
     kind: str
     shape: tuple[int, ...]
     file: Path
+    start: int = 0
+    """Byte of the file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.kind]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     @property
     def numel(self) -> int:
@@ -145,12 +162,14 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def _header(file: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(file, framework="pt") as opened:
-            found = {}
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                part = opened.get_slice(name)
-                found[name] = Tensor(part.get_dtype(), tuple(part.get_shape()), file)
-            return found
+        with safe_open(file, framework="pt"), file.open("rb") as opened:  # the library has checked every size
+            length = int.from_bytes(opened.read(LENGTH), "little")
+            header = json.loads(opened.read(length))
+            header.pop("__metadata__", None)
+            return {
+                name: Tensor(part["dtype"], tuple(part["shape"]), file, LENGTH + length + part["data_offsets"][0])
+                for name, part in header.items()
+            }
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file.parent}: a safetensors file is truncated or damaged: {one_line(error)}") from error
 

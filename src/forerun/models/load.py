@@ -24,7 +24,9 @@ from forerun.models.base import Model
 from forerun.models.fetch import SOURCES, fetched
 from forerun.models.hf import NAME, HFModel
 from forerun.models.kinds import FLOATS, UNQUANTIZED
+from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
+from forerun.models.weights import Weights
 
 DTYPES = {
     "float32": torch.float32,
@@ -269,22 +271,16 @@ def load_model(
     native = _goes_native(config, folder, model_path, quantization and f"quantization {quantization!r} of {path_or_id}")
     wanted = invariant if invariant is not None else where.type == "cpu"
 
-    def build(padded: bool) -> Model:
-        kind, tensors = parse_dtype(dtype, config), None
-        if native and gguf_model.is_gguf(folder):
-            tensors = gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
-            module: Any = gguf_model.skeleton(config, kind)
-        else:
-            module = read_module(folder, config, kind).to(where)  # type: ignore[arg-type]
-        ids, name = eos_ids(folder, config), str(path_or_id)
-        if not native:
-            return HFModel(module, name=name, eos_ids=ids, invariant=padded, weights=weights)
-        return NativeModel(
-            module, name=name, eos_ids=ids, invariant=padded, weights=weights, quantization=quantization,
-            tensors=tensors, device=where,
+    kind, ids, name = parse_dtype(dtype, config), eos_ids(folder, config), str(path_or_id)
+    model: Model
+    if native:
+        model = NativeModel(
+            config, _tensors(folder, config, numbers=numbers), dtype=kind, device=where, name=name, eos_ids=ids,
+            invariant=wanted, weights=weights, quantization=quantization,
         )  # fmt: skip
-
-    model = build(wanted)
+    else:
+        module: Any = read_module(folder, config, kind)
+        model = HFModel(module.to(where), name=name, eos_ids=ids, invariant=wanted, weights=weights)
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
         warnings.warn(
             f"invariant mode is off: in {model.info.architecture} ({model.info.path}) at most {model.tiles.together} "
@@ -292,6 +288,13 @@ def load_model(
             RuntimeWarning,
             stacklevel=2,
         )
-        del model
-        model = build(False)
+        model.invariant, model.tiles = False, None
     return model
+
+
+def _tensors(folder: Path, config: Any, *, numbers: bool) -> Weights:
+    if gguf_model.is_gguf(folder):
+        return gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
+    with checkpoint.library(f"{folder} cannot be loaded"), quiet():
+        skeleton = gguf_model.skeleton(config, torch.float32)
+    return CheckpointWeights(folder, skeleton)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -86,6 +86,8 @@ def check_config(config: Any, path: Path) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{path.parent}: {config.model_type} is not a language model that transformers can run")
     text = config.get_text_config()
+    if not isinstance(text, PretrainedConfig):
+        raise ModelError(f"{path} cannot be used: text_config must be an object, not {shown(text)}")
 
     def refuse(name: str, wanted: str) -> None:
         raise ModelError(f"{path} cannot be used: {name} must be {wanted}, not {shown(getattr(text, name))}")

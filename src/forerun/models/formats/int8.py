@@ -17,13 +17,12 @@ import warnings
 from functools import cache, partial
 
 import torch
-import torch.nn.functional as F
 
 from forerun import kernels
 from forerun.kernels import structs
-from forerun.models.formats.base import Format, Linear
+from forerun.models.formats.base import Format, Linear, Rows, pieces, whole
 from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, wide_bias
-from forerun.models.formats.streamed import DTYPES, close, example, to_tiles
+from forerun.models.formats.streamed import DTYPES, TILE, fill, tiles_for, works
 from forerun.models.kinds import KINDS
 
 MOST_INPUTS = 1 << 16
@@ -38,21 +37,24 @@ class StreamedInt8(Compiled):
 
     __slots__ = ("bias", "calls", "offsets", "pointers", "scales", "tiles")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> None:
+    def __init__(self, weight: Rows, bias: torch.Tensor | None, kind: str) -> None:
         check_weight(weight)
         self.outputs, self.inputs = weight.shape
         self.bias = wide_bias(bias, self.outputs)
         if self.inputs > MOST_INPUTS:
             raise ValueError(f"{self.inputs} inputs, where products of 8 bits add up in 32 for {MOST_INPUTS} at most")
-        weight = weight.float()
-        self.scales = weight.abs().amax(dim=1).clamp_(min=1e-30).div_(127)
-        levels = (weight / self.scales[:, None]).round_().to(torch.int8)
-        self.offsets = levels.sum(dim=1, dtype=torch.int32) * 128
-        self.tiles = to_tiles(levels)
+        self.scales = torch.empty(self.outputs)
+        self.offsets = torch.empty(self.outputs, dtype=torch.int32)
+        self.tiles = tiles_for(self.outputs, self.inputs, torch.int8)
+        for first, rows in pieces(weight, TILE):
+            scales, levels = rounded(rows)
+            self.scales[first : first + len(rows)] = scales
+            self.offsets[first : first + len(rows)] = levels.sum(dim=1, dtype=torch.int32) * 128
+            fill(self.tiles, first, levels)
         self.pointers = self.tiles.data_ptr(), address(self.bias), self.scales.data_ptr(), self.offsets.data_ptr()
         self.kind = kind
         self.dtype = None
-        self.nbytes = levels.nbytes + self.scales.nbytes
+        self.nbytes = self.outputs * self.inputs + self.scales.nbytes
         self.calls = {d: kernel("linear_int8", d) for d in DTYPES}
 
     def fields(self) -> structs.Linear:
@@ -68,14 +70,17 @@ class StreamedInt8(Compiled):
                             stride, torch.get_num_threads())  # fmt: skip
 
 
+def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale for each row, and levels int8 of its numbers."""
+    rows = rows.float()
+    scales = rows.abs().amax(dim=1).clamp_(min=1e-30).div_(127)
+    return scales, (rows / scales[:, None]).round_().to(torch.int8)
+
+
 @cache
 def can_run() -> bool:
     """Whether the kernels for 8 bits are here and give right numbers."""
-    if kernels.library() is None:
-        return False
-    with torch.inference_mode():
-        weight, x = example()
-        return close(StreamedInt8(weight, None, "int8")(x), F.linear(x, weight))
+    return kernels.library() is not None and works(lambda weight: (StreamedInt8(weight, None, "int8"), weight))
 
 
 def ours(device: torch.device, dtype: torch.dtype) -> bool:
@@ -146,15 +151,16 @@ class Int8Rows:
         return y if add is None else y.add_(add)
 
 
-def make(weight: torch.Tensor, bias: torch.Tensor | None, *, name: str) -> Linear:
+def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Linear:
     """The layer for ``weight`` [outputs, inputs] in 8 bits."""
     if ours(weight.device, weight.dtype):
         return StreamedInt8(weight, bias, KINDS[name])
-    return (Int8Rows if name == "int8_rows" else Int8)(weight, bias)
+    return (Int8Rows if name == "int8_rows" else Int8)(whole(weight), bias)
 
 
-def pays(weight: torch.Tensor) -> bool:
-    return ours(weight.device, weight.dtype) or min(weight.shape) >= LEAST_SIDE or weight.numel() >= LEAST_WEIGHTS
+def pays(weight: Rows) -> bool:
+    large = min(weight.shape) >= LEAST_SIDE or weight.shape.numel() >= LEAST_WEIGHTS
+    return large or ours(weight.device, weight.dtype)
 
 
 def can(dtype: torch.dtype, device: torch.device) -> bool:
