@@ -1,6 +1,6 @@
 """Loads models, each in a process forked for it, and prints what that did to its resident memory, in bytes: ``peak``
-and ``stays`` beyond what there was before, and ``weights``, what the model says that it holds. The argument is JSON, a list
-of a path and options each."""
+and ``stays`` beyond what there was before, and ``weights``, what the model says that it holds. The argument is JSON, a
+list of a path and options each."""
 
 from __future__ import annotations
 

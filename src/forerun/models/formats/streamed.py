@@ -36,10 +36,14 @@ def fill(tiles: torch.Tensor, first: int, rows: torch.Tensor) -> None:
     outputs, inputs = rows.shape
     if inputs % together or outputs % TILE:
         rows = F.pad(rows, (0, -inputs % together, 0, -outputs % TILE))
-    view = rows.reshape(rows.shape[0] // TILE, TILE, rows.shape[1] // together, together).transpose(1, 2)
+    tiles = tiles[first // TILE : first // TILE + len(rows) // TILE]
     if rows.dtype is torch.float16:
-        view = view.unflatten(2, (2, TILE // 2)).transpose(3, 4)
-    tiles[first // TILE : first // TILE + len(view)].copy_(view)
+        view = rows.reshape(len(tiles), TILE, -1, together).transpose(1, 2)
+        tiles.copy_(view.unflatten(2, (2, TILE // 2)).transpose(3, 4))
+        return
+    words = rows.contiguous().view(torch.int32)
+    for tile, part in zip(tiles.view(torch.int32).squeeze(-1), words.split(TILE)):
+        tile.copy_(part.T)  # torch has a quick way for a matrix alone
 
 
 def to_tiles(weight: Rows) -> torch.Tensor:
