@@ -42,7 +42,16 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(folder, name):
     refused(folder)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+READ = ("AWQ (4 bits)", "GPTQ (4 bits)", "FP8", "compressed-tensors")
+
+
+@pytest.mark.parametrize("scheme", READ)
+def test_a_config_that_says_wrongly_how_weights_are_quantized(folder, scheme):
+    edit(CONFIG, quantization_config=SCHEMES[scheme])(folder)
+    assert f"holds no {scheme.split(' (')[0]} weights, though its config says so" in refused(folder)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in READ])
 def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
     edit(CONFIG, quantization_config=SCHEMES[scheme])(folder)
     message = refused(folder)

@@ -22,6 +22,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 """Kinds of numbers by safetensors' names."""
 NUMBERS = ("F64", "F32", "F16", "BF16")
@@ -133,15 +134,17 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_headers(files: list[Path]) -> dict[str, Tensor]:
+def read_headers(files: list[Path], *, packed: bool = False) -> dict[str, Tensor]:
     """Every tensor of the files. Raises ModelError for a damaged file, a name that comes twice, and weights that are
-    not plain floating-point numbers."""
+    not plain floating-point numbers, unless a config says how they are ``packed``."""
     found: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in _header(file).items():
             if name in found:
                 raise ModelError(f"{name} is in {found[name].file.name} and in {file.name} of {file.parent}")
             found[name] = tensor
+            if packed:
+                continue
             if name.endswith(PACKED):
                 raise ModelError(f"{file} holds quantized weights ({name}), which forerun does not read")
             if name.endswith(".weight") and tensor.kind not in NUMBERS:

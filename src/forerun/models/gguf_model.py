@@ -58,6 +58,7 @@ class Dequantized:
         self.raw = file.rows(tensor.name)
         self.shape = torch.Size(tensor.shape)
         self.dtype = FLOATS.get(tensor.kind.name, torch.float32)
+        self.nbytes = tensor.size
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
         places = rows if self.order is None else self.order[rows]

@@ -170,6 +170,12 @@ def read_module(folder: Path, config: Any, dtype: torch.dtype, *, attention: str
     if gguf_model.is_gguf(folder):
         return _gguf_module(folder, config, dtype, attention)
     path = folder / checkpoint.CONFIG
+    packed = getattr(config, "quantization_config", None)
+    if packed is not None:
+        raise ModelError(
+            f"{folder} holds weights quantized with {sanity.scheme(packed)}, which only the native path reads: that "
+            "is not used here: take the checkpoint they were made from"
+        )
     tensors = checkpoint.read_headers(checkpoint.weight_files(folder))
     sanity.check_fit(config, tensors, path)
     hf_logging.disable_progress_bar()
@@ -297,4 +303,4 @@ def _tensors(folder: Path, config: Any, *, numbers: bool) -> Weights:
         return gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
     with checkpoint.library(f"{folder} cannot be loaded"), quiet():
         skeleton = gguf_model.skeleton(config, torch.float32)
-    return CheckpointWeights(folder, skeleton)
+    return CheckpointWeights(folder, skeleton, numbers=numbers)

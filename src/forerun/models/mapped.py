@@ -16,6 +16,8 @@ from forerun.models.architectures.spec import bind
 from forerun.models.checkpoint import DTYPES, Tensor
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.int8 import Levels
+from forerun.models.prequantized import Grouped, Scaled, gather
 from forerun.models.weights import Read, unstacked
 
 BASE = "model."
@@ -54,15 +56,20 @@ class CheckpointWeights:
     that the config leaves out.
     """
 
-    def __init__(self, folder: Path, skeleton: PreTrainedModel) -> None:
-        headers = checkpoint.read_headers(checkpoint.weight_files(folder))
+    def __init__(self, folder: Path, skeleton: PreTrainedModel, *, numbers: bool = False) -> None:
+        self.numbers = numbers  # as which all of them are to be had
+        scheme = getattr(skeleton.config, "quantization_config", None)
+        headers = checkpoint.read_headers(checkpoint.weight_files(folder), packed=scheme is not None)
         sanity.check_fit(skeleton.config, headers, folder / checkpoint.CONFIG)
         self.files, spec = Files(), bind(skeleton.config)
         known = {_full(name): tensor for name, tensor in headers.items() if tensor.kind in DTYPES}
         self.read = Read()
-        self.nbytes = sum(tensor.nbytes for tensor in known.values())
+        self.opened: list[Grouped] = []
+        """Those that hold what they have unpacked, since the last release."""
         views = {name: self.files.tensor(tensor) for name, tensor in known.items()}
-        self.found: dict[str, Rows] = {**unstacked(views, spec)}
+        views = unstacked(views, spec)
+        self.found: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
+        self.nbytes = sum(part.nbytes for part in self.found.values())
         _check(folder, self.found, unstacked(dict(skeleton.named_parameters()), spec))
 
     def __contains__(self, name: str) -> bool:
@@ -70,14 +77,19 @@ class CheckpointWeights:
 
     def values(self, name: str) -> Rows:
         found = self.found[name]
-        self.read.add(name, found.shape.numel() * found.dtype.itemsize)
+        self.read.add(name, found.nbytes)
+        if isinstance(found, Grouped):
+            self.opened.append(found)
         return found
 
-    def blocks(self, name: str) -> Blocks | None:
-        return None
+    def blocks(self, name: str) -> Blocks | Levels | None:
+        found = self.values(name)
+        return found.blocks() if isinstance(found, (Grouped, Scaled)) and not self.numbers else None
 
     def release(self) -> int:
         self.files.release()
+        while self.opened:
+            self.opened.pop().close()
         return self.read.done()
 
 

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.core.errors import ModelError, shown
 from forerun.models.checkpoint import Tensor
+from forerun.models.prequantized import refusal
 
 LARGEST = 2**31 - 1
 SHORTEST_CONTEXT = 32
@@ -45,9 +46,9 @@ def check_given(given: Mapping[str, Any], path: Path) -> None:
     text = given.get("text_config")
     for part in (given, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
-            if part.get(key) is not None:
+            if part.get(key) is not None and (reason := refusal(part[key])) is not None:
                 raise ModelError(
-                    f"{path.parent} holds weights quantized with {scheme(part[key])}, which forerun does not read: "
+                    f"{path.parent} holds weights quantized with {scheme(part[key])}, {reason}: "
                     "use the checkpoint they were made from (quantization= rounds it to 4 or 8 bits while loading)"
                 )
     kind = given.get("model_type")

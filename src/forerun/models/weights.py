@@ -16,6 +16,8 @@ from forerun.models.formats.base import Format, Linear, Rows, whole
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_blocks import Blocks, join
+from forerun.models.formats.int8 import Levels, StreamedInt8
+from forerun.models.kinds import KINDS
 from forerun.models.linear import make_linear
 from forerun.models.words import BlockedRows, Scaled, Table, Words
 
@@ -31,7 +33,7 @@ class Weights(Protocol):
     def values(self, name: str) -> Rows:
         """Numbers; a vector is a tensor."""
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> Blocks | Levels | None:
         """None where a tensor is numbers."""
 
     def release(self) -> int:
@@ -85,6 +87,7 @@ class Stack:
         self.parts = parts
         self.dtype, self.device = dtype, device
         self.shape = torch.Size((sum(part.shape[0] for part, _ in parts), parts[0][0].shape[1]))
+        self.nbytes = self.shape.numel() * dtype.itemsize
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
         assert isinstance(rows, slice)
@@ -136,7 +139,7 @@ class Maker:
             if kind is None:
                 made.append(self._make(self._stack(names, turns), bias))
             else:
-                made.append(Blocked(join([item for i in places if (item := found[i]) is not None]), bias))
+                made.append(_packed([item for i in places if (item := found[i]) is not None], bias))
         self.advance(self.weights.release())
         return made[0] if len(made) == 1 else Joined(made)
 
@@ -153,7 +156,7 @@ class Maker:
         found = [self.weights.values(f"{part}.weight") for part in parts]
         return Stack([(part, _places(part, turn)) for part, turn in zip(found, orders)], self.dtype, self.device)
 
-    def _blocks(self, name: str, order: Order) -> Blocks | None:
+    def _blocks(self, name: str, order: Order) -> Blocks | Levels | None:
         found = self.weights.blocks(name) if self.keeps_blocks else None
         if found is None:
             return None
@@ -179,13 +182,21 @@ class Maker:
         """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
         found = self.weights.blocks(f"{name}.weight") if self.keeps_blocks else None
         words: Words
-        if found is None:
+        if not isinstance(found, Blocks):
             words = Table(whole(self._stack([name], [None])))
         else:
             shared = isinstance(head, Blocked)
             words = BlockedRows(head if isinstance(head, Blocked) else Blocked(found, None), self.dtype, shared=shared)
         self.advance(self.weights.release())
         return words if scale == 1.0 else Scaled(words, scale)
+
+
+def _packed(parts: Seq[Blocks | Levels], bias: torch.Tensor | None) -> Linear:
+    """The layer of weights of one kind."""
+    levels = [part for part in parts if isinstance(part, Levels)]
+    if levels:
+        return StreamedInt8(Levels.join(levels), bias, KINDS["int8_rows"])
+    return Blocked(join([part for part in parts if isinstance(part, Blocks)]), bias)
 
 
 def _places(weight: Rows, order: Order) -> torch.Tensor | None:

@@ -24,6 +24,9 @@ class Rows(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def nbytes(self) -> int: ...
+
     def __getitem__(self, rows: slice | torch.Tensor, /) -> torch.Tensor: ...
 
 

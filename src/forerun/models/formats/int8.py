@@ -14,6 +14,8 @@ else.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -32,13 +34,36 @@ LEAST_SIDE, LEAST_WEIGHTS = 256, 1 << 18
 call has some 10 us of fixed cost."""
 
 
+@dataclass(frozen=True)
+class Levels:
+    """Weights in 8 bits: levels int8 [outputs, inputs] times scales float32 [outputs]."""
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+    kind = "int8"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.levels.shape
+
+    def rows(self, order: torch.Tensor) -> Levels:
+        """Some of its rows, in any order."""
+        return Levels(self.levels[order], self.scales[order])
+
+    @classmethod
+    def join(cls, parts: Seq[Levels]) -> Levels:
+        """Weights over the same inputs, one's rows behind the other's."""
+        return cls(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
+
+
 class StreamedInt8(Compiled):
     """int8 weights with a scale per output; each row of activations in 255 levels of its own; exact integer sums."""
 
     __slots__ = ("bias", "calls", "offsets", "pointers", "scales", "tiles")
 
-    def __init__(self, weight: Rows, bias: torch.Tensor | None, kind: str) -> None:
-        check_weight(weight)
+    def __init__(self, weight: Rows | Levels, bias: torch.Tensor | None, kind: str) -> None:
+        rows_of = weight.levels if isinstance(weight, Levels) else weight
+        check_weight(rows_of)
         self.outputs, self.inputs = weight.shape
         self.bias = wide_bias(bias, self.outputs)
         if self.inputs > MOST_INPUTS:
@@ -46,10 +71,11 @@ class StreamedInt8(Compiled):
         self.scales = torch.empty(self.outputs)
         self.offsets = torch.empty(self.outputs, dtype=torch.int32)
         self.tiles = tiles_for(self.outputs, self.inputs, torch.int8)
-        for first, rows in pieces(weight, TILE):
-            scales, levels = rounded(rows)
-            self.scales[first : first + len(rows)] = scales
-            self.offsets[first : first + len(rows)] = levels.sum(dim=1, dtype=torch.int32) * 128
+        for first, rows in pieces(rows_of, TILE):
+            here = slice(first, first + len(rows))
+            scales, levels = (weight.scales[here], rows) if isinstance(weight, Levels) else rounded(rows)
+            self.scales[here] = scales
+            self.offsets[here] = levels.sum(dim=1, dtype=torch.int32) * 128
             fill(self.tiles, first, levels)
         self.pointers = self.tiles.data_ptr(), address(self.bias), self.scales.data_ptr(), self.offsets.data_ptr()
         self.kind = kind
