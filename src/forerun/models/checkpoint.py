@@ -92,8 +92,8 @@ def find(folder: Path) -> Path:
     if (folder / ADAPTER).is_file():
         base = read_object(folder / ADAPTER).get("base_model_name_or_path")
         raise ModelError(
-            f"{folder} holds a LoRA adapter, which forerun does not apply: merge it into {base or 'its base model'} "
-            "(peft: merge_and_unload) and name the merged model's folder"
+            f"{folder} holds a LoRA adapter, no model: name {base or 'its base model'} as the model, and this folder "
+            "as its lora (--lora)"
         )
     if (folder / CONFIG).is_file():
         return folder

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from forerun.core.errors import ModelError
+from forerun.models.checkpoint import ADAPTER
+from forerun.models.lora import WEIGHTS, parse
 
 PLACES = 64
 BYTES = 4096
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
     """A hash, 16 hexadecimal digits, of the sizes of a checkpoint's safetensors files, or of a GGUF file, and of
-    ``PLACES`` spots of each.
+    ``PLACES`` spots of each; with LoRA adapters merged, of theirs and their weights too.
 
     Training changes every matrix, so it changes the fingerprint; so does another dtype. At most 256 KiB are read per
     file. Raises ModelError if the folder has no safetensors or they cannot be read.
@@ -22,6 +25,10 @@ def fingerprint(folder: Path) -> str:
     paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ModelError(f"{folder} has no safetensors weights")
+    adapters = parse(lora)
+    paths += [folder / name for folder, _ in adapters for name in (ADAPTER, WEIGHTS)]
+    if adapters:
+        digest.update(f"{[weight for _, weight in adapters]}\n".encode())
     try:
         for path in paths:
             size = path.stat().st_size

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
 from forerun.models import checkpoint, gguf_config, gguf_model, sanity
+from forerun.models import lora as adapter
 from forerun.models.architectures.spec import applies
 from forerun.models.base import Model
 from forerun.models.fetch import SOURCES, fetched
@@ -164,11 +166,24 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
         )
 
 
-def read_module(folder: Path, config: Any, dtype: torch.dtype, *, attention: str | None = NAME) -> PreTrainedModel:
+def read_module(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    attention: str | None = NAME,
+    lora: Sequence[str] | str | None = None,
+) -> PreTrainedModel:
     """The checkpoint as a module of transformers', every weight from its safetensors files, or those of a GGUF file,
-    dequantized. Raises ModelError."""
-    if gguf_model.is_gguf(folder):
-        return _gguf_module(folder, config, dtype, attention)
+    dequantized; with LoRA adapters merged. Raises ModelError."""
+    adapters = [adapter.read(*each) for each in adapter.parse(lora)]
+    read = _gguf_module if gguf_model.is_gguf(folder) else _checkpoint_module
+    module = read(folder, config, dtype, attention)
+    adapter.merge_into(module, adapters, str(folder))
+    return module
+
+
+def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     path = folder / checkpoint.CONFIG
     packed = getattr(config, "quantization_config", None)
     if packed is not None:
@@ -260,6 +275,7 @@ def load_model(
     weights: str = "auto",
     quantization: str | None = None,
     max_model_len: int | None = None,
+    lora: Sequence[str] | str | None = None,
 ) -> Model:
     """Load a decoder.
 
@@ -267,7 +283,7 @@ def load_model(
     only single rows keep their bits, which it warns of; False does not pad. ``model_path``
     is ``native`` (the lean path of ``architectures``), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
     ``plain`` or ``auto``; ``quantization`` is a form's name in ``formats``, a dtype (numbers in it, whatever the
-    checkpoint holds), ``none`` or None.
+    checkpoint holds), ``none`` or None. ``lora``: adapters to merge, ``FOLDER`` or ``FOLDER=WEIGHT``.
     """
     quantization, dtype, numbers = _wished(quantization, dtype)
     folder = resolve(path_or_id)
@@ -281,12 +297,13 @@ def load_model(
     model: Model
     if native:
         model = NativeModel(
-            config, _tensors(folder, config, numbers=numbers), dtype=kind, device=where, name=name, eos_ids=ids,
-            invariant=wanted, weights=weights, quantization=quantization,
+            config, _tensors(folder, config, numbers=numbers, lora=lora), dtype=kind, device=where, name=name,
+            eos_ids=ids, invariant=wanted, weights=weights, quantization=quantization,
         )  # fmt: skip
     else:
-        module: Any = read_module(folder, config, kind)
+        module: Any = read_module(folder, config, kind, lora=lora)
         model = HFModel(module.to(where), name=name, eos_ids=ids, invariant=wanted, weights=weights)
+    model.info = replace(model.info, lora=(lora,) if isinstance(lora, str) else tuple(lora or ()))
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
         warnings.warn(
             f"invariant mode is off: in {model.info.architecture} ({model.info.path}) at most {model.tiles.together} "
@@ -298,9 +315,13 @@ def load_model(
     return model
 
 
-def _tensors(folder: Path, config: Any, *, numbers: bool) -> Weights:
+def _tensors(folder: Path, config: Any, *, numbers: bool, lora: Sequence[str] | str | None) -> Weights:
+    adapters = [adapter.read(*each) for each in adapter.parse(lora)]
+    tensors: Weights
     if gguf_model.is_gguf(folder):
-        return gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
-    with checkpoint.library(f"{folder} cannot be loaded"), quiet():
-        skeleton = gguf_model.skeleton(config, torch.float32)
-    return CheckpointWeights(folder, skeleton, numbers=numbers)
+        tensors = gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
+    else:
+        with checkpoint.library(f"{folder} cannot be loaded"), quiet():
+            skeleton = gguf_model.skeleton(config, torch.float32)
+        tensors = CheckpointWeights(folder, skeleton, numbers=numbers)
+    return adapter.MergedWeights(tensors, adapters, str(folder)) if adapters else tensors
