@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from forerun.core.errors import ForerunError, ModelError, one_line
+from forerun.models import gguf_split
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -98,8 +99,9 @@ def find(folder: Path) -> Path:
     if (folder / CONFIG).is_file():
         return folder
     found = sorted(folder.glob("*.gguf"))
-    if len(found) == 1:
-        return found[0]
+    one = gguf_split.find(found)
+    if one is not None:
+        return one
     if found:
         raise ModelError(f"{folder} holds {len(found)} GGUF files: name one, such as {found[0]}")
     raise ModelError(f"{folder} has no {CONFIG}: not a Hugging Face checkpoint, nor a folder with a GGUF file")

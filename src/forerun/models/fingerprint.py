@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forerun.core.errors import ModelError
 from forerun.models.checkpoint import ADAPTER
+from forerun.models.gguf_split import parts_of
 from forerun.models.lora import WEIGHTS, parse
 
 PLACES = 64
@@ -22,7 +23,7 @@ def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
     file. Raises ModelError if the folder has no safetensors or they cannot be read.
     """
     digest = hashlib.sha256()
-    paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    paths = parts_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ModelError(f"{folder} has no safetensors weights")
     adapters = parse(lora)

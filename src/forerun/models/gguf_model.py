@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forerun.core.errors import ModelError
+from forerun.models import gguf_split
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import UNPACK, Blocks
@@ -28,17 +29,23 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """The file, whose header is read once while it stays the same. Raises ModelError."""
-    try:
-        about = path.stat()
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    return _opened(path, about.st_mtime_ns, about.st_size)
+    """The file, or all parts of a model that it is one of; headers are read once while files stay the same. Raises
+    ModelError."""
+    about = []
+    for part in gguf_split.parts_of(path):
+        try:
+            found = part.stat()
+            about.append((found.st_mtime_ns, found.st_size))
+        except OSError as error:
+            if part == path:
+                raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    return _opened(path, tuple(about))
 
 
 @lru_cache(maxsize=2)
-def _opened(path: Path, changed: int, size: int) -> GGUFFile:
-    return GGUFFile(path)
+def _opened(path: Path, about: tuple[tuple[int, int], ...]) -> GGUFFile:
+    file = GGUFFile(path)
+    return gguf_split.SplitGGUF(path) if file.metadata.get(gguf_split.COUNT, 1) not in (0, 1) else file
 
 
 def rows_as_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
