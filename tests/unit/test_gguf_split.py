@@ -107,7 +107,7 @@ def test_a_part_of_another_model(whole, tmp_path):
 
 
 CASES = {
-    "another place": ({"said": {1: (2, 3)}}, "says that it is part 2 of 3, counted from 0, and its name that it is 1 of 3"),
+    "another place": ({"said": {1: (2, 3)}}, "is part 2 of 3, counted from 0, and its name that it is 1 of 3"),
     "another count": ({"said": {2: (2, 9)}}, "says that it is part 2 of 9"),
     "more tensors": ({"total": 99}, "says that there are 99 tensors, but its parts have 20"),
     "a tensor twice": ({"twice": True}, "is in model-00001-of-00003.gguf and in model-00002-of-00003.gguf"),
