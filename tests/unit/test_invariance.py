@@ -18,8 +18,8 @@ from forerun.models.formats.streamed import can_stream
 from forerun.models.hf import HFModel
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
-from forerun.models.native import NativeModel
 from here import NO_PACKING, where
+from modules import native
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +44,8 @@ def build(kind: str = "llama", dtype: torch.dtype = torch.float32, invariant: bo
     for parameter in module.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.08)
-    cls = HFModel if kind == "hf" else NativeModel
-    return cls(module.to(dtype).eval(), name="t", eos_ids=frozenset(), invariant=invariant, **options)
+    make = HFModel if kind == "hf" else native
+    return make(module.to(dtype).eval(), name="t", eos_ids=frozenset(), invariant=invariant, **options)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -113,7 +113,7 @@ def test_the_self_test_reports_a_dependence():
 def test_a_context_shorter_than_the_probe(longest):
     torch.manual_seed(0)
     config = LlamaConfig(**{**SIZES, "max_position_embeddings": longest})
-    model = NativeModel(LlamaForCausalLM(config), name="t", eos_ids=frozenset(), invariant=True)
+    model = native(LlamaForCausalLM(config), name="t", eos_ids=frozenset(), invariant=True)
     assert self_test(model) == []
 
 

@@ -20,6 +20,7 @@ from forerun.models.invariance import self_test
 from forerun.models.kinds import KINDS
 from forerun.models.native import NativeModel
 from forerun.speculate.draft import drafters
+from modules import native
 
 CPU = torch.device("cpu")
 BACKENDS = ["ours", "fbgemm"] if int8.can_run() else ["fbgemm"]
@@ -48,7 +49,7 @@ def model(quantization: str | None, invariant: bool = False, dtype: torch.dtype 
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.08)
     options = {"name": "t", "eos_ids": frozenset(), "invariant": invariant, "quantization": quantization}
-    return NativeModel(module.to(dtype), **options)
+    return native(module.to(dtype), **options)
 
 
 def logits(built: NativeModel) -> torch.Tensor:

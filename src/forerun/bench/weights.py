@@ -54,7 +54,7 @@ def _translated(prompt: Seq[int], engine: Engine, model: Model) -> list[int]:
 
 def _against_original(model: Model, prompts: Seq[Seq[int]]) -> dict[str, Any]:
     info = model.info
-    original = load_model(info.name, dtype=info.dtype, device=info.device, model_path="native")
+    original = load_model(info.name, dtype=info.dtype, device=info.device, model_path="native", lora=info.lora)
     return {
         "original_bytes": original.info.weight_bytes,
         "original_dtype": str(info.dtype).removeprefix("torch."),

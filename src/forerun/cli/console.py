@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from forerun.core.errors import ConfigError
+from forerun.core.loading import Advance, watch
+
+WORTH_A_BAR = 64 << 20
+"""Bytes of a model's files."""
 
 
 def out() -> Console:
@@ -138,3 +142,19 @@ def progress(title: str, total: int) -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
         yield lambda note=None: bar.update(task, advance=1, description=note or title)
+
+
+@contextlib.contextmanager
+def loading(title: str, total: int) -> Iterator[Advance]:
+    """A bar on stderr of the bytes of a model's files, gone when the model is there."""
+    columns = (TextColumn("Loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=total < WORTH_A_BAR) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def watch_loading() -> None:
+    """Show that bar whenever this process loads a model, if stderr is a terminal."""
+    if sys.stderr.isatty():
+        watch.set(loading)

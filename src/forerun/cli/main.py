@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import forerun
-from forerun.cli.console import one_line, quiet
+from forerun.cli.console import one_line, quiet, watch_loading
 from forerun.cli.help import PlainHelp
 from forerun.core.errors import ForerunError
 
@@ -102,6 +102,7 @@ def start(
 def run(arguments: Seq[str] | None = None) -> int:
     """Run one command; its exit code."""
     quiet()
+    watch_loading()
     try:
         return int(app(args=arguments, prog_name="forerun", standalone_mode=False) or 0)
     except (ForerunError, OSError) as error:

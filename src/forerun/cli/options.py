@@ -252,7 +252,7 @@ def read_tuned(folder: str, engine: Mapping[str, Any]) -> dict[str, Any]:
     """The ``speculative_config`` of a tuned folder, or the bundled one, for the engine's model. Raises ConfigError."""
     from forerun.engine.tuned import load
 
-    return load(True if folder == BUNDLED else folder, str(engine.get("model", EngineConfig.model)))
+    return load(True if folder == BUNDLED else folder, str(engine.get("model", EngineConfig.model)), engine.get("lora"))
 
 
 def names_method(given: Mapping[str, Any]) -> bool:

@@ -152,6 +152,9 @@ class EngineConfig:
     model_path: str = field(default="auto", metadata={"help": "code that runs the model: auto, native or hf"})
     weights: str = field(default="auto", metadata={"help": "weight layout on CPU: auto, streamed, packed or plain"})
     quantization: str | None = field(default=None, metadata={"help": QUANTIZATION_HELP})
+    lora: Seq[str] | str | None = field(
+        default=None, metadata={"help": "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT (repeatable)"}
+    )
     max_model_len: int | None = field(default=None, metadata={"help": "longest prompt plus output, in tokens"})
     max_num_seqs: int = field(default=8, metadata={"help": "requests decoded together"})
     max_num_batched_tokens: int = field(default=2048, metadata={"help": "rows of one forward"})

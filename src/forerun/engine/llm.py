@@ -90,7 +90,7 @@ class LLM:
         if tuned is not None and tuned is not False:
             if speculative_config is not None:
                 raise ConfigError("tuned says how to speculate: leave speculative_config out, or tuned")
-            speculative_config = load_tuned(tuned, str(model))
+            speculative_config = load_tuned(tuned, str(model), options.get("lora"))
         self.config = EngineConfig.from_options(understood({"model": str(model), **options}))
         speculative = SpeculativeConfig.parse_all(speculative_config)
         self.speculative = speculative[0]
@@ -104,6 +104,7 @@ class LLM:
             weights=config.weights,
             quantization=config.quantization,
             max_model_len=config.max_model_len,
+            lora=config.lora,
         )
         self.tokenizer = load_tokenizer(config.tokenizer or config.model)
         self.engine = Engine(loaded, self.tokenizer, config, speculative)

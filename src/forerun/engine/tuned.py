@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ def save(folder: Path, target: str, speculative_config: Mapping[str, Any], files
     (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def load(tuned: str | Path | bool, model: str) -> dict[str, Any]:
-    """The ``speculative_config`` of a tuned folder for ``model``; True: the one bundled for it.
+def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None = None) -> dict[str, Any]:
+    """The ``speculative_config`` of a tuned folder for ``model`` with such adapters; True: the one bundled for it.
 
     Raises ConfigError for a folder that was made for another model, or whose parts are not those that were written."""
     folder = _bundled(model) if tuned is True else Path(str(tuned)).expanduser()
@@ -59,10 +59,11 @@ def load(tuned: str | Path | bool, model: str) -> dict[str, Any]:
         raise ConfigError(
             f"{folder}: {FILE} or a file that it names was changed after forerun tune wrote it; make it anew"
         )
-    if content["fingerprint"] != fingerprint(resolve(model)):
+    found = fingerprint(resolve(model), lora)
+    if content["fingerprint"] != found:
         raise ConfigError(
             f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), and the weights of "
-            f"{model} are others ({fingerprint(resolve(model))}): tune it for them"
+            f"{model} are others ({found}): tune it for them"
         )
     return _placed(content["speculative_config"], folder)
 

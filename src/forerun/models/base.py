@@ -38,6 +38,8 @@ class ModelInfo:
     token_bytes: int
     """How many of them one row's forward reads: the embedding is not, unless the head is the same."""
     quantization: str | None = None
+    lora: tuple[str, ...] = ()
+    """Adapters that are merged into it: ``FOLDER`` or ``FOLDER=WEIGHT``."""
 
 
 @dataclass(frozen=True, slots=True)

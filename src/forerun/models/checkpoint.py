@@ -13,12 +13,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from forerun.core.errors import ForerunError, ModelError, one_line
+from forerun.models import gguf_split
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
+LENGTH = 8
+"""Bytes before a safetensors header, which say how long it is."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""Kinds of numbers by safetensors' names."""
 NUMBERS = ("F64", "F32", "F16", "BF16")
-"""Kinds of numbers, in safetensors' names, that weights are read from."""
+"""Those that weights are read from."""
 PACKED = (
     ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB", ".absmax", ".weight_format",
 )  # fmt: skip
@@ -31,6 +40,16 @@ class Tensor(NamedTuple):
     kind: str
     shape: tuple[int, ...]
     file: Path
+    start: int = 0
+    """Byte of the file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.kind]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     @property
     def numel(self) -> int:
@@ -74,14 +93,15 @@ def find(folder: Path) -> Path:
     if (folder / ADAPTER).is_file():
         base = read_object(folder / ADAPTER).get("base_model_name_or_path")
         raise ModelError(
-            f"{folder} holds a LoRA adapter, which forerun does not apply: merge it into {base or 'its base model'} "
-            "(peft: merge_and_unload) and name the merged model's folder"
+            f"{folder} holds a LoRA adapter, no model: name {base or 'its base model'} as the model, and this folder "
+            "as its lora (--lora)"
         )
     if (folder / CONFIG).is_file():
         return folder
     found = sorted(folder.glob("*.gguf"))
-    if len(found) == 1:
-        return found[0]
+    one = gguf_split.find(found)
+    if one is not None:
+        return one
     if found:
         raise ModelError(f"{folder} holds {len(found)} GGUF files: name one, such as {found[0]}")
     raise ModelError(f"{folder} has no {CONFIG}: not a Hugging Face checkpoint, nor a folder with a GGUF file")
@@ -116,15 +136,17 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_headers(files: list[Path]) -> dict[str, Tensor]:
+def read_headers(files: list[Path], *, packed: bool = False) -> dict[str, Tensor]:
     """Every tensor of the files. Raises ModelError for a damaged file, a name that comes twice, and weights that are
-    not plain floating-point numbers."""
+    not plain floating-point numbers, unless a config says how they are ``packed``."""
     found: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in _header(file).items():
             if name in found:
                 raise ModelError(f"{name} is in {found[name].file.name} and in {file.name} of {file.parent}")
             found[name] = tensor
+            if packed:
+                continue
             if name.endswith(PACKED):
                 raise ModelError(f"{file} holds quantized weights ({name}), which forerun does not read")
             if name.endswith(".weight") and tensor.kind not in NUMBERS:
@@ -145,12 +167,14 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def _header(file: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(file, framework="pt") as opened:
-            found = {}
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                part = opened.get_slice(name)
-                found[name] = Tensor(part.get_dtype(), tuple(part.get_shape()), file)
-            return found
+        with safe_open(file, framework="pt"), file.open("rb") as opened:  # the library has checked every size
+            length = int.from_bytes(opened.read(LENGTH), "little")
+            header = json.loads(opened.read(length))
+            header.pop("__metadata__", None)
+            return {
+                name: Tensor(part["dtype"], tuple(part["shape"]), file, LENGTH + length + part["data_offsets"][0])
+                for name, part in header.items()
+            }
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file.parent}: a safetensors file is truncated or damaged: {one_line(error)}") from error
 

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from forerun.core.errors import ModelError
+from forerun.models.checkpoint import ADAPTER
+from forerun.models.gguf_split import parts_of
+from forerun.models.lora import WEIGHTS, parse
 
 PLACES = 64
 BYTES = 4096
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
     """A hash, 16 hexadecimal digits, of the sizes of a checkpoint's safetensors files, or of a GGUF file, and of
-    ``PLACES`` spots of each.
+    ``PLACES`` spots of each; with LoRA adapters merged, of theirs and their weights too.
 
     Training changes every matrix, so it changes the fingerprint; so does another dtype. At most 256 KiB are read per
     file. Raises ModelError if the folder has no safetensors or they cannot be read.
     """
     digest = hashlib.sha256()
-    paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    paths = parts_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ModelError(f"{folder} has no safetensors weights")
+    adapters = parse(lora)
+    paths += [folder / name for folder, _ in adapters for name in (ADAPTER, WEIGHTS)]
+    if adapters:
+        digest.update(f"{[weight for _, weight in adapters]}\n".encode())
     try:
         for path in paths:
             size = path.stat().st_size

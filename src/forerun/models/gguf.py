@@ -66,16 +66,23 @@ class GGUFFile:
         tensor = self._tensor(name)
         return np.frombuffer(self._bytes, np.uint8, tensor.size, tensor.start)
 
+    def rows(self, name: str) -> np.ndarray:
+        """The same [rows, bytes of a row]."""
+        tensor = self._tensor(name)
+        return self.packed(name).reshape(-1, tensor.size * tensor.shape[-1] // math.prod(tensor.shape))
+
     def values(self, name: str) -> torch.Tensor:
         """A tensor's values, exact, float32. Raises ModelError for a kind that cannot be dequantized."""
         tensor = self._tensor(name)
-        block, size = GGML_QUANT_SIZES[tensor.kind]
-        rows = self.packed(name).reshape(-1, tensor.shape[-1] // block * size)
         try:
-            found = dequantize(rows, tensor.kind)
+            found = dequantize(self.rows(name), tensor.kind)
         except NotImplementedError as error:
             raise self._broken(f"{name} is of kind {tensor.kind.name}, which cannot be dequantized") from error
         return torch.from_numpy(np.array(found, dtype=np.float32)).reshape(tensor.shape)
+
+    def release(self) -> None:
+        """Give the pages back that were read; they are read again where they are asked for again."""
+        self._bytes.madvise(mmap.MADV_DONTNEED)
 
     def _tensor(self, name: str) -> GGUFTensor:
         if name not in self.tensors:

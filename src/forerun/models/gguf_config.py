@@ -57,9 +57,6 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     keys = Keys(file)
     if keys.get("expert_count"):
         raise ModelError(f"{file.path} holds a mixture of experts, which is not read from GGUF")
-    if found.get("split.count", 1) not in (0, 1):
-        raise ModelError(f"{file.path} is one of {shown(found['split.count'])} parts of a model: merge them into one "
-                         "file (llama-gguf-split --merge)")  # fmt: skip
     if (keys.get("rope.scaling.type") or "none") not in SCALINGS[architecture] or "rope_freqs.weight" in file.tensors:
         raise ModelError(f"{file.path} scales its rotary frequencies, which is not read from GGUF")
     vocabulary, (hidden, heads, width) = _vocabulary(file), _widths(file, keys)

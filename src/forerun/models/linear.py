@@ -10,7 +10,7 @@ from torch import nn
 
 from forerun.core.errors import ConfigError
 from forerun.models.formats import FLOATS
-from forerun.models.formats.base import Linear
+from forerun.models.formats.base import Linear, Rows
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.plain import Plain
 
@@ -30,7 +30,7 @@ def choose(dtype: torch.dtype, device: torch.device, weights: str) -> str:
     return weights
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, how: str) -> Linear:
+def make_linear(weight: Rows, bias: torch.Tensor | None, how: str) -> Linear:
     """The layer for ``weight`` [outputs, inputs], stored as ``choose`` says; what does not pay stays plain."""
     form = FLOATS[how] if FLOATS[how].pays(weight) else FLOATS["plain"]
     return form.make(weight, bias)

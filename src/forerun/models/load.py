@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
 from forerun.models import checkpoint, gguf_config, gguf_model, sanity
+from forerun.models import lora as adapter
 from forerun.models.architectures.spec import applies
 from forerun.models.base import Model
 from forerun.models.fetch import SOURCES, fetched
 from forerun.models.hf import NAME, HFModel
 from forerun.models.kinds import FLOATS, UNQUANTIZED
+from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
+from forerun.models.weights import Weights
 
 DTYPES = {
     "float32": torch.float32,
@@ -162,12 +166,31 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
         )
 
 
-def read_module(folder: Path, config: Any, dtype: torch.dtype, *, attention: str | None = NAME) -> PreTrainedModel:
+def read_module(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    attention: str | None = NAME,
+    lora: Sequence[str] | str | None = None,
+) -> PreTrainedModel:
     """The checkpoint as a module of transformers', every weight from its safetensors files, or those of a GGUF file,
-    dequantized. Raises ModelError."""
-    if gguf_model.is_gguf(folder):
-        return _gguf_module(folder, config, dtype, attention)
+    dequantized; with LoRA adapters merged. Raises ModelError."""
+    adapters = [adapter.read(*each) for each in adapter.parse(lora)]
+    read = _gguf_module if gguf_model.is_gguf(folder) else _checkpoint_module
+    module = read(folder, config, dtype, attention)
+    adapter.merge_into(module, adapters, str(folder))
+    return module
+
+
+def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     path = folder / checkpoint.CONFIG
+    packed = getattr(config, "quantization_config", None)
+    if packed is not None:
+        raise ModelError(
+            f"{folder} holds weights quantized with {sanity.scheme(packed)}, which only the native path reads: that "
+            "is not used here: take the checkpoint they were made from"
+        )
     tensors = checkpoint.read_headers(checkpoint.weight_files(folder))
     sanity.check_fit(config, tensors, path)
     hf_logging.disable_progress_bar()
@@ -252,6 +275,7 @@ def load_model(
     weights: str = "auto",
     quantization: str | None = None,
     max_model_len: int | None = None,
+    lora: Sequence[str] | str | None = None,
 ) -> Model:
     """Load a decoder.
 
@@ -259,7 +283,7 @@ def load_model(
     only single rows keep their bits, which it warns of; False does not pad. ``model_path``
     is ``native`` (the lean path of ``architectures``), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
     ``plain`` or ``auto``; ``quantization`` is a form's name in ``formats``, a dtype (numbers in it, whatever the
-    checkpoint holds), ``none`` or None.
+    checkpoint holds), ``none`` or None. ``lora``: adapters to merge, ``FOLDER`` or ``FOLDER=WEIGHT``.
     """
     quantization, dtype, numbers = _wished(quantization, dtype)
     folder = resolve(path_or_id)
@@ -269,22 +293,17 @@ def load_model(
     native = _goes_native(config, folder, model_path, quantization and f"quantization {quantization!r} of {path_or_id}")
     wanted = invariant if invariant is not None else where.type == "cpu"
 
-    def build(padded: bool) -> Model:
-        kind, tensors = parse_dtype(dtype, config), None
-        if native and gguf_model.is_gguf(folder):
-            tensors = gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
-            module: Any = gguf_model.skeleton(config, kind)
-        else:
-            module = read_module(folder, config, kind).to(where)  # type: ignore[arg-type]
-        ids, name = eos_ids(folder, config), str(path_or_id)
-        if not native:
-            return HFModel(module, name=name, eos_ids=ids, invariant=padded, weights=weights)
-        return NativeModel(
-            module, name=name, eos_ids=ids, invariant=padded, weights=weights, quantization=quantization,
-            tensors=tensors, device=where,
+    kind, ids, name = parse_dtype(dtype, config), eos_ids(folder, config), str(path_or_id)
+    model: Model
+    if native:
+        model = NativeModel(
+            config, _tensors(folder, config, numbers=numbers, lora=lora), dtype=kind, device=where, name=name,
+            eos_ids=ids, invariant=wanted, weights=weights, quantization=quantization,
         )  # fmt: skip
-
-    model = build(wanted)
+    else:
+        module: Any = read_module(folder, config, kind, lora=lora)
+        model = HFModel(module.to(where), name=name, eos_ids=ids, invariant=wanted, weights=weights)
+    model.info = replace(model.info, lora=(lora,) if isinstance(lora, str) else tuple(lora or ()))
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
         warnings.warn(
             f"invariant mode is off: in {model.info.architecture} ({model.info.path}) at most {model.tiles.together} "
@@ -292,6 +311,17 @@ def load_model(
             RuntimeWarning,
             stacklevel=2,
         )
-        del model
-        model = build(False)
+        model.invariant, model.tiles = False, None
     return model
+
+
+def _tensors(folder: Path, config: Any, *, numbers: bool, lora: Sequence[str] | str | None) -> Weights:
+    adapters = [adapter.read(*each) for each in adapter.parse(lora)]
+    tensors: Weights
+    if gguf_model.is_gguf(folder):
+        tensors = gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
+    else:
+        with checkpoint.library(f"{folder} cannot be loaded"), quiet():
+            skeleton = gguf_model.skeleton(config, torch.float32)
+        tensors = CheckpointWeights(folder, skeleton, numbers=numbers)
+    return adapter.MergedWeights(tensors, adapters, str(folder)) if adapters else tensors

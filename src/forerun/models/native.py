@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
 from forerun.attention.base import Attention, Query
 from forerun.attention.streamed import StreamedAttention, can_attend
@@ -18,6 +18,7 @@ from forerun.core import tiles
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
+from forerun.core.loading import watch
 from forerun.models import quantize, tiling
 from forerun.models.architectures.spec import ALL, applies, bind
 from forerun.models.base import ModelInfo, Tiles, pad_rows
@@ -28,50 +29,49 @@ from forerun.models.linear import choose, describe
 from forerun.models.parts import RMSNorm, make_gate
 from forerun.models.rotary import Rotary
 from forerun.models.streamed import Norm
-from forerun.models.weights import Maker, ModuleWeights, Weights
+from forerun.models.weights import Maker, Weights
 
 
 class NativeModel:
-    """A described decoder behind the engine's protocol. Takes over the weights of ``module``, emptying it, or takes
-    ``tensors`` to ``device``; then the module says what there is."""
+    """A described decoder behind the engine's protocol, made of ``tensors`` for rows in ``dtype`` on ``device``. Raises
+    ModelError for a config that no description covers."""
 
     def __init__(
         self,
-        module: PreTrainedModel,
+        config: PretrainedConfig,
+        tensors: Weights,
         *,
+        dtype: torch.dtype,
+        device: torch.device,
         name: str,
         eos_ids: frozenset[int],
         invariant: bool,
         weights: str = "auto",
         quantization: str | None = None,
-        tensors: Weights | None = None,
-        device: torch.device | None = None,
     ) -> None:
-        reason = applies(module.config)
+        reason = applies(config)
         if reason is not None:
             raise ModelError(f"the native path does not run this checkpoint: {reason}; use the transformers path")
-        self.spec = bind(module.config)
+        self.spec = bind(config)
         self.routes = any(layer.experts for layer in self.spec.layers)
-        self.dtype, self.device = module.dtype, device or module.device
+        self.dtype, self.device = dtype, device
         self.invariant = invariant
         self._how = choose(self.dtype, self.device, weights)
         form = None
         if quantization is not None:
             form = quantize.check(quantization, self.device, self.dtype, invariant=invariant)
-        tensors = tensors or ModuleWeights(module, self.spec)
-        maker = Maker(tensors, self.dtype, self.device, self._how, form)
-        self._rotaries = {kind: self._rotary(module, kind) for kind in self.spec.rotaries}
-        with torch.inference_mode():
-            self._build(maker, tensors)
+        self._rotaries = {kind: self._rotary(config, kind) for kind in self.spec.rotaries}
+        with torch.inference_mode(), watch.get()(name, tensors.nbytes) as advance:
+            self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors)
         self.tiles: Tiles | None = None
-        self.info = self._describe(module, name, eos_ids, quantization)
+        self.info = self._describe(config, name, eos_ids, quantization)
         self.fused = self._fuse()
         """All layers in one call, where every part has a kernel."""
         if invariant and not self._exact():
             self.tiles = tiling.find(self)
 
-    def _rotary(self, module: PreTrainedModel, kind: str) -> Rotary:
-        return Rotary(module.config, self.spec.width, self.device, self.dtype, None if kind == ALL else kind)
+    def _rotary(self, config: PretrainedConfig, kind: str) -> Rotary:
+        return Rotary(config, self.spec.width, self.device, self.dtype, None if kind == ALL else kind)
 
     def _build(self, maker: Maker, tensors: Weights) -> None:
         spec, streamed = self.spec, self._how == "streamed"
@@ -84,7 +84,6 @@ class NativeModel:
         tied = f"{head.checkpoint}.weight" not in tensors
         self._head = maker.linear((embedding if tied else head).checkpoint)
         self._words = maker.words(embedding.checkpoint, self._head if tied else None, spec.embedding_scale)
-        tensors.taken()
 
     def _fuse(self) -> Fused | None:
         if not serves(self.spec):
@@ -107,7 +106,7 @@ class NativeModel:
         )
 
     def _describe(
-        self, module: PreTrainedModel, name: str, eos_ids: frozenset[int], quantization: str | None
+        self, config: PretrainedConfig, name: str, eos_ids: frozenset[int], quantization: str | None
     ) -> ModelInfo:
         layers, shape = list(self.linears()), KVShape(self.spec.kv_heads, self.spec.width, self.spec.width)
         held = size(layers)
@@ -119,7 +118,7 @@ class NativeModel:
             vocab_size=self._words.count,
             hidden_size=self.spec.hidden,
             num_layers=len(self._layers),
-            max_len=int(module.config.max_position_embeddings),
+            max_len=int(config.max_position_embeddings),
             kv_shapes=(shape,) * len(self._layers),
             dtype=self.dtype,
             device=self.device,

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.core.errors import ModelError, shown
 from forerun.models.checkpoint import Tensor
+from forerun.models.prequantized import refusal
 
 LARGEST = 2**31 - 1
 SHORTEST_CONTEXT = 32
@@ -45,9 +46,9 @@ def check_given(given: Mapping[str, Any], path: Path) -> None:
     text = given.get("text_config")
     for part in (given, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
-            if part.get(key) is not None:
+            if part.get(key) is not None and (reason := refusal(part[key])) is not None:
                 raise ModelError(
-                    f"{path.parent} holds weights quantized with {scheme(part[key])}, which forerun does not read: "
+                    f"{path.parent} holds weights quantized with {scheme(part[key])}, {reason}: "
                     "use the checkpoint they were made from (quantization= rounds it to 4 or 8 bits while loading)"
                 )
     kind = given.get("model_type")
@@ -86,6 +87,8 @@ def check_config(config: Any, path: Path) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{path.parent}: {config.model_type} is not a language model that transformers can run")
     text = config.get_text_config()
+    if not isinstance(text, PretrainedConfig):
+        raise ModelError(f"{path} cannot be used: text_config must be an object, not {shown(text)}")
 
     def refuse(name: str, wanted: str) -> None:
         raise ModelError(f"{path} cannot be used: {name} must be {wanted}, not {shown(getattr(text, name))}")

@@ -8,146 +8,201 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
+from forerun.core.loading import Advance
 from forerun.models.architectures.spec import Spec
 from forerun.models.formats import blocks
-from forerun.models.formats.base import Format, Linear
+from forerun.models.formats.base import Format, Linear, Rows, whole
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_blocks import Blocks, join
+from forerun.models.formats.int8 import Levels, StreamedInt8
+from forerun.models.kinds import KINDS
 from forerun.models.linear import make_linear
-from forerun.models.words import Rows, Scaled, Table, Words
+from forerun.models.words import BlockedRows, Scaled, Table, Words
 
 Order = Callable[[torch.Tensor], torch.Tensor] | None
 """Brings rows of a weight, or numbers of a bias, into another order."""
 
 
 class Weights(Protocol):
-    """Tensors by name. ``blocks``: None where a tensor is numbers."""
+    """Tensors by name."""
 
     def __contains__(self, name: str) -> bool: ...
 
-    def values(self, name: str) -> torch.Tensor: ...
+    def values(self, name: str) -> Rows:
+        """Numbers; a vector is a tensor."""
 
-    def blocks(self, name: str) -> Blocks | None: ...
+    def blocks(self, name: str) -> Blocks | Levels | None:
+        """None where a tensor is numbers."""
 
-    def taken(self) -> None:
-        """Nothing more is asked for."""
+    def release(self) -> int:
+        """A layer has been made of what was asked for: memory that it took may be given back. Returns the bytes read
+        since the last call."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them, as they lie in files."""
 
 
-class ModuleWeights:
-    """Those of a module of transformers', which is emptied when they are taken; ``spec`` says how a checkpoint calls
-    the experts that a module stacks."""
+class Read:
+    """How much has been asked for, each tensor counted once."""
 
-    def __init__(self, module: nn.Module, spec: Spec) -> None:
-        self.module = module
-        self.found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        for index, layer in enumerate(spec.layers):
-            if layer.experts:
-                self._unstack(f"{spec.architecture.layers.checkpoint}.{index}.", spec.architecture.experts)
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._bytes = 0
 
-    def _unstack(self, layer: str, names: Any) -> None:
-        found = self.found
-        gate_up, down = (found.pop(f"{layer}mlp.experts.{part}") for part in ("gate_up_proj", "down_proj"))
-        found[f"{layer}{names.router.checkpoint}.weight"] = found.pop(f"{layer}mlp.gate.weight")
+    def add(self, name: str, count: int) -> None:
+        if name not in self._names:
+            self._names.add(name)
+            self._bytes += count
+
+    def done(self) -> int:
+        """Bytes since the last call."""
+        found, self._bytes = self._bytes, 0
+        return found
+
+
+def unstacked(found: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Tensor]:
+    """Tensors under a checkpoint's names, where a module of transformers' stacks the experts of a layer."""
+    names = spec.architecture.experts
+    for index, layer in enumerate(spec.layers):
+        at = f"{spec.architecture.layers.checkpoint}.{index}."
+        stacks = [f"{at}mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")]
+        if names is None or not layer.experts or stacks[0] not in found:
+            continue
+        gate_up, down = (found.pop(stack) for stack in stacks)
+        found[f"{at}{names.router.checkpoint}.weight"] = found.pop(f"{at}mlp.gate.weight")
         for expert, (both, last) in enumerate(zip(gate_up.detach(), down.detach())):
-            parts = (*both.chunk(2), last)
-            for name, part in zip((*names.gate_up, names.down), parts):
-                found[f"{layer}{name.checkpoint.format(expert)}.weight"] = part
+            for name, part in zip((*names.gate_up, names.down), (*both.chunk(2), last)):
+                found[f"{at}{name.checkpoint.format(expert)}.weight"] = part
+    return found
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.found
 
-    def values(self, name: str) -> torch.Tensor:
-        return self.found[name].detach()
+class Stack:
+    """Weights of several projections over the same inputs, one's rows behind the other's, each in an order of its own:
+    as one weight in ``dtype`` on ``device``."""
 
-    def blocks(self, name: str) -> Blocks | None:
-        return None
+    def __init__(self, parts: Seq[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype, device: torch.device) -> None:
+        self.parts = parts
+        self.dtype, self.device = dtype, device
+        self.shape = torch.Size((sum(part.shape[0] for part, _ in parts), parts[0][0].shape[1]))
+        self.nbytes = self.shape.numel() * dtype.itemsize
 
-    def taken(self) -> None:
-        self.found.clear()
-        for parameter in self.module.parameters():
-            parameter.data = parameter.data.new_empty(0)
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        assert isinstance(rows, slice)
+        first, end, _ = rows.indices(self.shape[0])
+        found, start = [], 0
+        for part, order in self.parts:
+            here = slice(max(first - start, 0), max(end - start, 0))
+            if here.start < min(here.stop, part.shape[0]):
+                found.append(part[here if order is None else order[here]].to(self.device, self.dtype))
+            start += part.shape[0]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class Maker:
     """Makes layers for rows in ``dtype``, in the form ``quantized`` where that pays; without one, weights in blocks
-    keep theirs, and numbers are held as ``how`` says."""
+    keep theirs, and numbers are held as ``how`` says. ``advance`` is told how many bytes of files went into each."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, how: str, quantized: Format | None):
+    def __init__(
+        self,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        how: str,
+        quantized: Format | None,
+        advance: Advance,
+    ) -> None:
         self.weights = weights
         self.device = device
         self.dtype = dtype
         self.how = how
         self.quantized = quantized
+        self.advance = advance
         self.keeps_blocks = quantized is None and how == "streamed" and blocks.can(dtype, device)
 
     def numbers(self, name: str) -> torch.Tensor:
-        """In the dtype that they have."""
-        return self.weights.values(name).to(self.device)
+        """A copy, in the dtype that they have."""
+        return self.weights.values(name)[:].to(self.device, copy=True)
 
     def linear(self, *parts: str, order: Seq[Order] = ()) -> Linear:
         """The layer of one or several projections ("model.layers.0.mlp.up_proj"), the outputs of one behind those of
         the other, each in an order of its own."""
         orders: Seq[Order] = order or [None] * len(parts)
         found = [self._blocks(f"{part}.weight", turn) for part, turn in zip(parts, orders)]
-        if all(item is None for item in found):
-            weight = torch.cat([self._turned(f"{part}.weight", turn) for part, turn in zip(parts, orders)])
-            return self._make(weight, self._bias(parts, orders))
         made: list[Any] = []
         for kind, group in groupby(range(len(parts)), lambda i: None if (item := found[i]) is None else item.kind):
             places = [*group]
             names, turns = [parts[i] for i in places], [orders[i] for i in places]
             bias = self._bias(names, turns)
             if kind is None:
-                weight = torch.cat([self._turned(f"{part}.weight", turn) for part, turn in zip(names, turns)])
-                made.append(self._make(weight, bias))
+                made.append(self._make(self._stack(names, turns), bias))
             else:
-                made.append(Blocked(join([item for i in places if (item := found[i]) is not None]), bias))
+                made.append(_packed([item for i in places if (item := found[i]) is not None], bias))
+        self.advance(self.weights.release())
         return made[0] if len(made) == 1 else Joined(made)
 
     def router(self, part: str) -> Linear:
         """A layer that is small and chooses: never quantized."""
-        return make_linear(self.numbers(f"{part}.weight").to(self.dtype), None, self.how)
+        return make_linear(self._stack([part], [None]), None, self.how)
 
-    def _make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def _make(self, weight: Rows, bias: torch.Tensor | None) -> Linear:
         if self.quantized is not None and self.quantized.pays(weight):
             return self.quantized.make(weight, bias)
         return make_linear(weight, bias, self.how)
 
-    def _blocks(self, name: str, order: Order) -> Blocks | None:
-        found = self.weights.blocks(name) if self.keeps_blocks else None
-        if found is None or order is None:
-            return found
-        places = torch.arange(len(found.raw))
-        moved = order(places[:, None])[:, 0]
-        return found if torch.equal(moved, places) else found.rows(moved)
+    def _stack(self, parts: Seq[str], orders: Seq[Order]) -> Stack:
+        found = [self.weights.values(f"{part}.weight") for part in parts]
+        return Stack([(part, _places(part, turn)) for part, turn in zip(found, orders)], self.dtype, self.device)
 
-    def _turned(self, name: str, order: Order) -> torch.Tensor:
-        found = self.numbers(name).to(self.dtype)
-        return found if order is None else order(found)
+    def _blocks(self, name: str, order: Order) -> Blocks | Levels | None:
+        found = self.weights.blocks(name) if self.keeps_blocks else None
+        if found is None:
+            return None
+        places = _places(self.weights.values(name), order)
+        return found if places is None else found.rows(places)
 
     def _bias(self, parts: Seq[str], orders: Seq[Order]) -> torch.Tensor | None:
         """The projections' biases end to end; a missing one counts as zeros beside others."""
         names = [f"{part}.bias" for part in parts]
         if not any(name in self.weights for name in names):
             return None
-        found = [
-            self._turned(name, turn)
-            if name in self.weights
-            else torch.zeros(self.weights.values(f"{part}.weight").shape[0], dtype=self.dtype, device=self.device)
-            for part, name, turn in zip(parts, names, orders)
-        ]
+        found = []
+        for part, name, order in zip(parts, names, orders):
+            if name in self.weights:
+                bias = self.numbers(name).to(self.dtype)
+                found.append(bias if order is None else order(bias))
+            else:
+                outputs = self.weights.values(f"{part}.weight").shape[0]
+                found.append(torch.zeros(outputs, dtype=self.dtype, device=self.device))
         return torch.cat(found)
 
     def words(self, name: str, head: Linear | None = None, scale: float = 1.0) -> Words:
         """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
         found = self.weights.blocks(f"{name}.weight") if self.keeps_blocks else None
         words: Words
-        if found is None:
-            words = Table(self.numbers(f"{name}.weight").to(self.dtype).clone())
+        if not isinstance(found, Blocks):
+            words = Table(whole(self._stack([name], [None])))
         else:
             shared = isinstance(head, Blocked)
-            words = Rows(head if isinstance(head, Blocked) else Blocked(found, None), self.dtype, shared=shared)
+            words = BlockedRows(head if isinstance(head, Blocked) else Blocked(found, None), self.dtype, shared=shared)
+        self.advance(self.weights.release())
         return words if scale == 1.0 else Scaled(words, scale)
+
+
+def _packed(parts: Seq[Blocks | Levels], bias: torch.Tensor | None) -> Linear:
+    """The layer of weights of one kind."""
+    levels = [part for part in parts if isinstance(part, Levels)]
+    if levels:
+        return StreamedInt8(Levels.join(levels), bias, KINDS["int8_rows"])
+    return Blocked(join([part for part in parts if isinstance(part, Blocks)]), bias)
+
+
+def _places(weight: Rows, order: Order) -> torch.Tensor | None:
+    """Which row of a weight comes first, and so on; None: they stay."""
+    if order is None:
+        return None
+    places = torch.arange(weight.shape[0])
+    moved = order(places[:, None])[:, 0]
+    return None if torch.equal(moved, places) else moved

@@ -51,7 +51,7 @@ class Table:
         return self.numbers.data_ptr(), NO_LAYER
 
 
-class Rows:
+class BlockedRows:
     """The rows of a layer, which may be the output layer too (``shared``)."""
 
     def __init__(self, layer: Blocked, dtype: torch.dtype, *, shared: bool) -> None:

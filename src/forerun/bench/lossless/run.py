@@ -131,7 +131,12 @@ def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable
         else:
             wanted = replace(llm.config, model_path=path)
             model = load_model(
-                wanted.model, dtype=wanted.dtype, device=wanted.device, invariant=wanted.invariant, model_path=path
+                wanted.model,
+                dtype=wanted.dtype,
+                device=wanted.device,
+                invariant=wanted.invariant,
+                model_path=path,
+                lora=wanted.lora,
             )
         for turn, page_size in enumerate(config.page_sizes):
             step(f"bits, {model.info.path}")

@@ -14,7 +14,10 @@ from forerun.engine.llm import LLM
 
 def peer_contenders(names: Seq[str], llm: LLM, draft: str | None) -> list[Contender]:
     """The peers' rows: ``NAME``, or ``NAME=PYTHON`` for one installed for another interpreter. ``draft`` is the
-    assistant's checkpoint. Raises ConfigError for an unknown peer, and for one that is not installed."""
+    assistant's checkpoint. Raises ConfigError for an unknown peer, for one that is not installed, and for a model with
+    adapters."""
+    if names and llm.model.info.lora:
+        raise ConfigError("peers run the model without adapters: leave lora out, or the peers")
     found: list[Contender] = []
     for entry in names:
         name, _, python = entry.partition("=")

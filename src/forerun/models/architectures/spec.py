@@ -63,8 +63,6 @@ def applies(config: Any) -> str | None:
     activation = getattr(config, found.mlp.activation)
     if activation not in ACTIVATIONS:
         return f"activation {activation!r}"
-    if getattr(config, "quantization_config", None) is not None:
-        return "a quantized checkpoint"
     if getattr(config, "use_bidirectional_attention", None):
         return "attention to later tokens"
     types = set(getattr(config, "layer_types", None) or ()) - {SLIDING, FULL}

@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+CHUNK = 1 << 18
+"""Numbers that are converted, rounded or laid out at a time."""
+
+
+class Rows(Protocol):
+    """A weight [outputs, inputs] whose rows are made when they are asked for; every tensor is one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __getitem__(self, rows: slice | torch.Tensor, /) -> torch.Tensor: ...
+
+
+def pieces(weight: Rows, multiple: int = 1) -> Iterator[tuple[int, torch.Tensor]]:
+    """Row after row of a weight, some ``CHUNK`` numbers at a time: the first one's place, a multiple of ``multiple``,
+    and the rows."""
+    outputs, inputs = weight.shape
+    step = max(1, CHUNK // max(1, inputs) // multiple) * multiple
+    for first in range(0, outputs, step):
+        yield first, weight[first : first + step]
+
+
+def whole(weight: Rows) -> torch.Tensor:
+    """The weight as a contiguous tensor: itself if it is one."""
+    if isinstance(weight, torch.Tensor):
+        return weight.contiguous()
+    found = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    for first, rows in pieces(weight):
+        found[first : first + len(rows)] = rows
+    return found
 
 
 class Linear(Protocol):
@@ -31,8 +71,8 @@ class Format:
     """Whether it can be had there for rows of that dtype."""
     needs: str
     """What it takes, for an error: '... needs a CPU on which ...'."""
-    make: Callable[[torch.Tensor, torch.Tensor | None], Linear]
-    pays: Callable[[torch.Tensor], bool] = lambda weight: True
+    make: Callable[[Rows, torch.Tensor | None], Linear]
+    pays: Callable[[Rows], bool] = lambda weight: True
     """Whether it is worth while for such a weight."""
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 from functools import cache, partial
 
 import torch
-import torch.nn.functional as F
 
 from forerun import kernels
 from forerun.kernels import structs
-from forerun.models.formats.base import Format
+from forerun.models.formats.base import Format, Rows
 from forerun.models.formats.compiled import Compiled, address, kernel, shelf, wide_bias
-from forerun.models.formats.gguf_blocks import Blocks, pack, record_bytes
-from forerun.models.formats.streamed import DTYPES, close, example
+from forerun.models.formats.gguf_blocks import Blocks, Rounding, pack, record_bytes
+from forerun.models.formats.streamed import DTYPES, works
 from forerun.models.kinds import BLOCKS
 
 
@@ -67,19 +66,21 @@ def can_run() -> bool:
     """Whether the kernels are here and give right numbers."""
     if kernels.library() is None:
         return False
-    with torch.inference_mode():
-        weight, x = example()
-        tried = [Blocks.of(weight, kind) for kind in ("q4_0", "q8_0")]
-        return all(close(Blocked(blocks, None)(x), F.linear(x, blocks.values())) for blocks in tried)
+
+    def make(kind: str, weight: torch.Tensor) -> tuple[Blocked, torch.Tensor]:
+        blocks = Blocks.of(weight, kind)
+        return Blocked(blocks, None), blocks.values()
+
+    return all(works(partial(make, kind)) for kind in ("q4_0", "q8_0"))
 
 
 def can(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in DTYPES and can_run()
 
 
-def make(weight: torch.Tensor, bias: torch.Tensor | None, *, name: str) -> Blocked:
+def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Blocked:
     """A weight rounded to ``name``."""
-    return Blocked(Blocks.of(weight, name), bias)
+    return Blocked(Blocks(name, Rounding(weight, name), weight.shape[1]), bias)
 
 
 FORMATS = tuple(

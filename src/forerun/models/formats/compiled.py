@@ -11,6 +11,7 @@ import torch
 
 from forerun import kernels
 from forerun.kernels import structs
+from forerun.models.formats.base import Rows
 
 BLOCK, PAGE, LINE = 1 << 26, 1 << 21, 1 << 6
 """Bytes: of address space that layers share, of a large page, of a cache line."""
@@ -47,9 +48,9 @@ def kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
     return call
 
 
-def check_weight(weight: torch.Tensor) -> None:
+def check_weight(weight: Rows) -> None:
     """Raise ValueError for weights that the kernels would misread."""
-    if weight.dim() != 2 or not weight.numel() or not weight.is_cpu:
+    if len(weight.shape) != 2 or not weight.shape.numel() or weight.device.type != "cpu":
         raise ValueError(f"weights {[*weight.shape]} on {weight.device} where some [outputs, inputs] on cpu are needed")
 
 

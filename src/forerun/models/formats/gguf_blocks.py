@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,11 +13,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from forerun.kernels.structs import QUANTS
+from forerun.models.formats.base import CHUNK, Rows
 from forerun.models.formats.rounding import to_blocks
 
 OUTPUTS, INPUTS = 16, 32
-CHUNK = 1 << 22
-"""Weights that are rounded or unpacked at a time."""
 Bytes = np.ndarray
 """Of dtype uint8."""
 
@@ -106,32 +106,48 @@ UNPACK: dict[str, Callable[[Bytes], Unpacked]] = {
 }  # fmt: skip
 
 
+class Raw(Protocol):
+    """Rows of bytes, made when they are asked for; every array is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any, /) -> Bytes: ...
+
+
+class Rounding:
+    """The rows of a weight rounded to ``kind``, with zeros up to whole blocks. Raises ConfigError, when rows are asked
+    for, for kinds that only files bring."""
+
+    def __init__(self, weight: Rows, kind: str) -> None:
+        self.weight = weight
+        self.kind = kind
+        self.block, _ = sizes(kind)
+
+    def __len__(self) -> int:
+        return self.weight.shape[0]
+
+    def __getitem__(self, rows: slice) -> Bytes:
+        found = self.weight[rows].float().numpy()
+        return to_blocks(np.pad(found, ((0, 0), (0, -found.shape[1] % self.block))), self.kind)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Weights [outputs, inputs] of a kind in ``UNPACK``, ``raw`` [outputs, bytes of a row] as in a GGUF file."""
 
     kind: str
-    raw: Bytes
+    raw: Raw
     inputs: int
 
     @classmethod
     def of(cls, weight: torch.Tensor, kind: str) -> Blocks:
-        """A weight rounded to ``kind``, with zeros up to whole blocks. Raises ConfigError for kinds that only files
-        bring."""
-        found = GGMLQuantizationType[kind.upper()]
-        block, size = GGML_QUANT_SIZES[found]
-        outputs, inputs = weight.shape
-        raw = np.empty((outputs, -(-inputs // block) * size), np.uint8)
-        step = max(1, CHUNK // inputs)
-        for first in range(0, outputs, step):
-            rows = weight[first : first + step].float().numpy()
-            rows = np.pad(rows, ((0, 0), (0, -inputs % block)))
-            raw[first : first + step] = to_blocks(rows, kind)
-        return cls(kind, raw, inputs)
+        """A weight rounded to ``kind``. Raises ConfigError for kinds that only files bring."""
+        return cls(kind, Rounding(weight, kind)[:], weight.shape[1])
 
-    def values(self) -> torch.Tensor:
-        """float32 [outputs, inputs], exact."""
-        found = dequantize(self.raw, GGMLQuantizationType[self.kind.upper()])
+    def values(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+        """Some rows in float32 [outputs, inputs], exact."""
+        raw = self.raw[rows if isinstance(rows, slice) else rows.numpy()]
+        found = dequantize(raw, GGMLQuantizationType[self.kind.upper()])
         return torch.from_numpy(np.array(found[:, : self.inputs], dtype=np.float32))
 
     def rows(self, order: torch.Tensor) -> Blocks:
@@ -139,11 +155,16 @@ class Blocks:
         return Blocks(self.kind, self.raw[order.numpy()], self.inputs)
 
 
+def sizes(kind: str) -> tuple[int, int]:
+    """Inputs and bytes of a block."""
+    return GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
+
+
 def join(parts: Seq[Blocks]) -> Blocks:
     """Weights of one kind over the same inputs, one's rows behind the other's."""
     if len(parts) == 1:
         return parts[0]
-    return Blocks(parts[0].kind, np.concatenate([part.raw for part in parts]), parts[0].inputs)
+    return Blocks(parts[0].kind, np.concatenate([part.raw[:] for part in parts]), parts[0].inputs)
 
 
 def record_bytes(kind: str, outputs: int, inputs: int) -> int:
@@ -164,7 +185,7 @@ def pack(blocks: Blocks, to: Bytes) -> None:
 
 
 def _pack(kind: str, raw: Bytes, to: Bytes) -> None:
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
+    block, size = sizes(kind)
     if len(raw) % OUTPUTS:
         raw = np.concatenate([raw, np.zeros((-len(raw) % OUTPUTS, raw.shape[1]), np.uint8)])
     of, bytes_ = QUANTS[kind]

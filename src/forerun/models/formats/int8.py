@@ -14,16 +14,17 @@ else.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
-import torch.nn.functional as F
 
 from forerun import kernels
 from forerun.kernels import structs
-from forerun.models.formats.base import Format, Linear
+from forerun.models.formats.base import Format, Linear, Rows, pieces, whole
 from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, wide_bias
-from forerun.models.formats.streamed import DTYPES, close, example, to_tiles
+from forerun.models.formats.streamed import DTYPES, TILE, fill, tiles_for, works
 from forerun.models.kinds import KINDS
 
 MOST_INPUTS = 1 << 16
@@ -33,26 +34,53 @@ LEAST_SIDE, LEAST_WEIGHTS = 256, 1 << 18
 call has some 10 us of fixed cost."""
 
 
+@dataclass(frozen=True)
+class Levels:
+    """Weights in 8 bits: levels int8 [outputs, inputs] times scales float32 [outputs]."""
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+    kind = "int8"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.levels.shape
+
+    def rows(self, order: torch.Tensor) -> Levels:
+        """Some of its rows, in any order."""
+        return Levels(self.levels[order], self.scales[order])
+
+    @classmethod
+    def join(cls, parts: Seq[Levels]) -> Levels:
+        """Weights over the same inputs, one's rows behind the other's."""
+        return cls(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
+
+
 class StreamedInt8(Compiled):
     """int8 weights with a scale per output; each row of activations in 255 levels of its own; exact integer sums."""
 
     __slots__ = ("bias", "calls", "offsets", "pointers", "scales", "tiles")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> None:
-        check_weight(weight)
+    def __init__(self, weight: Rows | Levels, bias: torch.Tensor | None, kind: str) -> None:
+        rows_of = weight.levels if isinstance(weight, Levels) else weight
+        check_weight(rows_of)
         self.outputs, self.inputs = weight.shape
         self.bias = wide_bias(bias, self.outputs)
         if self.inputs > MOST_INPUTS:
             raise ValueError(f"{self.inputs} inputs, where products of 8 bits add up in 32 for {MOST_INPUTS} at most")
-        weight = weight.float()
-        self.scales = weight.abs().amax(dim=1).clamp_(min=1e-30).div_(127)
-        levels = (weight / self.scales[:, None]).round_().to(torch.int8)
-        self.offsets = levels.sum(dim=1, dtype=torch.int32) * 128
-        self.tiles = to_tiles(levels)
+        self.scales = torch.empty(self.outputs)
+        self.offsets = torch.empty(self.outputs, dtype=torch.int32)
+        self.tiles = tiles_for(self.outputs, self.inputs, torch.int8)
+        for first, rows in pieces(rows_of, TILE):
+            here = slice(first, first + len(rows))
+            scales, levels = (weight.scales[here], rows) if isinstance(weight, Levels) else rounded(rows)
+            self.scales[here] = scales
+            self.offsets[here] = levels.sum(dim=1, dtype=torch.int32) * 128
+            fill(self.tiles, first, levels)
         self.pointers = self.tiles.data_ptr(), address(self.bias), self.scales.data_ptr(), self.offsets.data_ptr()
         self.kind = kind
         self.dtype = None
-        self.nbytes = levels.nbytes + self.scales.nbytes
+        self.nbytes = self.outputs * self.inputs + self.scales.nbytes
         self.calls = {d: kernel("linear_int8", d) for d in DTYPES}
 
     def fields(self) -> structs.Linear:
@@ -68,14 +96,17 @@ class StreamedInt8(Compiled):
                             stride, torch.get_num_threads())  # fmt: skip
 
 
+def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale for each row, and levels int8 of its numbers."""
+    rows = rows.float()
+    scales = rows.abs().amax(dim=1).clamp_(min=1e-30).div_(127)
+    return scales, (rows / scales[:, None]).round_().to(torch.int8)
+
+
 @cache
 def can_run() -> bool:
     """Whether the kernels for 8 bits are here and give right numbers."""
-    if kernels.library() is None:
-        return False
-    with torch.inference_mode():
-        weight, x = example()
-        return close(StreamedInt8(weight, None, "int8")(x), F.linear(x, weight))
+    return kernels.library() is not None and works(lambda weight: (StreamedInt8(weight, None, "int8"), weight))
 
 
 def ours(device: torch.device, dtype: torch.dtype) -> bool:
@@ -146,15 +177,16 @@ class Int8Rows:
         return y if add is None else y.add_(add)
 
 
-def make(weight: torch.Tensor, bias: torch.Tensor | None, *, name: str) -> Linear:
+def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Linear:
     """The layer for ``weight`` [outputs, inputs] in 8 bits."""
     if ours(weight.device, weight.dtype):
         return StreamedInt8(weight, bias, KINDS[name])
-    return (Int8Rows if name == "int8_rows" else Int8)(weight, bias)
+    return (Int8Rows if name == "int8_rows" else Int8)(whole(weight), bias)
 
 
-def pays(weight: torch.Tensor) -> bool:
-    return ours(weight.device, weight.dtype) or min(weight.shape) >= LEAST_SIDE or weight.numel() >= LEAST_WEIGHTS
+def pays(weight: Rows) -> bool:
+    large = min(weight.shape) >= LEAST_SIDE or weight.shape.numel() >= LEAST_WEIGHTS
+    return large or ours(weight.device, weight.dtype)
 
 
 def can(dtype: torch.dtype, device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from forerun.models.formats.base import Format
+from forerun.models.formats.base import Format, Rows, whole
 
 PACK_FROM = 256
 """Fewest inputs and outputs for which packing pays: a packed call has some 10 us of fixed cost."""
@@ -19,12 +19,12 @@ class Packed:
 
     __slots__ = ("bias", "call", "exact", "kind", "nbytes", "weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight = pack(weight)
+    def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
+        self.weight = pack(whole(weight))
         self.bias = bias
         self.kind = "packed"
         self.exact = False
-        self.nbytes = weight.nbytes
+        self.nbytes = weight.shape.numel() * weight.dtype.itemsize
         self.call = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Packed:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
 
 
 @cache

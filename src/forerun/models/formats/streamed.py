@@ -6,6 +6,7 @@ times as fast for one row in bfloat16, and float32 verification of five rows cos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -13,23 +14,44 @@ import torch.nn.functional as F
 
 from forerun import kernels
 from forerun.kernels import structs
-from forerun.models.formats.base import Format
+from forerun.models.formats.base import Format, Rows, pieces
 from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, shelf, wide_bias
 
 TILE, GROUP_BYTES = 32, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def to_tiles(weight: torch.Tensor) -> torch.Tensor:
-    """weight [outputs, inputs] as the kernels read it: [tiles, groups, 32, numbers in 4 bytes], for float16 [tiles,
-    groups, 2, 2, 16] with the numbers of a group before its 16 outputs; padded with zeros."""
-    together = GROUP_BYTES // weight.element_size()
+def tiles_for(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """Room for a weight as the kernels read it: [tiles, groups, 32, numbers in 4 bytes], for float16 [tiles, groups, 2,
+    2, 16] with the numbers of a group before its 16 outputs."""
+    together = GROUP_BYTES // dtype.itemsize
+    inner = (2, together, TILE // 2) if dtype is torch.float16 else (TILE, together)
+    shape = torch.Size((-(-outputs // TILE), -(-inputs // together), *inner))
+    return shelf.room(shape.numel() * dtype.itemsize).view(dtype).view(shape)
+
+
+def fill(tiles: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+    """Lay rows out from row ``first`` on, a multiple of a tile's; what they leave of the last tile becomes zeros."""
+    together = GROUP_BYTES // rows.element_size()
+    outputs, inputs = rows.shape
+    if inputs % together or outputs % TILE:
+        rows = F.pad(rows, (0, -inputs % together, 0, -outputs % TILE))
+    tiles = tiles[first // TILE : first // TILE + len(rows) // TILE]
+    if rows.dtype is torch.float16:
+        view = rows.reshape(len(tiles), TILE, -1, together).transpose(1, 2)
+        tiles.copy_(view.unflatten(2, (2, TILE // 2)).transpose(3, 4))
+        return
+    words = rows.contiguous().view(torch.int32)
+    for tile, part in zip(tiles.view(torch.int32).squeeze(-1), words.split(TILE)):
+        tile.copy_(part.T)  # torch has a quick way for a matrix alone
+
+
+def to_tiles(weight: Rows) -> torch.Tensor:
     outputs, inputs = weight.shape
-    weight = F.pad(weight, (0, -inputs % together, 0, -outputs % TILE))
-    view = weight.view(weight.shape[0] // TILE, TILE, weight.shape[1] // together, together).transpose(1, 2)
-    if weight.dtype is torch.float16:
-        view = view.unflatten(2, (2, TILE // 2)).transpose(3, 4)
-    return shelf.room(weight.nbytes).view(weight.dtype).view(view.shape).copy_(view)
+    tiles = tiles_for(outputs, inputs, weight.dtype)
+    for first, rows in pieces(weight, TILE):
+        fill(tiles, first, rows)
+    return tiles
 
 
 class Streamed(Compiled):
@@ -37,7 +59,7 @@ class Streamed(Compiled):
 
     __slots__ = ("bias", "call", "pointers", "tiles")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
         check_weight(weight)
         self.outputs, self.inputs = weight.shape
         self.bias = wide_bias(bias, self.outputs)
@@ -45,7 +67,7 @@ class Streamed(Compiled):
         self.tiles = to_tiles(weight)
         self.pointers = self.tiles.data_ptr(), address(self.bias)
         self.kind = "streamed"
-        self.nbytes = weight.nbytes
+        self.nbytes = weight.shape.numel() * weight.dtype.itemsize
         self.dtype = weight.dtype
 
     def fields(self) -> structs.Linear:
@@ -64,20 +86,21 @@ def can_stream(dtype: torch.dtype) -> bool:
     """Whether the kernels for ``dtype`` are here and give right numbers."""
     if dtype not in DTYPES or kernels.library() is None:
         return False
-    with torch.inference_mode():
-        weight, x = example()
-        weight, x = weight.to(dtype), x.to(dtype)
-        return close(Streamed(weight, None)(x), F.linear(x.float(), weight.float()))
+    return works(lambda weight: (Streamed(weight.to(dtype), None), weight.to(dtype).float()), dtype)
 
 
-def example() -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight and rows to try a kernel with."""
+Try = Callable[[torch.Tensor], tuple[Compiled, torch.Tensor]]
+"""Makes a layer of a weight, and says which weights in float32 it has."""
+
+
+@torch.inference_mode()
+def works(make: Try, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a layer gives right numbers for rows in ``dtype``."""
     weight = (torch.arange(70 * 64, dtype=torch.float32) * 0.37).sin_().view(70, 64)
-    return weight, (torch.arange(15 * 64, dtype=torch.float32) * 0.11).cos_().view(15, 64)
-
-
-def close(got: torch.Tensor, wanted: torch.Tensor, share: float = 0.02) -> bool:
-    return bool((got.float() - wanted).norm() < share * wanted.norm())
+    x = (torch.arange(15 * 64, dtype=torch.float32) * 0.11).cos_().view(15, 64).to(dtype)
+    layer, held = make(weight)
+    wanted = F.linear(x.float(), held)
+    return bool((layer(x).float() - wanted).norm() < 0.02 * wanted.norm())
 
 
 FORMAT = Format(
@@ -85,5 +108,5 @@ FORMAT = Format(
     lambda dtype, device: device.type == "cpu" and can_stream(dtype),
     "a CPU on which this torch compiles kernels (AVX2 and a C++ compiler)",
     Streamed,
-    lambda weight: weight.shape[1] * weight.element_size() % GROUP_BYTES == 0,
+    lambda weight: weight.shape[1] * weight.dtype.itemsize % GROUP_BYTES == 0,
 )

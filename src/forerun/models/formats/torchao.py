@@ -7,24 +7,24 @@ from functools import partial
 import torch
 
 from forerun.core.errors import ConfigError
-from forerun.models.formats.base import Format, Linear
+from forerun.models.formats.base import Format, Linear, Rows, whole
 from forerun.models.formats.int8 import pays
 from forerun.models.formats.plain import Plain
 from forerun.models.kinds import GPU_KINDS
 
 
-def make(weight: torch.Tensor, bias: torch.Tensor | None, *, name: str) -> Linear:
+def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Linear:
     """Raises ConfigError where torchao is not installed."""
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise ConfigError(f"quantization {name!r} on GPU needs torchao: pip install 'forerun[gpu]'") from error
     module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    module.weight = torch.nn.Parameter(whole(weight), requires_grad=False)
     quantize_(module, Int8WeightOnlyConfig() if name == "int8" else Float8WeightOnlyConfig())
     layer = Plain(module.weight, bias)
     layer.kind = f"{name} weights"
-    layer.nbytes = weight.numel() + 4 * weight.shape[0]
+    layer.nbytes = weight.shape.numel() + 4 * weight.shape[0]
     return layer
 
 

@@ -74,7 +74,7 @@ class HeadDrafter(Drafter[C]):
             raise ConfigError(f"this {self.name} head guesses {sizes.depth} tokens ahead, not "
                               f"{config.num_speculative_tokens}")  # fmt: skip
         made_with = self.head.record.get("target_fingerprint")
-        if made_with is not None and made_with != fingerprint(resolve(info.name)):
+        if made_with is not None and made_with != fingerprint(resolve(info.name), info.lora):
             raise ConfigError(
                 f"this {self.name} head was trained together with the weights saved in {self.head.record['target']}, "
                 f"which {info.name} does not hold: load that folder as the model"

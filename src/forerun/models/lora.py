@@ -1,0 +1,196 @@
+"""LoRA adapters as PEFT writes them, merged into a model's weights while they are loaded: W + weight * scale * B A,
+scale = alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2106.09685, 2312.03732)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from forerun.core.errors import ConfigError, ModelError, shown
+from forerun.models import checkpoint
+from forerun.models.checkpoint import ADAPTER
+from forerun.models.formats.base import Rows
+from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.int8 import Levels
+from forerun.models.weights import Weights
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PARTS = re.compile(r"(.+)\.lora_([AB])\.weight")
+REFUSED = {
+    "use_dora": "DoRA, whose norms are learnt too", "use_qalora": "QALoRA", "lora_bias": "biases of its own",
+    "fan_in_fan_out": "weights that lie the other way round", "modules_to_save": "whole modules beside the adapter",
+    "layer_replication": "layers twice", "target_parameters": "parameters that are no layers",
+    "trainable_token_indices": "single tokens' embeddings", "megatron_config": "layers of Megatron's",
+}  # fmt: skip
+"""Keys of ``adapter_config.json`` that ask for what is not merged, and what that is."""
+CHANGED = ("pissa", "olora", "corda", "loftq", "eva")
+"""Ways of beginning that may leave the weights beneath changed."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Adds scale * b a: b [outputs, r], a [r, inputs], float32."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    def rows(self, which: slice | torch.Tensor) -> torch.Tensor:
+        return (self.b[which] @ self.a).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    folder: Path
+    weight: float
+    pairs: Mapping[str, Pair]
+    """By the names of layers in a checkpoint."""
+
+
+def parse(given: Seq[str | Path] | str | Path | None) -> tuple[tuple[Path, float], ...]:
+    """Folders and weights of ``FOLDER`` or ``FOLDER=WEIGHT``, one or several. Raises ConfigError."""
+    several = [given] if isinstance(given, (str, Path)) else given or []
+    found = []
+    for item in several:
+        folder, equals, weight = str(item).rpartition("=")
+        if not equals or Path(str(item)).is_dir():
+            folder, weight = str(item), "1"
+        try:
+            number = float(weight)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigError(f"lora is FOLDER or FOLDER=WEIGHT, and {shown(weight)} is no weight")
+        found.append((Path(folder).expanduser(), number))
+    return tuple(found)
+
+
+def read(folder: Path, weight: float) -> Adapter:
+    """Raises ModelError for a folder without an adapter, and for one of a kind that is not merged."""
+    if not (folder / ADAPTER).is_file():
+        raise ModelError(f"{folder} is no LoRA adapter: it has no {ADAPTER}")
+    config = checkpoint.read_object(folder / ADAPTER)
+    _check(folder, config)
+    if not (folder / WEIGHTS).is_file():
+        raise ModelError(f"{folder} has no {WEIGHTS}: adapters are read from safetensors")
+    with checkpoint.library(f"{folder / WEIGHTS} cannot be read"):
+        tensors = load_file(folder / WEIGHTS)
+    sides: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = PARTS.fullmatch(name.removeprefix(PREFIX))
+        if match is None or tensor.dim() != 2 or not tensor.is_floating_point():
+            raise ModelError(f"{folder} holds {name} {[*tensor.shape]}, which is no part of a LoRA of linear layers")
+        sides.setdefault(match[1], {})[match[2]] = tensor.float()
+    if not sides:
+        raise ModelError(f"{folder / WEIGHTS} is empty")
+    pairs = {}
+    for name, parts in sides.items():
+        if len(parts) < 2 or parts["A"].shape[0] != parts["B"].shape[1]:
+            raise ModelError(f"{folder}: lora_A and lora_B of {name} do not belong together")
+        pairs[name] = Pair(parts["A"], parts["B"], _scale(config, name, len(parts["A"])))
+    return Adapter(folder, weight, pairs)
+
+
+def _check(folder: Path, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise ModelError(f"{folder} holds an adapter of type {shown(config.get('peft_type'))}; only LORA is merged")
+    for key, what in REFUSED.items():
+        if config.get(key):
+            raise ModelError(f"{folder} asks for {what} ({key}), which forerun does not merge")
+    if config.get("bias", "none") != "none":
+        raise ModelError(f"{folder} holds biases (bias is {shown(config['bias'])}), which forerun does not merge")
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(CHANGED):
+        raise ModelError(
+            f"{folder} was begun with {begun}, which changes the weights beneath: convert it to plain LoRA"
+        )
+    alphas = config.get("alpha_pattern") or {}
+    for value in (config.get("lora_alpha"), *(alphas.values() if isinstance(alphas, Mapping) else [None])):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ModelError(f"{folder / ADAPTER} cannot be used: lora_alpha must be a number, not {shown(value)}")
+
+
+def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
+    own = (value for key, value in (config.get("alpha_pattern") or {}).items() if f".{name}".endswith(f".{key}"))
+    alpha = next(own, config["lora_alpha"])
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else max(1, rank))
+
+
+class Merged:
+    """A weight with what adapters add to it, in float32."""
+
+    dtype = torch.float32
+
+    def __init__(self, weight: Rows, pairs: Seq[tuple[float, Pair]]) -> None:
+        self.weight, self.pairs = weight, pairs
+        self.shape, self.device, self.nbytes = weight.shape, weight.device, weight.nbytes
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        found = self.weight[rows].to(torch.float32, copy=True)
+        for weight, pair in self.pairs:
+            found.add_(pair.rows(rows), alpha=weight)
+        return found
+
+
+class MergedWeights:
+    """Weights with adapters merged into them. What these touch is numbers, however it was held before. Raises
+    ModelError for an adapter that was made for another model."""
+
+    def __init__(self, weights: Weights, adapters: Seq[Adapter], model: str) -> None:
+        self.weights = weights
+        self.pairs: dict[str, list[tuple[float, Pair]]] = {}
+        for adapter in adapters:
+            for layer, pair in adapter.pairs.items():
+                name = f"{layer}.weight"
+                _fits(adapter, layer, pair, weights.values(name).shape if name in weights else None, model)
+                self.pairs.setdefault(name, []).append((adapter.weight, pair))
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.weights
+
+    def values(self, name: str) -> Rows:
+        found = self.weights.values(name)
+        return Merged(found, self.pairs[name]) if name in self.pairs else found
+
+    def blocks(self, name: str) -> Blocks | Levels | None:
+        return None if name in self.pairs else self.weights.blocks(name)
+
+    def release(self) -> int:
+        return self.weights.release()
+
+
+def _fits(adapter: Adapter, layer: str, pair: Pair, shape: torch.Size | None, model: str) -> None:
+    if shape is None:
+        raise ModelError(f"{adapter.folder} adapts {layer}, which {model} does not have: it is for another model")
+    asked = [len(pair.b), pair.a.shape[1]]
+    if asked != [*shape]:
+        raise ModelError(
+            f"{adapter.folder} adapts {layer} {asked}, which is {[*shape]} in {model}: it is for another model"
+        )
+
+
+@torch.no_grad()
+def merge_into(module: nn.Module, adapters: Seq[Adapter], model: str) -> None:
+    """The same for a module of transformers'. Raises ModelError."""
+    layers = dict(module.named_modules())
+    for adapter in adapters:
+        for name, pair in adapter.pairs.items():
+            layer = layers.get(name)
+            weight = layer.weight if isinstance(layer, nn.Linear) else None
+            _fits(adapter, name, pair, None if weight is None else weight.shape, model)
+            assert weight is not None
+            weight.copy_(weight.float().add_(pair.rows(slice(None)), alpha=adapter.weight))

@@ -1,0 +1,112 @@
+"""A checkpoint's weights out of its safetensors files, which are mapped: nothing is read before it is asked for, and
+what has been used is let go of."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from forerun.core.errors import ModelError
+from forerun.models import checkpoint, sanity
+from forerun.models.architectures.spec import bind
+from forerun.models.checkpoint import DTYPES, Tensor
+from forerun.models.formats.base import Rows
+from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.int8 import Levels
+from forerun.models.prequantized import Grouped, Scaled, gather
+from forerun.models.weights import Read, unstacked
+
+BASE = "model."
+"""What the names of a decoder's tensors begin with, but in a checkpoint that was saved without an output layer."""
+
+
+class Files:
+    """Safetensors files, mapped while a tensor of theirs is held. A file is never written to."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def tensor(self, at: Tensor) -> torch.Tensor:
+        """A view; raises ModelError for a file that cannot be read."""
+        if not at.numel:
+            return torch.empty(at.shape, dtype=at.dtype)
+        if at.file not in self._maps:
+            try:
+                with at.file.open("rb") as file:
+                    self._maps[at.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise ModelError(f"{at.file} cannot be read: {error.strerror}") from error
+        found = torch.frombuffer(self._maps[at.file], dtype=at.dtype, count=at.numel, offset=at.start)
+        return found.view(at.shape)
+
+    def release(self) -> None:
+        """Give the pages back that were read; they are read again where they are asked for again."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
+class CheckpointWeights:
+    """The weights of a folder for the model that ``skeleton`` lays out.
+
+    Raises ModelError for a tensor that is missing, has another shape or no floating-point numbers, or belongs to a part
+    that the config leaves out.
+    """
+
+    def __init__(self, folder: Path, skeleton: PreTrainedModel, *, numbers: bool = False) -> None:
+        self.numbers = numbers  # as which all of them are to be had
+        scheme = getattr(skeleton.config, "quantization_config", None)
+        headers = checkpoint.read_headers(checkpoint.weight_files(folder), packed=scheme is not None)
+        sanity.check_fit(skeleton.config, headers, folder / checkpoint.CONFIG)
+        self.files, spec = Files(), bind(skeleton.config)
+        known = {_full(name): tensor for name, tensor in headers.items() if tensor.kind in DTYPES}
+        self.read = Read()
+        self.opened: list[Grouped] = []
+        """Those that hold what they have unpacked, since the last release."""
+        views = {name: self.files.tensor(tensor) for name, tensor in known.items()}
+        views = unstacked(views, spec)
+        self.found: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
+        self.nbytes = sum(part.nbytes for part in self.found.values())
+        _check(folder, self.found, unstacked(dict(skeleton.named_parameters()), spec))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.found
+
+    def values(self, name: str) -> Rows:
+        found = self.found[name]
+        self.read.add(name, found.nbytes)
+        if isinstance(found, Grouped):
+            self.opened.append(found)
+        return found
+
+    def blocks(self, name: str) -> Blocks | Levels | None:
+        found = self.values(name)
+        return found.blocks() if isinstance(found, (Grouped, Scaled)) and not self.numbers else None
+
+    def release(self) -> int:
+        self.files.release()
+        while self.opened:
+            self.opened.pop().close()
+        return self.read.done()
+
+
+def _full(name: str) -> str:
+    return name if name.startswith((BASE, "lm_head.")) else f"{BASE}{name}"
+
+
+def _check(folder: Path, found: Mapping[str, Rows], wanted: Mapping[str, torch.Tensor]) -> None:
+    for name in sorted(wanted.keys() & found.keys()):
+        if found[name].shape != wanted[name].shape:
+            shapes = [*found[name].shape], [*wanted[name].shape]
+            raise ModelError(f"{folder}: {name} has shape {shapes[0]}; its config asks for {shapes[1]}")
+        if not found[name].dtype.is_floating_point:
+            raise ModelError(f"{folder}: {name} holds {found[name].dtype} numbers")
+    missing = sorted(wanted.keys() - found.keys())
+    if missing:
+        raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")
+    extra = sanity.misplaced(found.keys() - wanted.keys(), wanted)
+    if extra:
+        raise ModelError(f"{folder} has {len(extra)} weights that its config leaves out, {extra[0]} among them")

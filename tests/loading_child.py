@@ -1,0 +1,48 @@
+"""Loads models, each in a process forked for it, and prints what that did to its resident memory, in bytes: ``peak``
+and ``stays`` beyond what there was before, and ``weights``, what the model says that it holds. The argument is JSON, a
+list of a path and options each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from forerun.models.load import load_model
+from tiny import save_tokenizer, tiny_llama
+
+
+def memory(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def measure(tiny: str, path: str, options: dict[str, str]) -> None:
+    load_model(tiny, invariant=False, **options)  # libraries and kernels come in with the first model
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget what the peak was before
+    before = memory("VmRSS")
+    model = load_model(path, invariant=False, **options)
+    found = {"peak": memory("VmHWM") - before, "stays": memory("VmRSS") - before, "weights": model.info.weight_bytes}
+    print(json.dumps(found), flush=True)
+
+
+def main(cases: list[tuple[str, dict[str, str]]]) -> None:
+    torch.set_num_threads(1)  # a pool of threads does not outlive a fork
+    with tempfile.TemporaryDirectory() as tiny:
+        tiny_llama().save_pretrained(tiny)
+        save_tokenizer(Path(tiny))
+        for case in cases:
+            child = os.fork()
+            if not child:
+                measure(tiny, *case)
+                os._exit(0)
+            if os.waitpid(child, 0)[1]:
+                raise SystemExit(f"{case} could not be measured")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,158 @@
+"""Loading takes tensors one by one out of mapped files: what it takes of memory, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from forerun import LLM, SamplingParams
+from forerun.bench.peers.gguf import write_gguf
+from forerun.cli import console
+from forerun.core.loading import Advance, watch
+from forerun.models.checkpoint import weight_files
+from forerun.models.formats import blocks
+from forerun.models.load import load_model
+from gguf_files import write_model
+from tiny import save_tokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+CHILD = Path(__file__).parents[1] / "loading_child.py"
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """220 MB of random numbers in bfloat16, a third of them an embedding that is the output layer too."""
+    folder = tmp_path_factory.mktemp("large")
+    config = LlamaConfig(
+        vocab_size=48000, hidden_size=768, intermediate_size=2304, num_hidden_layers=10, num_attention_heads=12,
+        num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"], dtype="bfloat16", bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        names = dict(LlamaForCausalLM(config).named_parameters())
+    numbers = torch.randn(48000 * 768).mul_(0.02).bfloat16()
+    save_file({name: numbers[: part.numel()].view(part.shape).clone() for name, part in names.items()},
+              folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    return folder
+
+
+def test_a_load_takes_what_stays_and_a_tensor(large, tmp_path):
+    """Resident memory at its peak, mapped pages included, of a folder, rounded and not, and of a GGUF file."""
+    file = write_gguf(large, tmp_path / "large.gguf", torch.bfloat16)
+    cases: list[tuple[Path, dict[str, str]]] = [(large, {}), (file, {})]
+    cases += [(large, {"quantization": "q8_0"})] if blocks.can_run() else []
+    command = [sys.executable, str(CHILD), json.dumps([(str(path), options) for path, options in cases])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(cases)
+    largest = 48000 * 768 * 2
+    for case in found:
+        assert case["weights"] > 100 << 20
+        assert case["peak"] < 1.15 * case["weights"] + largest
+        assert case["stays"] < 1.15 * case["weights"]
+
+
+class Watched:
+    """Stands for the bar."""
+
+    def __init__(self) -> None:
+        self.total, self.steps = 0, list[int]()
+
+    @contextmanager
+    def __call__(self, title: str, total: int) -> Iterator[Advance]:
+        self.total = total
+        yield self.steps.append
+
+
+@pytest.mark.parametrize("gguf", [False, True])
+def test_every_byte_is_told_once(tiny_target, tmp_path, gguf):
+    path = write_model(tmp_path / "model.gguf") if gguf else Path(tiny_target)
+    bar = Watched()
+    before = watch.set(bar)
+    try:
+        load_model(path, invariant=False)
+    finally:
+        watch.reset(before)
+    headers = 0 if gguf else sum(8 + int.from_bytes(f.read_bytes()[:8], "little") for f in weight_files(path))
+    size = sum(file.stat().st_size for file in weight_files(path)) - headers if not gguf else bar.total
+    assert sum(bar.steps) == bar.total == size
+    assert len(bar.steps) > 8
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_is_for_terminals(monkeypatch):
+    before = watch.get()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    console.watch_loading()
+    assert watch.get() is before
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    console.watch_loading()
+    with watch.get()("some-model", 1 << 30) as advance:
+        advance(1 << 29)
+    watch.set(before)
+    assert "Loading some-model" in sys.stderr.getvalue()
+    assert "1.1 GB" in sys.stderr.getvalue()
+
+
+def test_weights_do_not_follow_their_file(tiny_target, tmp_path):
+    """A model holds no view of a file, which somebody may write anew."""
+    folder = Path(shutil.copytree(tiny_target, tmp_path / "copy"))
+    for options in ({}, {"weights": "plain"}, {"quantization": "int8_rows"}):
+        llm = LLM(str(folder), **options)
+        wanted = llm.generate("the cat", GREEDY)[0].outputs[0].token_ids
+        file = folder / "model.safetensors"
+        content = file.read_bytes()
+        with file.open("r+b") as opened:  # in place, as a mapping would see it
+            opened.write(b"\0" * len(content))
+        assert llm.generate("the cat", GREEDY)[0].outputs[0].token_ids == wanted
+        file.write_bytes(content)
+
+
+def test_a_mixture_whose_experts_are_stacked(tmp_path):
+    """As transformers has them in memory, and files may have them too."""
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, vocab_size=98, bos_token_id=None,
+        eos_token_id=0, pad_token_id=None, architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = MixtralForCausalLM(config)
+    module.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    wanted = LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids
+    weights = {name: part.clone() for name, part in module.state_dict().items()}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in weights
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in load_file(tmp_path / "model.safetensors")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids == wanted
+
+
+def test_names_without_their_beginning(tiny_target, tmp_path):
+    """A checkpoint that was saved without its output layer, tied to the embedding."""
+    config = LlamaConfig.from_pretrained(tiny_target, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(config)
+    module.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    wanted = LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids
+    weights = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("model."): part for name, part in weights.items()}
+    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids == wanted

@@ -1,0 +1,237 @@
+"""AWQ, GPTQ, compressed-tensors and FP8: checkpoints written here bit by bit, and dequantized here with numpy."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun import LLM, ConfigError, ModelError, SamplingParams
+from forerun.bench.weights import logits
+from forerun.models.formats import blocks
+from forerun.models.gguf_model import skeleton
+from forerun.models.load import load_model, read_config
+from forerun.models.mapped import CheckpointWeights
+from forerun.models.quantize import error
+from here import where
+from tiny import save_tokenizer, tiny_llama
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+Parts = dict[str, np.ndarray | torch.Tensor]
+Written = tuple[Parts, np.ndarray]
+"""A layer's tensors, and the weight that they stand for."""
+AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight outputs lies in the lowest four bits, and so on."""
+
+
+def pack(levels: np.ndarray, bits: int = 4, places: tuple[int, ...] | None = None) -> np.ndarray:
+    """Levels [a, b] into int32 [a, b * bits / 32], the lowest bits first."""
+    count = 32 // bits
+    grouped = levels.astype(np.uint32).reshape(len(levels), -1, count)[..., list(places or range(count))]
+    words = np.zeros(grouped.shape[:2], np.uint32)
+    for place in range(count):
+        words |= grouped[..., place] << np.uint32(bits * place)
+    return words.view(np.int32)
+
+
+def rounded(weight: np.ndarray, group: int, bits: int = 4, centred: bool = False) -> tuple[np.ndarray, ...]:
+    """Levels [outputs, inputs], scales float16 as float32 and zeros [outputs, groups]."""
+    top = 2**bits - 1
+    parts = weight.reshape(len(weight), -1, group)
+    if centred:
+        scales = np.abs(parts).max(-1) / (top // 2)
+        zeros = np.full(scales.shape, 2 ** (bits - 1))
+    else:
+        low, high = np.minimum(parts.min(-1), 0), np.maximum(parts.max(-1), 0)
+        scales = (high - low) / top
+    scales = scales.astype(np.float16).astype(np.float32)
+    if not centred:
+        zeros = np.clip(np.rint(-low / scales), 0, top).astype(int)
+    levels = np.clip(np.rint(parts / scales[..., None]) + zeros[..., None], 0, top).astype(int)
+    return levels.reshape(weight.shape), scales, zeros
+
+
+def values(levels: np.ndarray, scales: np.ndarray, zeros: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    return (levels - zeros[:, groups]).astype(np.float32) * scales[:, groups]
+
+
+def every(inputs: int, group: int) -> np.ndarray:
+    return np.arange(inputs) // group
+
+
+def awq(weight: np.ndarray, group: int) -> Written:
+    levels, scales, zeros = rounded(weight, group)
+    parts = {"qweight": pack(levels.T, places=AWQ_PLACES), "qzeros": pack(zeros.T, places=AWQ_PLACES),
+             "scales": scales.T.astype(np.float16)}  # fmt: skip
+    return parts, values(levels, scales, zeros, every(weight.shape[1], group))
+
+
+def gptq(weight: np.ndarray, group: int, centred: bool = True, shuffled: bool = False, less: int = 1) -> Written:
+    levels, scales, zeros = rounded(weight, group, centred=centred)
+    groups = every(weight.shape[1], group)
+    if shuffled:
+        groups = np.random.default_rng(0).permutation(groups)
+    parts = {"qweight": pack(levels).T, "qzeros": pack((zeros.T - less) & 15), "scales": scales.T.astype(np.float16),
+             "g_idx": groups.astype(np.int32), "bias": np.zeros(len(weight), np.float16)}  # fmt: skip
+    return parts, values(levels, scales, zeros, groups)
+
+
+def compressed(weight: np.ndarray, group: int, centred: bool = True, bits: int = 4) -> Written:
+    levels, scales, zeros = rounded(weight, group, bits, centred)
+    parts: Parts = {"weight_packed": pack(levels, bits), "weight_scale": torch.from_numpy(scales),
+                    "weight_shape": np.array(weight.shape)}  # fmt: skip
+    if not centred:
+        parts["weight_zero_point"] = pack(zeros.T, bits).T
+    return parts, values(levels, scales, zeros, every(weight.shape[1], group))
+
+
+def in_bytes(weight: np.ndarray) -> Written:
+    levels, scales, zeros = rounded(weight, weight.shape[1], 8, centred=True)
+    whole = (levels - zeros).astype(np.int8)
+    return {"weight": whole, "weight_scale": scales}, whole.astype(np.float32) * scales
+
+
+def fp8(weight: np.ndarray, tile: int = 32) -> Written:
+    rows, columns = -(-weight.shape[0] // tile), -(-weight.shape[1] // tile)
+    scales = np.random.default_rng(1).uniform(0.01, 0.02, (rows, columns)).astype(np.float32)
+    wide = np.repeat(np.repeat(scales, tile, 0), tile, 1)[: weight.shape[0], : weight.shape[1]]
+    numbers = torch.from_numpy(weight / wide).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale_inv": scales}, numbers.float().numpy() * wide
+
+
+def of_compressed(bits: int, format: str) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int"}}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4}
+CASES: dict[str, tuple[Callable[[np.ndarray], Written], dict[str, Any], str]] = {
+    "awq, 32": (lambda w: awq(w, 32), {"quant_method": "awq", "bits": 4, "version": "gemm"}, "Q4_1"),
+    "awq, 64": (lambda w: awq(w, 64), {"quant_method": "awq", "bits": 4, "group_size": 64}, "Q4_1"),
+    "awq, 16": (lambda w: awq(w, 16), {"quant_method": "awq", "bits": 4, "group_size": 16}, "streamed"),
+    "gptq": (lambda w: gptq(w, 32), GPTQ, "Q4_0"),
+    "gptq, one group": (lambda w: gptq(w, w.shape[1]), GPTQ, "Q4_0"),
+    "gptq, zeros": (lambda w: gptq(w, 64, centred=False), GPTQ, "Q4_1"),
+    "gptq, v2": (lambda w: gptq(w, 32, False, less=0), {**GPTQ, "checkpoint_format": "gptq_v2"}, "Q4_1"),
+    "gptq, act order": (lambda w: gptq(w, 32, shuffled=True), {**GPTQ, "desc_act": True}, "streamed"),
+    "int4": (lambda w: compressed(w, 32), of_compressed(4, "pack-quantized"), "Q4_0"),
+    "int4, zeros": (lambda w: compressed(w, 32, False), of_compressed(4, "pack-quantized"), "Q4_1"),
+    "int8, groups": (lambda w: compressed(w, 32, bits=8), of_compressed(8, "pack-quantized"), "Q8_0"),
+    "int8, packed": (lambda w: compressed(w, w.shape[1], bits=8), of_compressed(8, "pack-quantized"), "int8 by rows"),
+    "int8": (in_bytes, of_compressed(8, "int-quantized"), "int8 by rows"),
+    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [32, 32]}, "streamed"),
+}  # fmt: skip
+
+
+def write(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """A tiny Llama whose layers are quantized so, and what its weights stand for."""
+    make, config, _ = CASES[name]
+    tiny_llama(hidden_size=64, intermediate_size=128, dtype="bfloat16").bfloat16().save_pretrained(folder)
+    save_tokenizer(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    meant: dict[str, torch.Tensor] = {}
+    for tensor, weight in load_file(folder / "model.safetensors").items():
+        stem = tensor.removesuffix(".weight")
+        if "_proj" not in stem:
+            tensors[tensor] = meant[tensor] = weight
+            continue
+        parts, numbers = make(weight.float().numpy())
+        for end, part in parts.items():
+            given = part if isinstance(part, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(part))
+            tensors[f"{stem}.{end}"] = given
+        meant[tensor] = torch.from_numpy(numbers)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**given, "quantization_config": config}))
+    return meant
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_values_are_those_that_were_written(tmp_path, name):
+    meant = write(tmp_path, name)
+    found = CheckpointWeights(tmp_path, skeleton(read_config(tmp_path), torch.float32))
+    for tensor, wanted in meant.items():
+        assert torch.equal(found.values(tensor)[:], wanted), tensor
+        assert torch.equal(found.values(tensor)[3:7], wanted[3:7])
+
+
+@pytest.mark.parametrize("name", where(blocks.can_run(), CASES))
+def test_the_layers_hold_them(tmp_path, name):
+    """Exact, but for minima rounded to float16; the model's own error is that of inputs in 8 bits."""
+    meant = write(tmp_path / "packed", name)
+    path = CASES[name][2]
+    found = CheckpointWeights(tmp_path / "packed", skeleton(read_config(tmp_path / "packed"), torch.float32))
+    for tensor, wanted in meant.items():
+        held = found.blocks(tensor)
+        if held is None:
+            assert path == "streamed" or "_proj" not in tensor
+            continue
+        got = held.values() if path.startswith("Q") else held.levels * held.scales[:, None]
+        assert torch.allclose(got, wanted, rtol=0, atol=0 if path != "Q4_1" else 2e-3 * wanted.abs().max())
+    model = load_model(tmp_path / "packed", invariant=True)
+    assert path in model.info.path
+    shutil.copytree(tmp_path / "packed", tmp_path / "plain")
+    save_file(meant, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    exact = load_model(tmp_path / "plain", dtype="float32", invariant=False)
+    texts = [[5, 9, 12, 40, 33, 7, 21, 60]]
+    assert error(logits(exact, texts), logits(model, texts)) < 0.05
+    numbers = load_model(tmp_path / "packed", quantization="float32", invariant=False)
+    assert error(logits(exact, texts), logits(numbers, texts)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["awq, 32", "fp8"])
+def test_they_generate_and_may_be_rounded_again(tmp_path, name):
+    write(tmp_path, name)
+    llm = LLM(str(tmp_path), speculative_config={"method": "ngram"})
+    drafted = llm.generate("the cat the cat", GREEDY)[0].outputs[0].token_ids
+    assert drafted == llm.generate("the cat the cat", GREEDY, speculate=False)[0].outputs[0].token_ids
+    if blocks.can_run():
+        assert "Q8_0" in load_model(tmp_path, quantization="q8_0").info.path
+    with pytest.raises(ModelError, match="which only the native path reads"):
+        load_model(tmp_path, model_path="hf")
+
+
+BAD = {
+    "awq of 8 bits": ("awq, 32", {"bits": 8}, None, r"AWQ \(8 bits\), of which only 4 bits are read"),
+    "another awq": ("awq, 32", {"version": "gemv"}, None, "of version 'gemv', of which only gemm is read"),
+    "another gptq": ("gptq", {"checkpoint_format": "marlin"}, None, "in the format 'marlin'"),
+    "sparse": ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, None, "and sparse, which"),
+    "another format": ("int4", {"format": "nvfp4-pack-quantized"}, None, "in the format 'nvfp4-pack-quantized'"),
+    "3 bits": ("int4", {"config_groups": {"a": {"weights": {"num_bits": 3}}}}, None, r"weights of \[3\] bits"),
+    "no scales": ("awq, 32", {}, {"scales": None}, "lacks .*proj.scales, a part of a AWQ weight"),
+    "scales of another shape": ("gptq", {}, {"scales": torch.ones(2, 3).half()}, r"a part of it is \[2, 3\]"),
+    "three groups": ("awq, 32", {}, {"scales": torch.ones(3, 64).half()}, "64 inputs in 3 groups"),
+    "groups that there are not": ("gptq", {}, {"g_idx": torch.full((64,), 9, dtype=torch.int32)}, "names groups"),
+    "another shape": ("int4", {}, {"weight_shape": torch.tensor([64, 48])}, "a part of it is"),
+    "no such weights": ("fp8", {"quant_method": "awq"}, None, "holds no AWQ weights, though its config says so"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_one_line(tmp_path, name):
+    case, config, parts, message = BAD[name]
+    write(tmp_path, case)
+    given = json.loads((tmp_path / "config.json").read_text())
+    given["quantization_config"] |= config
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for end, part in (parts or {}).items():
+        stem = "model.layers.0.self_attn.q_proj"
+        tensors.pop(f"{stem}.{end}")
+        tensors |= {} if part is None else {f"{stem}.{end}": part}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((ModelError, ConfigError)) as caught:
+        LLM(str(tmp_path))
+    assert re.search(message, str(caught.value)), caught.value
+    assert "\n" not in str(caught.value)
