@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from forerun.core.errors import RequestError
-from forerun.engine.engine import Engine, Update
+from forerun.engine.engine import Engine
+from forerun.engine.jobs import Update
 from forerun.engine.stream import Delta, ShownText, Stream
 from forerun.sampling.params import SamplingParams
 

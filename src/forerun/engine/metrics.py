@@ -123,8 +123,8 @@ class RequestMetrics:
 
     @classmethod
     def merged(cls, parts: list[RequestMetrics]) -> RequestMetrics:
-        """One request's metrics from its n sequences."""
-        if len(parts) == 1:
+        """One request's metrics from its n sequences; beams share one."""
+        if all(part is parts[0] for part in parts):
             return parts[0]
         total = cls(start=min(p.start for p in parts), synthetic=parts[0].synthetic)
         for part in parts:

@@ -233,6 +233,13 @@ class DraftModel(Drafter[DraftModelConfig]):
         path = verdict.path[: verdict.accepted]
         return [node for node in (path if places is None else [places[n] for n in path]) if 0 <= node < fed]
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        pool = self.cache.pool
+        if source.id in pool.tables:
+            pool.fork(source.id, sequence.id, pool.length(source.id))
+        if source.id in self.places:
+            self.places[sequence.id] = self.places[source.id]
+
     def release(self, sequence: Sequence) -> None:
         self.cache.pool.free(sequence.id)
         self.places.pop(sequence.id, None)

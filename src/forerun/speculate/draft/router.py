@@ -107,6 +107,13 @@ class Router:
         for drafter in self.drafters.values():
             drafter.close()
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        """Tell the source's drafter of a beam that begins as it does."""
+        if source.id in self.failures:
+            self.failures[sequence.id] = self.failures[source.id]
+        if source.drafter is not None:
+            self.drafters[source.drafter].fork(source, sequence)
+
     def release(self, sequence: Sequence) -> None:
         for drafter in self.drafters.values():
             drafter.release(sequence)

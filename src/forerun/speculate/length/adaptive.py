@@ -386,6 +386,11 @@ class Adaptive(LengthPolicy):
         else:
             self.prices.streak -= 1
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        for known in (self.seen, self.beliefs.own):
+            if source.id in known:
+                known[sequence.id] = known[source.id]
+
     def release(self, sequence: Sequence) -> None:
         self.beliefs.own.pop(sequence.id, None)
         self.seen.pop(sequence.id, None)

@@ -394,7 +394,5 @@ class Eagle(HeadDrafter[EagleConfig]):
     def pools(self) -> list[Pool]:
         return [self.cache.pool]
 
-    def release(self, sequence: Sequence) -> None:
-        super().release(sequence)
-        self.pending.pop(sequence.id, None)
-        self.cache.pool.free(sequence.id)
+    def states(self) -> list[dict[int, Any]]:
+        return [*super().states(), self.pending]
