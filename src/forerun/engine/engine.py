@@ -26,6 +26,7 @@ from forerun.engine.memory import budget, share
 from forerun.engine.metrics import EngineStats, RequestMetrics
 from forerun.engine.scheduler import Pace, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
+from forerun.engine.trace import TraceRound
 from forerun.models.base import Model, new_cache
 from forerun.models.tokenizer import Detokenizer
 from forerun.sampling.beams import BeamSearchParams

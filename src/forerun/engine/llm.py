@@ -17,8 +17,8 @@ from forerun.core.errors import ConfigError, RequestError, shown
 from forerun.engine import beams
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
-from forerun.engine.jobs import Job, Update
 from forerun.engine.interrupts import Interrupts
+from forerun.engine.jobs import Job, Update
 from forerun.engine.keywords import understood
 from forerun.engine.logprobs import Logprob, TokenLogprobs, by_token
 from forerun.engine.metrics import RequestMetrics

@@ -228,7 +228,7 @@ class Scheduler:
         for part in sequence.parts:
             part.scheduled, part.room = 0, None
         while sequence in self.running:
-            if all([self.pool.try_reserve(part.id, len(part.tokens)) for part in sequence.parts]):
+            if all(self.pool.try_reserve(part.id, len(part.tokens)) for part in sequence.parts):
                 return
             self.preempt(self.running[-1])
 

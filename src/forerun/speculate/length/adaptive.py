@@ -387,9 +387,10 @@ class Adaptive(LengthPolicy):
             self.prices.streak -= 1
 
     def fork(self, source: Sequence, sequence: Sequence) -> None:
-        for known in (self.seen, self.beliefs.own):
-            if source.id in known:
-                known[sequence.id] = known[source.id]
+        if source.id in self.seen:
+            self.seen[sequence.id] = self.seen[source.id]
+        if source.id in self.beliefs.own:
+            self.beliefs.own[sequence.id] = self.beliefs.own[source.id]
 
     def release(self, sequence: Sequence) -> None:
         self.beliefs.own.pop(sequence.id, None)
