@@ -84,6 +84,11 @@ class Sequence:
         return [self] if self.group is None else self.group.members or [self]
 
     @property
+    def spread(self) -> int:
+        """How many times its own draft's nodes it may get: a beam, those of all beams of its group."""
+        return len(self.parts)
+
+    @property
     def seats(self) -> int:
         """How many sequences it takes the room of."""
         return 1 if self.group is None else self.group.width

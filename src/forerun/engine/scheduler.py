@@ -294,9 +294,15 @@ class Scheduler:
         for sequence in decoding:
             wanted = self.draft_rows(sequence)
             sequence.room = 0
-            if 0 < wanted <= rows and self.pool.try_reserve(sequence.id, len(sequence.tokens) + wanted):
-                sequence.room = wanted
-                rows -= wanted
+            if not 0 < wanted <= rows:
+                continue
+            for room in dict.fromkeys((wanted * sequence.spread, wanted)):
+                # A group's drafts may all be behind one beam, as far as that takes no page that none of them has alone.
+                end, most = len(sequence.tokens) + room, self.pool.pages_for(sequence.max_tokens + wanted)
+                if self.pool.pages_for(end) <= most and self.pool.try_reserve(sequence.id, end):
+                    sequence.room = room
+                    rows -= wanted
+                    break
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's pages back; it waits in its old rank and is recomputed."""

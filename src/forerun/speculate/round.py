@@ -6,7 +6,7 @@ reading their prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
@@ -62,7 +62,7 @@ def speculate(
         verdicts[index] = verdict
         clip(sequences[index], drafts[index], verdict)
     twins = search(result, groups, sampler, verdicts)  # beams: plain steps as far as drafts reach
-    everyone = _join(twins, target, drafter, policy, sequences, drafts, verdicts)
+    everyone = _join(groups, twins, target, drafter, policy, sequences, drafts, verdicts)
     kept = roll_back(target.cache.pool, *everyone)  # 4 keep the path, drop the rest
     _keep_hidden(target, result, everyone, [*range(len(sequences)), *(twin.source for twin in twins)], kept)
     for sequence, _, verdict in zip(*everyone):
@@ -80,6 +80,7 @@ Everyone = tuple[list[Sequence], list[Draft], list[Verdict]]
 
 
 def _join(
+    groups: Iterable[Beams],
     twins: Seq[Twin],
     target: Target,
     drafter: Router,
@@ -89,12 +90,14 @@ def _join(
     verdicts: Seq[Verdict],
 ) -> Everyone:
     """The round's sequences with their drafts and verdicts, twins behind them: these share their source's pages and
-    whatever is known of it."""
+    whatever is known of it. Beams that are dropped have no pages any more."""
     for twin in twins:
         source = sequences[twin.source]
         target.cache.pool.fork(source.id, twin.sequence.id, target.cache.pool.length(source.id))
         drafter.fork(source, twin.sequence)
         policy.fork(source, twin.sequence)
+    for sequence in [sequence for group in groups for sequence in group.dropped]:
+        target.cache.pool.free(sequence.id)  # the others need room to move
     return (
         [*sequences, *(twin.sequence for twin in twins)],
         [*drafts, *(drafts[twin.source] for twin in twins)],

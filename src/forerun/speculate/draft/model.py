@@ -194,7 +194,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         new = sequence.id not in pool.tables
         if new and self.tree is not None:
             self.tree.start(sequence.id, known, len(known) - 1)
-        if pool.try_reserve(sequence.id, len(known) + self.nodes[depth]):
+        if pool.try_reserve(sequence.id, len(known) + self.nodes[depth] * sequence.spread):
             return True
         if new:
             pool.free(sequence.id)

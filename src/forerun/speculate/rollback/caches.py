@@ -20,7 +20,9 @@ def roll_back(pool: Pool, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts
         start = sequence.cached + sequence.scheduled
         path = verdict.path[: verdict.accepted]
         count = len(path)
-        if draft.is_chain:
+        if sequence.id not in pool.tables:
+            count = 0
+        elif draft.is_chain:
             Pages.truncate(pool, sequence.id, start + count)
         else:
             count = pool.keep(sequence.id, start, path)

@@ -286,7 +286,8 @@ class Eagle(HeadDrafter[EagleConfig]):
         able = [
             index
             for index, (sequence, depth) in enumerate(zip(sequences, budgets))
-            if self.ready(sequence) and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth])
+            if self.ready(sequence)
+            and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth] * sequence.spread)
         ]
         drafts = [Draft() for _ in sequences]
         if not able:
