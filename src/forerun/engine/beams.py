@@ -57,7 +57,7 @@ def admit(params: BeamSearchParams, info: ModelInfo, trace: bool) -> SamplingPar
         )  # fmt: skip
     if trace:
         raise RequestError("a trace shows one sequence's rounds; beams have none", param="trace")
-    return params.greedy
+    return params.each
 
 
 def attach(job: Job, before: list[Job], params: BeamSearchParams, new_id: Callable[[], int]) -> None:

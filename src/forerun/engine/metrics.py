@@ -124,7 +124,8 @@ class RequestMetrics:
     @classmethod
     def merged(cls, parts: list[RequestMetrics]) -> RequestMetrics:
         """One request's metrics from its n sequences; beams share one."""
-        if all(part is parts[0] for part in parts):
+        parts = list({id(part): part for part in parts}.values())
+        if len(parts) == 1:
             return parts[0]
         total = cls(start=min(p.start for p in parts), synthetic=parts[0].synthetic)
         for part in parts:

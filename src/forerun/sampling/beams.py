@@ -63,7 +63,7 @@ class BeamSearchParams:
         return self.beam_width if self.num_return_sequences is None else self.num_return_sequences
 
     @property
-    def greedy(self) -> SamplingParams:
+    def each(self) -> SamplingParams:
         """What each beam is, to drafters and to the engine: a request that does not sample."""
         return SamplingParams(
             temperature=0.0,
