@@ -57,7 +57,7 @@ def speculate(
     verified = perf_counter()
     verdicts = [Verdict() for _ in sequences]
     alone, groups = split(result.scores)
-    decided = rule.accept(result.scores.of(alone), sampler)  # 3 accept, lossless
+    decided = rule.accept(result.scores.of(alone), sampler) if alone else []  # 3 accept, lossless
     for index, verdict in zip([result.deciding[place] for place in alone], decided):
         verdicts[index] = verdict
         clip(sequences[index], drafts[index], verdict)
