@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -96,3 +97,59 @@ def test_the_transformers_path_finds_the_same(
             built.step()
         found.append(beams(jobs))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("method", ["tli", "slem"])
+def test_a_draft_with_another_vocabulary(
+    method: str, engine: Callable[..., Engine], tiny_stranger: str, expected: Callable[[], Any]
+) -> None:
+    stranger = {"model": tiny_stranger, "use_heterogeneous_vocab": True, "heterogeneous_vocab_method": method}
+    built = engine({"method": "draft_model", **stranger}, page_size=4, max_num_seqs=WIDEST)
+    jobs = add(built, SEARCHES)
+    while built.busy:
+        built.step()
+        check(built)
+    built.check()
+    assert all(job.metrics.draft_error is None for job in jobs)
+    assert beams(jobs) == expected()[0]
+
+
+CONFIGS: list[tuple[str, dict[str, Any]]] = [("draft_model", {"tree": [2, 2, 1]}), ("layerskip", {}), ("suffix", {})]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_searches_that_come_and_go(
+    seed: int, engine: Callable[..., Engine], keys: Callable[..., dict[str, Any]], expected: Callable[[], Any]
+) -> None:
+    """Few pages, requests that arrive at any time, and some that are aborted: nothing leaks, and whoever ends finds
+    what it would have found alone."""
+    source = random.Random(seed)
+    method, shape = CONFIGS[seed % len(CONFIGS)]
+    layout = {"page_size": None} if seed == 5 else {"page_size": source.choice([1, 3, 8]), "max_model_len": 80}
+    if layout["page_size"]:
+        layout |= {"num_pages": 180 // layout["page_size"], "prefix_caching": source.random() < 0.5}
+    built = engine({**keys(Case(method, "chain")), **shape}, max_num_seqs=6, **layout)
+    waiting = [(request, place) for place, request in enumerate(SEARCHES + ALONE)] * 2
+    source.shuffle(waiting)
+    ended: dict[int, list[Any]] = {}
+    begun: list[tuple[int, list[Job]]] = []
+    while waiting or built.busy:
+        if waiting and source.random() < 0.3:
+            request, place = waiting.pop()
+            begun.append((place, add(built, [request])))
+        if begun and source.random() < 0.02:
+            built.abort(source.choice(begun)[1][0])
+        built.step()
+        check(built)
+    built.check()
+    searches, alone = expected()
+    firsts = [sum(params.n for _, params in SEARCHES[:place]) for place in range(len(SEARCHES))]
+    for place, jobs in begun:
+        if jobs[0].finish is not None and jobs[0].finish.reason == "abort":
+            continue
+        ended.setdefault(place, []).append(jobs)
+        if place < len(SEARCHES):
+            assert beams(jobs) == searches[firsts[place] : firsts[place] + len(jobs)]
+        else:
+            assert answers(jobs) == [alone[place - len(SEARCHES)]]
+    assert len(ended) > 3

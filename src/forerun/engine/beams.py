@@ -62,7 +62,7 @@ def admit(params: BeamSearchParams, info: ModelInfo, trace: bool) -> SamplingPar
 
 def attach(job: Job, before: list[Job], params: BeamSearchParams, new_id: Callable[[], int]) -> None:
     """Make ``job`` the next answer of a beam search whose answers so far are ``before``."""
-    job.traced = False
+    job.traced = job.metrics.synthetic = False  # no rule decides here, not even one that only says how often
     job.peers = before[0].peers if before else []
     job.peers.append(job)
     if before:
