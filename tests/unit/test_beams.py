@@ -124,7 +124,7 @@ def test_beams_share_the_pages_of_what_they_have_in_common(drafting: Callable[..
 def test_pages_that_run_short(drafting: Callable[..., LLM], plain: list[Any], pages: dict[str, Any]) -> None:
     """Searches give way to those before them, begin anew, and find the same beams; what has no room to move is read
     again."""
-    model = drafting(**pages, max_num_seqs=8, max_model_len=80)
+    model = drafting(**pages, max_num_seqs=10, max_model_len=80, max_prefill_tokens=64)  # nothing follows the clock
     sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=30)
     alone = model.generate("hello", sampled, speculate=False)[0].outputs[0]
     answers = model.generate([PROMPT, "hello", PROMPT, "hello"], [SEARCH, sampled, SEARCH, sampled])
@@ -182,6 +182,22 @@ def test_nan_ends_the_search_and_nobody_else(
     with pytest.raises(ForerunError, match="the beam search failed: the model returned NaN logits"):
         model.beam_search({"prompt_token_ids": [5, 40]}, SEARCH)
     engine.check()
+
+
+def test_a_drafter_that_cannot_fork_loses_its_beams_and_nothing_else(
+    drafting: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, plain: list[Any]
+) -> None:
+    def broken(source: Sequence, sequence: Sequence) -> None:
+        raise KeyError(source.id)
+
+    model = drafting(page_size=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.engine.router.drafters["draft_model"], "fork", broken)
+        found = model.beam_search(PROMPT, SEARCH)[0]
+    assert found.sequences == plain
+    assert "KeyError" in str(found.metrics.draft_error)
+    model.engine.check()
+    assert model.beam_search(PROMPT, SEARCH)[0].metrics.draft_error is None
 
 
 @pytest.mark.parametrize("length", ["adaptive", "planned"])
