@@ -10,10 +10,12 @@ if typing.TYPE_CHECKING:
     from forerun.core.errors import ConfigError, ForerunError, ModelError, NumericsError, RequestError
     from forerun.core.sequence import Sequence
     from forerun.core.tree import Draft, Verdict
+    from forerun.engine.beams import BeamSearchOutput, BeamSearchSequence
     from forerun.engine.config import EngineConfig, SpeculativeConfig
     from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
     from forerun.engine.logprobs import Logprob
     from forerun.engine.metrics import RequestMetrics
+    from forerun.sampling.beams import BeamSearchParams
     from forerun.sampling.params import SamplingParams, StructuredOutputsParams
     from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
     from forerun.speculate.names import drafters
@@ -22,6 +24,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "engine.llm",
+    "BeamSearchOutput": "engine.beams",
+    "BeamSearchParams": "sampling.beams",
+    "BeamSearchSequence": "engine.beams",
     "CompletionOutput": "engine.llm",
     "ConfigError": "core.errors",
     "Draft": "core.tree",
@@ -47,6 +52,9 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
     "Draft",

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from forerun import SamplingParams
 from forerun.cache.pool import Pages
-from forerun.engine.engine import Engine, Job
+from forerun.engine.engine import Engine
+from forerun.engine.jobs import Job
 from tiny import ALPHABET
 
 TOKENS = 64

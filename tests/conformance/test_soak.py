@@ -15,7 +15,8 @@ import pytest
 
 from forerun import LLM, SamplingParams, StructuredOutputsParams, pretrained
 from forerun.engine.config import EngineConfig, SpeculativeConfig
-from forerun.engine.engine import Engine, Job
+from forerun.engine.engine import Engine
+from forerun.engine.jobs import Job
 from forerun.engine.stop import ABORT
 from held import Held, held
 

@@ -21,7 +21,8 @@ from running import Running, run_server, wait_idle
 
 from forerun import LLM, SamplingParams, StructuredOutputsParams
 from forerun.cache.prefix import PrefixTree
-from forerun.engine.engine import Engine, Job
+from forerun.engine.engine import Engine
+from forerun.engine.jobs import Job
 from held import Held, held
 
 CONCURRENCY = 32

@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.core.tree import Draft
-from forerun.engine.engine import Engine, Job
+from forerun.engine.engine import Engine
+from forerun.engine.jobs import Job
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.catch_up import CatchUpConfig
 from tiny import save_tokenizer, tiny_llama

@@ -15,7 +15,8 @@ import torch
 
 from forerun.bench.config import HELD_OUT
 from forerun.bench.prompts import make_prompts
-from forerun.engine.engine import Engine, Job
+from forerun.engine.engine import Engine
+from forerun.engine.jobs import Job
 from forerun.engine.llm import LLM
 from forerun.sampling.params import SamplingParams
 

@@ -107,7 +107,7 @@ class Pages:
         for index in range(current // self.page_size, min(len(table), self.pages_for(length))):
             if self.refs[table[index]] > 1:
                 fresh = self._take()
-                self._copy_page(table[index], fresh)
+                self._copy_page(table[index], fresh, min(self.page_size, current - index * self.page_size))
                 self._drop(table[index])
                 table[index] = fresh
                 self.version += 1
@@ -189,8 +189,8 @@ class Pages:
         elif self.held[page] and self.refs[page] == 1:
             self.num_idle += 1
 
-    def _copy_page(self, source: int, target: int) -> None:
-        """Copy one page's entries; the tensor-less bookkeeping has none."""
+    def _copy_page(self, source: int, target: int, count: int) -> None:
+        """Copy a page's first ``count`` entries; the tensor-less bookkeeping has none."""
 
     def check(self) -> None:
         """Raise AssertionError unless every reference to a page is accounted for, the reclaimer's included."""
@@ -334,24 +334,32 @@ class Pool(Pages):
         k, v = together(pair).tensor_split(2, dim=-3)
         return k, v
 
-    def keep(self, key: int, start: int, offsets: Sequence[int]) -> None:
+    def keep(self, key: int, start: int, offsets: Sequence[int]) -> int:
         """Tree rollback: entries ``start + offsets[i]`` become ``start + i`` and the rest is forgotten.
 
-        ``offsets`` must ascend. The gather happens before the store, so overlaps are safe.
+        ``offsets`` must ascend. The gather happens before the store, so overlaps are safe. A shared page is copied
+        before entries move into it; where there is no page for that, only those before the first that moves stay.
+        Returns how many do.
         """
         moves = [(i, offset) for i, offset in enumerate(offsets) if i != offset]
         if moves:
             source = self.places(key, [start + offset for _, offset in moves])
+            self.lengths[key] = start + moves[0][0]
+            if not self.try_reserve(key, start + len(offsets)):
+                offsets, moves = offsets[: moves[0][0]], []
+        if moves:
             target = self.places(key, [start + i for i, _ in moves])
             for pair, *sides in zip(self.pairs, self.keys, self.values):
                 for tensor in sides if pair is None else [pair]:
                     tensor[target[0], :, target[1]] = tensor[source[0], :, source[1]]
+            self.lengths[key] = start + len(offsets)
         self.truncate(key, start + len(offsets))
+        return len(offsets)
 
-    def _copy_page(self, source: int, target: int) -> None:
-        for side in (self.keys, self.values):
-            for tensor in side:
-                tensor[target] = tensor[source]
+    def _copy_page(self, source: int, target: int, count: int) -> None:
+        for pair, *sides in zip(self.pairs, self.keys, self.values):
+            for tensor in sides if pair is None else [pair]:
+                tensor[target, :, :count] = tensor[source, :, :count]
 
 
 def adjacent(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:

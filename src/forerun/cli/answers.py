@@ -15,7 +15,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 from forerun.cli.trace import KINDS, plain_terminal
-from forerun.engine.engine import Engine, Job, Update
+from forerun.engine.engine import Engine
+from forerun.engine.jobs import Job, Update
 from forerun.engine.stop import LENGTH
 from forerun.engine.stream import ShownText
 from forerun.engine.trace import PLAIN

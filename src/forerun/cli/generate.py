@@ -12,12 +12,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from forerun.cli import beams as searching
 from forerun.cli import logprobs
 from forerun.cli import trace as tracing
 from forerun.cli.console import check_file, out, print_json, set_threads, warn, write_file
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, names_method, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.memory import megabytes
+from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,6 +44,13 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="show every round, its tokens by what became of them")] = False,
     trace_html: Annotated[Path | None, typer.Option(help="write the traced rounds to this page")] = None,
+    beams: Annotated[int | None, typer.Option(help="search with so many beams instead of sampling")] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="with --beams: above 0 favours long answers", show_default="1.0")
+    ] = None,
+    early_stopping: Annotated[
+        str | None, typer.Option(help="with --beams, as in transformers: true, false or never", show_default="false")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="torch's choice")] = None,
     *,
     engine: Mapping[str, Any],
@@ -52,10 +61,14 @@ def generate(
 
     Without --model the bundled pair of Python-code models answers, its draft model speculating for it.
     """
-    params = SamplingParams(**{**DEFAULTS, **sampling})
+    params = read_params(beams, length_penalty, early_stopping, sampling)
+    if beams is not None:
+        if trace or trace_html is not None:
+            raise ConfigError("a trace shows one answer's rounds: leave --trace and --trace-html out, or --beams")
+        engine = searching.with_room(engine, beams)
     if trace_html is not None and params.n > 1:
         raise ConfigError("--trace-html shows one answer: leave --n out")
-    if "logprobs_mode" in engine and params.logprobs is None:
+    if "logprobs_mode" in engine and sampling.get("logprobs") is None:
         raise ConfigError("--logprobs-mode says which log-probabilities --logprobs shows: add that")
     if as_json and trace:
         raise ConfigError("--json prints one object only: drop --trace, or use --trace-html")
@@ -83,14 +96,26 @@ def generate(
         show(out(), llm, answer, params, trace=trace, echo=prompt != "-", named=named)
 
 
-def remarks(llm: LLM, answer: RequestOutput, params: SamplingParams) -> Iterator[str]:
+def read_params(
+    beams: int | None, length_penalty: float | None, early_stopping: str | None, sampling: Mapping[str, Any]
+) -> SamplingParams | BeamSearchParams:
+    """Raises ConfigError."""
+    if beams is not None:
+        return searching.search_params(beams, length_penalty, early_stopping, sampling)
+    if length_penalty is not None or early_stopping is not None:
+        raise ConfigError("--length-penalty and --early-stopping are options of --beams: add that")
+    return SamplingParams(**{**DEFAULTS, **sampling})
+
+
+def remarks(llm: LLM, answer: RequestOutput, params: SamplingParams | BeamSearchParams) -> Iterator[str]:
     """What the user should know beside the answer, a line each."""
     metrics, config = answer.metrics, llm.speculative
     if metrics.draft_error is not None:
         yield f"the drafter failed, decoding went on without it: {metrics.draft_error}"
-    if llm.engine.rule.lossless is False and config.drafter is not None and config.synthetic is None:
+    beams = isinstance(params, BeamSearchParams)  # which no rule decides
+    if not beams and llm.engine.rule.lossless is False and config.drafter is not None and config.synthetic is None:
         yield f"rule {config.accept} is not lossless: drafts may change what the model says"
-    elif not (llm.engine.rule.identity or llm.engine.policy.reproducible or params.greedy):
+    elif not (beams or llm.engine.rule.identity or llm.engine.policy.reproducible or _greedy(params)):
         yield (
             f"rule {config.accept} with {config.length} lengths, which follow the clock: the law is exact, but the "
             "seed repeats nothing"
@@ -103,6 +128,10 @@ def remarks(llm: LLM, answer: RequestOutput, params: SamplingParams) -> Iterator
             f"the answer ended after {min(cut)} tokens, before max_tokens {params.max_tokens}: prompt and answer have "
             f"room for {llm.engine.max_model_len} tokens"
         )
+
+
+def _greedy(params: SamplingParams | BeamSearchParams) -> bool:
+    return isinstance(params, SamplingParams) and params.greedy
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -118,7 +147,7 @@ def read_prompt(prompt: str | None) -> str:
     return text
 
 
-def as_object(answer: RequestOutput, params: SamplingParams) -> dict[str, Any]:
+def as_object(answer: RequestOutput, params: SamplingParams | BeamSearchParams) -> dict[str, Any]:
     """What ``--json`` prints: the first answer's fields, and all answers as ``outputs`` where there are several."""
     found = answer.metrics.as_dict()
     metrics = {name: found[name] for name in METRICS}
@@ -127,7 +156,10 @@ def as_object(answer: RequestOutput, params: SamplingParams) -> dict[str, Any]:
     def one(output: CompletionOutput) -> dict[str, Any]:
         given: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids}
         if output.logprobs is not None:
+            assert isinstance(params, SamplingParams)
             given["logprobs"] = logprobs.as_objects(output.token_ids, output.logprobs, params.logprobs or 0)
+        elif output.cumulative_logprob is not None:
+            given["cumulative_logprob"] = output.cumulative_logprob
         return given | {"finish_reason": output.finish_reason}
 
     shown = one(answer.outputs[0]) | {
@@ -137,7 +169,7 @@ def as_object(answer: RequestOutput, params: SamplingParams) -> dict[str, Any]:
     }
     if len(answer.outputs) > 1:
         shown["outputs"] = [one(output) for output in answer.outputs]
-    if answer.prompt_logprobs is not None:
+    if answer.prompt_logprobs is not None and isinstance(params, SamplingParams):
         ids, count = answer.prompt_token_ids, params.prompt_logprobs or 0
         shown["prompt_logprobs"] = logprobs.as_objects(ids, answer.prompt_logprobs, count)
     return shown
@@ -172,7 +204,7 @@ def show(
     console: Console,
     llm: LLM,
     answer: RequestOutput,
-    params: SamplingParams,
+    params: SamplingParams | BeamSearchParams,
     *,
     trace: bool,
     echo: bool,
@@ -181,15 +213,20 @@ def show(
     """The texts, the figures, and one round or all of them."""
     rounds = answer.outputs[0].trace or []
     plain = tracing.plain_terminal(console)
-    several = len(answer.outputs) > 1
+    several, beams = len(answer.outputs) > 1, isinstance(params, BeamSearchParams)
     for output in answer.outputs:
         if several:
-            console.file.write(f"--- {output.index + 1} of {len(answer.outputs)}\n")
+            logprob = "" if not beams else f", log-probability {output.cumulative_logprob:.3f}"
+            console.file.write(f"--- {output.index + 1} of {len(answer.outputs)}{logprob}\n")
         if echo and answer.prompt is not None:
             console.file.write(answer.prompt if plain else f"\x1b[2m{answer.prompt}\x1b[0m")
         console.file.write(f"{output.text}\n\n")  # not through rich, which would expand tabs
-    show_logprobs(console, llm.tokenizer, answer, params)
     found = facts(llm, answer, named=named)
+    if isinstance(params, SamplingParams):
+        show_logprobs(console, llm.tokenizer, answer, params)
+    else:
+        found |= searching.facts(llm, answer)
+        found.pop("acceptance", None)
     width = max(map(len, found))
     for name, value in found.items():
         console.print(Text(f"{name:<{width}}  {value}"), soft_wrap=True)

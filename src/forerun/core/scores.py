@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,3 +32,21 @@ class Scores:
     def row(self, index: int, node: int) -> int:
         """Row that predicts what follows ``node`` (-1: the root) of the index-th sequence."""
         return self.first[index] + 1 + node
+
+    def of(self, places: Seq[int]) -> Scores:
+        """Those of some of its sequences; itself where these are all."""
+        if len(places) == len(self.sequences):
+            return self
+        first: list[int] = []
+        rows: list[int] = []
+        for place in places:
+            first.append(len(rows))
+            rows.extend(range(self.first[place], self.first[place] + 1 + len(self.drafts[place])))
+        return Scores(
+            [self.sequences[place] for place in places],
+            [self.drafts[place] for place in places],
+            first,
+            self.warped[rows],
+            None if self.raw is None else self.raw[rows],
+            None if self.contexts is None else [self.contexts[row] for row in rows],
+        )

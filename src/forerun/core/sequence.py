@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from forerun.core.beams import Beams
+
 
 class Constraint(Protocol):
     """A grammar's view of one sequence. It looks at the sequence's committed tokens by itself."""
@@ -59,6 +61,8 @@ class Sequence:
     constraint: Constraint | None = field(default=None, repr=False)
     """Which tokens its grammar permits; None: all."""
     hidden: Any = field(default=None, repr=False)
+    group: Beams | None = field(default=None, repr=False)
+    """The beam search that it is the root or a member of; None: it is alone."""
 
     @property
     def decodes(self) -> bool:
@@ -73,3 +77,18 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
         return self.max_tokens - len(self.tokens)
+
+    @property
+    def parts(self) -> list[Sequence]:
+        """What decodes for it: itself, or its beams once there are any."""
+        return [self] if self.group is None else self.group.members or [self]
+
+    @property
+    def spread(self) -> int:
+        """How many times its own draft's nodes it may get: a beam, those of all beams of its group."""
+        return len(self.parts)
+
+    @property
+    def seats(self) -> int:
+        """How many sequences it takes the room of."""
+        return 1 if self.group is None else self.group.width

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 
 from forerun.core.errors import RequestError
-from forerun.engine.engine import Engine, Update
+from forerun.engine.engine import Engine
+from forerun.engine.jobs import Update
 from forerun.engine.stream import Delta, ShownText, Stream
+from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.params import SamplingParams
 
 log = logging.getLogger("forerun")
@@ -94,7 +96,12 @@ class AsyncEngine:
         return sum(len(stream.jobs) for stream in list(self.streams) if stream._paused)
 
     async def submit(
-        self, prompt: Seq[int], params: SamplingParams, *, timeout: float | None = None, **choices: Any
+        self,
+        prompt: Seq[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        timeout: float | None = None,
+        **choices: Any,
     ) -> Stream:
         """Queue a request; ``choices`` are ``Engine.add``'s keywords. After ``timeout`` seconds it fails with
         TimeLimitError. Raises RequestError if it cannot be run, QueueFullError if too many wait and ClosedError
@@ -124,7 +131,9 @@ class AsyncEngine:
             raise stream.error
         return stream
 
-    async def generate(self, prompt: Seq[int], params: SamplingParams, **choices: Any) -> AsyncIterator[Delta]:
+    async def generate(
+        self, prompt: Seq[int], params: SamplingParams | BeamSearchParams, **choices: Any
+    ) -> AsyncIterator[Delta]:
         """``submit`` and read; leaving the loop early, by ``aclose`` or cancellation, aborts the request."""
         stream = await self.submit(prompt, params, **choices)
         try:
@@ -201,7 +210,9 @@ class AsyncEngine:
             log.error("a round failed; its requests end with an error", exc_info=error)
             return self.engine.fail(f"the engine failed in this request's round: {type(error).__name__}: {error}")
 
-    def _add(self, stream: Stream, prompt: Seq[int], params: SamplingParams, choices: dict[str, Any]) -> None:
+    def _add(
+        self, stream: Stream, prompt: Seq[int], params: SamplingParams | BeamSearchParams, choices: dict[str, Any]
+    ) -> None:
         if stream not in self.streams:  # it ended before its turn, and whoever submitted it knows
             return
         try:

@@ -6,7 +6,6 @@ import itertools
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -17,10 +16,12 @@ from forerun.core.errors import ConfigError, ContextLengthError, RequestError, s
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
+from forerun.engine import beams
 from forerun.engine.admission import admit, truncated
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler
-from forerun.engine.logprobs import TokenLogprobs, emitted_logprobs, prompt_logprobs
+from forerun.engine.jobs import Job, Update
+from forerun.engine.logprobs import emitted_logprobs, prompt_logprobs
 from forerun.engine.memory import budget, share
 from forerun.engine.metrics import EngineStats, RequestMetrics
 from forerun.engine.scheduler import Pace, Scheduler
@@ -28,6 +29,7 @@ from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
 from forerun.engine.trace import TraceRound
 from forerun.models.base import Model, new_cache
 from forerun.models.tokenizer import Detokenizer
+from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import fold
 from forerun.sampling.params import SamplingParams
@@ -37,46 +39,6 @@ from forerun.speculate.draft.router import Router
 from forerun.speculate.length import Setting, policies
 from forerun.speculate.round import Round, speculate
 from forerun.speculate.verify.score import Target
-
-
-@dataclass(eq=False)
-class Job:
-    """One sequence in flight, and everything about it that is not tokens."""
-
-    sequence: Sequence
-    stopper: Stopper
-    detokenizer: Detokenizer | None
-    metrics: RequestMetrics
-    index: int = 0
-    finish: Finish | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    traced: bool = False
-    trace: list[TraceRound] = field(default_factory=list)
-
-    @property
-    def output_ids(self) -> list[int]:
-        return self.sequence.tokens[self.sequence.num_prompt :]
-
-    @property
-    def text(self) -> str:
-        """The answer so far; a stop string is cut off."""
-        if self.detokenizer is None:
-            return ""
-        if self.finish is None:
-            return self.detokenizer.text
-        self.detokenizer.finish()
-        return self.detokenizer.text[: self.finish.cut]
-
-
-@dataclass(slots=True)
-class Update:
-    """What a step gave one sequence."""
-
-    job: Job
-    tokens: list[int]
-    accepted: int
-    finish: Finish | None
 
 
 class Engine:
@@ -158,7 +120,7 @@ class Engine:
     def add(
         self,
         prompt: Seq[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         speculate: bool = True,
         method: str | None = None,
@@ -166,11 +128,16 @@ class Engine:
         trace: bool = False,
         priority: int = 0,
     ) -> list[Job]:
-        """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run.
+        """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run. The answers of a
+        beam search, best first, come together at its end.
 
         ``method`` chooses among the loaded drafters (None: the first); ``max_draft`` bounds this request's drafted
         tokens per round; ``trace`` records its rounds. Lower values of ``priority`` go first, within bounds.
         """
+        search = params if isinstance(params, BeamSearchParams) else None
+        if search is not None:
+            params = beams.admit(search, self.model.info, trace)
+        assert isinstance(params, SamplingParams)
         prompt = truncated(prompt, params, self.max_model_len)
         params = self._check(prompt, params)
         drafter = self._choose(method, max_draft) if speculate else None
@@ -180,8 +147,8 @@ class Engine:
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
-        jobs = []
-        for index in range(params.n):
+        jobs: list[Job] = []
+        for index in range(params.n if search is None else search.n):
             sequence = Sequence(
                 id=next(self._ids),
                 tokens=list(prompt),
@@ -201,7 +168,10 @@ class Engine:
             stopper = Stopper(sequence, detokenizer)
             metrics = RequestMetrics(start=self.clock(), synthetic=self.stats.synthetic)
             job = Job(sequence, stopper, detokenizer, metrics, index, traced=trace or self.config.trace)
-            self.scheduler.add(sequence)
+            if search is not None:
+                beams.attach(job, jobs, search, lambda: next(self._ids))
+            if search is None or index == 0:
+                self.scheduler.add(sequence)
             self.jobs[sequence.id] = job
             jobs.append(job)
         self.stats.prompt_tokens += len(prompt)
@@ -247,14 +217,16 @@ class Engine:
 
     def abort(self, job: Job) -> None:
         """End a request now and free everything it holds."""
-        if job.finish is None:
-            self._end(job, Finish(ABORT))
+        for each in job.peers or [job]:
+            if each.finish is None:
+                self.end(each, Finish(ABORT))
 
     def fail(self, message: str) -> list[Update]:
         """End everyone who was in the failed step; the requests that wait are not affected."""
-        jobs = [self.jobs[sequence.id] for sequence in list(self.scheduler.running)]
+        roots = [self.jobs[sequence.id] for sequence in list(self.scheduler.running)]
+        jobs = [job for root in roots for job in root.peers or [root]]
         for job in jobs:
-            self._end(job, Finish(ERROR, message))
+            self.end(job, Finish(ERROR, message))
         return [Update(job, [], 0, job.finish) for job in jobs]
 
     def pause(self, job: Job) -> None:
@@ -299,26 +271,28 @@ class Engine:
 
     def _publish(self, sequences: Seq[Sequence], prefilling: set[int], result: Round) -> list[Update]:
         now = self.clock()
-        updates = []
+        updates = [update for group in result.groups for update in beams.publish(self, group, prefilling, result, now)]
         for index, (sequence, draft, verdict) in enumerate(zip(sequences, result.drafts, result.verdicts)):
+            if sequence.group in result.groups:
+                continue
             job = self.jobs[sequence.id]
             if job.sequence.params.prompt_logprobs is not None and sequence.num_output <= len(verdict.tokens):
                 prompt_logprobs(job, result.verification, index, sequence)
             if verdict.token is None:
                 if self.target.cache.pool.has_nan(sequence.id, sequence.cached - verdict.fed):
                     # Nobody sees the logits of these rows, and their entries must not stay where others may get them.
-                    self._end(job, Finish(ERROR, NAN), now)
+                    self.end(job, Finish(ERROR, NAN), now)
                     updates.append(Update(job, [], 0, job.finish))
                 continue
             if sequence.params.logprobs is not None and verdict.tokens:
                 job.logprobs.extend(emitted_logprobs(result.verification, index, verdict, self.config.logprobs_mode))
-            self._count(job, draft, verdict, sequence.id in prefilling, now)
+            self.count(job, draft, verdict, sequence.id in prefilling, now)
             if verdict.stop is not None:
-                self._end(job, job.stopper.finish, now)
+                self.end(job, job.stopper.finish, now)
             updates.append(Update(job, verdict.tokens, verdict.accepted, job.finish))
         return updates
 
-    def _count(self, job: Job, draft: Draft, verdict: Verdict, prefill: bool, now: float) -> None:
+    def count(self, job: Job, draft: Draft, verdict: Verdict, prefill: bool, now: float) -> None:
         metrics, stats = job.metrics, self.stats
         if job.metrics.first_token is None:
             metrics.first_token = now
@@ -329,16 +303,22 @@ class Engine:
             job.trace.append(TraceRound.of(draft, verdict))
         stats.add(draft, verdict, len(job.sequence.tokens) - len(verdict.tokens))
 
-    def _end(self, job: Job, finish: Finish | None, now: float | None = None) -> None:
+    def end(self, job: Job, finish: Finish | None, now: float | None = None) -> None:
         job.finish = finish
         job.metrics.end = now if now is not None else self.clock()
         self.scheduler.remove(job.sequence)
         if finish is not None and finish.reason == ERROR:
             self.target.cache.pool.scrub()
-        self._release(job.sequence)
-        self.policy.release(job.sequence)
-        self.router.failures.pop(job.sequence.id, None)
+        for part in beams.parts(job.sequence):
+            self.forget(part)
         del self.jobs[job.sequence.id]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give up all that is known of a sequence that has ended and its pages."""
+        self.target.cache.pool.free(sequence.id)
+        self._release(sequence)
+        self.policy.release(sequence)
+        self.router.failures.pop(sequence.id, None)
 
     def _release(self, sequence: Sequence) -> None:
         """Let drafters forget a sequence; a NaN of theirs does not stay for whoever gets its pages."""
@@ -362,7 +342,10 @@ class Engine:
             self.stats.prefix_hits += reused
 
     def _preempted(self, sequence: Sequence) -> None:
-        self._release(sequence)
+        for part in beams.parts(sequence):
+            self._release(part)
+        if sequence.group is not None:
+            sequence.group.restart()
         job = self.jobs[sequence.id]
         job.metrics.preemptions += 1
         if not sequence.num_output:

@@ -14,11 +14,13 @@ from typing import Any, cast
 import torch
 
 from forerun.core.errors import ConfigError, RequestError, shown
+from forerun.engine import beams
 from forerun.engine.config import EngineConfig, SpeculativeConfig
-from forerun.engine.engine import Engine, Job, Update
+from forerun.engine.engine import Engine
 from forerun.engine.interrupts import Interrupts
+from forerun.engine.jobs import Job, Update
 from forerun.engine.keywords import understood
-from forerun.engine.logprobs import Logprob, by_token
+from forerun.engine.logprobs import Logprob, TokenLogprobs, by_token
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.progress import ProgressBar
 from forerun.engine.trace import TraceRound
@@ -26,9 +28,11 @@ from forerun.engine.tuned import load as load_tuned
 from forerun.models.chat import Message, conversations, render_chat
 from forerun.models.load import load_model
 from forerun.models.tokenizer import encode, load_tokenizer
+from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.params import SamplingParams
 
 Prompt = str | Mapping[str, Any] | Seq[int]
+Params = SamplingParams | BeamSearchParams
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """By token id, for each token: its own, then the likeliest ones' (``SamplingParams.logprobs`` of them)."""
     cumulative_logprob: float | None = None
-    """The sum over the answer's tokens, where ``logprobs`` were asked for."""
+    """The sum over the answer's tokens, where ``logprobs`` were asked for, and of beams."""
     trace: list[TraceRound] | None = None
 
 
@@ -137,7 +141,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        sampling_params: Params | Iterable[Params] | None = None,
         use_tqdm: bool | None = None,
         *,
         priority: Seq[int] | None = None,
@@ -146,17 +150,46 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer every prompt, in order; ``max_num_seqs`` are decoded at a time.
 
-        ``sampling_params`` is one for all prompts or a list of one each. ``use_tqdm`` shows a bar of the answers on
+        ``sampling_params`` is one for all prompts or a list of one each; ``BeamSearchParams`` among them are answered
+        with their beams, the best first. ``use_tqdm`` shows a bar of the answers on
         standard error; None shows it where that is a terminal. ``priority``: one number per prompt, lower ones go
         first. ``speculate=False`` decodes these prompts plainly, for comparison. ``on_update`` sees every round's new
         tokens. Nothing is started unless every prompt is valid. Whatever ends it early, an interrupt included, leaves
         the engine empty; interrupts wait for the end of a round.
         """
+        requests = self._run(prompts, sampling_params, use_tqdm, priority, speculate, on_update)
+        return [self._output(text, jobs) for text, jobs in requests]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool | None = None,
+        *,
+        speculate: bool = True,
+    ) -> list[beams.BeamSearchOutput]:
+        """The best beams of every prompt, in order, the same whatever drafts. The rest is as in ``generate``. Raises
+        RequestError also if a search fails."""
+        if not isinstance(params, BeamSearchParams):
+            raise ConfigError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        requests = self._run(prompts, params, use_tqdm, None, speculate, None)
+        return [beams.output(self.tokenizer, jobs) for _, jobs in requests]
+
+    def _run(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        given: Params | Iterable[Params] | None,
+        use_tqdm: bool | None,
+        priority: Seq[int] | None,
+        speculate: bool,
+        on_update: Callable[[Update], None] | None,
+    ) -> list[tuple[str | None, list[Job]]]:
+        """Every prompt's text and finished jobs."""
         batch = _batch(prompts)
-        params = self._params(sampling_params, len(batch))
+        params = self._params(given, len(batch))
         if sys.stderr.isatty() if use_tqdm is None else use_tqdm:
             with ProgressBar(sum(item.n for item in params), on_update) as bar:
-                return self.generate(batch, params, False, priority=priority, speculate=speculate, on_update=bar)
+                return self._run(batch, params, False, priority, speculate, bar)
         turns = _priorities(priority, len(batch))
         requests: list[list[Job]] = []
         with self._alone(), Interrupts() as interrupts:
@@ -174,7 +207,7 @@ class LLM:
                 for job in [job for jobs in requests for job in jobs]:
                     self.engine.abort(job)
                 raise
-            return [self._output(text, jobs) for (text, _), jobs in zip(encoded, requests)]
+            return [(text, jobs) for (text, _), jobs in zip(encoded, requests)]
 
     def chat(
         self,
@@ -234,12 +267,12 @@ class LLM:
                 self._owner = None
 
     @staticmethod
-    def _params(given: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
+    def _params(given: Params | Iterable[Params] | None, count: int) -> list[Params]:
+        if given is None or isinstance(given, Params):
             return [given or SamplingParams()] * count
         several: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else [given]
         for item in several:
-            if not isinstance(item, SamplingParams):
+            if not isinstance(item, Params):
                 raise ConfigError(f"sampling_params must be SamplingParams, or one each, not {type(item).__name__}")
         if len(several) != count:
             raise ConfigError(f"{len(several)} sampling_params for {count} prompts: give one, or one each")
@@ -258,7 +291,7 @@ class LLM:
                     finish_reason=job.finish.reason,
                     stop_reason=job.finish.stopped_by,
                     logprobs=None if logprobs is None else [by_token(item, self.tokenizer) for item in logprobs],
-                    cumulative_logprob=None if logprobs is None else sum(item.logprob for item in logprobs),
+                    cumulative_logprob=_cumulative(job, logprobs),
                     trace=job.trace if self.config.trace else None,
                 )
             )
@@ -271,6 +304,12 @@ class LLM:
             None if asked is None else [by_token(item, self.tokenizer) if item else None for item in asked],
             str(sequence.id),
         )
+
+
+def _cumulative(job: Job, logprobs: Seq[TokenLogprobs] | None) -> float | None:
+    if job.beam is not None:
+        return job.beam.logprob
+    return None if logprobs is None else sum(item.logprob for item in logprobs)
 
 
 def _priorities(given: Seq[int] | None, count: int) -> list[int]:

@@ -12,7 +12,7 @@ from forerun.core.tree import Verdict
 from forerun.speculate.verify.score import Verification
 
 if TYPE_CHECKING:
-    from forerun.engine.engine import Job
+    from forerun.engine.jobs import Job
 
 
 LOWEST = -9999.0

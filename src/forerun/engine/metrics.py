@@ -123,7 +123,8 @@ class RequestMetrics:
 
     @classmethod
     def merged(cls, parts: list[RequestMetrics]) -> RequestMetrics:
-        """One request's metrics from its n sequences."""
+        """One request's metrics from its n sequences; beams share one."""
+        parts = list({id(part): part for part in parts}.values())
         if len(parts) == 1:
             return parts[0]
         total = cls(start=min(p.start for p in parts), synthetic=parts[0].synthetic)

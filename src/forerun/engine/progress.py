@@ -8,7 +8,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from forerun.engine.engine import Update
+from forerun.engine.jobs import Update
 
 
 class ProgressBar:

@@ -150,9 +150,16 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestError if it could never fit."""
-        if self.pool.pages_for(sequence.max_tokens) > self.pool.num_pages:
+        beams = "" if sequence.group is None else f" for each of {sequence.seats} beams"
+        if sequence.seats > self.max_num_seqs:
             raise RequestError(
-                f"the request may need {sequence.max_tokens} tokens of KV cache; the pool holds "
+                f"{sequence.seats} beams are more than the {self.max_num_seqs} sequences decoded together: lower "
+                "beam_width or raise max_num_seqs", param="beam_width",
+            )  # fmt: skip
+        together = sequence.num_prompt // self.pool.page_size if beams else 0
+        if together + sequence.seats * (self.pool.pages_for(sequence.max_tokens) - together) > self.pool.num_pages:
+            raise RequestError(
+                f"the request may need {sequence.max_tokens} tokens of KV cache{beams}; the pool holds "
                 f"{self.pool.num_pages * self.pool.page_size}: lower max_tokens or raise kv_cache_memory"
             )
         moved = LONGEST_WAIT * sequence.priority / (abs(sequence.priority) + LONGEST_WAIT // PATIENCE - 1)
@@ -163,11 +170,20 @@ class Scheduler:
         """Drop a finished or aborted sequence and free its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
-            if self.tree is not None:
-                self.tree.commit(sequence.id, sequence.tokens, len(sequence.tokens))
+            self._commit(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        self.pool.free(sequence.id)
+        self._free(sequence)
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Enter what it has computed, all its beams, among the known prefixes."""
+        for part in sequence.parts if self.tree is not None else ():
+            assert self.tree is not None
+            self.tree.commit(part.id, part.tokens, len(part.tokens))
+
+    def _free(self, sequence: Sequence) -> None:
+        for part in sequence.parts:
+            self.pool.free(part.id)
 
     @property
     def busy(self) -> bool:
@@ -178,13 +194,13 @@ class Scheduler:
         self.clock += 1
         for sequence in list(self.running):
             self._secure(sequence)
-        decoding = [sequence for sequence in self.running if sequence.num_output and _missing(sequence) == 1]
+        decoding = [part for sequence in self.running if not _reads(sequence) for part in sequence.parts]
         for sequence in decoding:
-            sequence.scheduled = 1
-        rows = self.max_rows - len(decoding)
+            sequence.scheduled = _missing(sequence)
+        rows = max(0, self.max_rows - sum(sequence.scheduled for sequence in decoding))
         prompts: list[Sequence] = []
         self._decoding, self._prompt_tokens, self._depth = len(decoding), 0, 0.0
-        if len(decoding) < len(self.running) or (self.waiting and len(self.running) < self.max_num_seqs):
+        if any(map(_reads, self.running)) or self._has_seats():
             prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
             self._prompt_tokens = sum(sequence.scheduled for sequence in prompts)
             depths = sum(sequence.scheduled * (sequence.cached + sequence.scheduled / 2) for sequence in prompts)
@@ -197,21 +213,22 @@ class Scheduler:
         self.pace.observe(self._decoding, self._prompt_tokens, seconds, self._depth)
         if self.tree is not None:
             for sequence in self.running:
-                self.tree.commit(sequence.id, sequence.tokens, len(sequence.tokens))
+                self._commit(sequence)
 
     def _allowance(self, decoding: list[Sequence], rows: int) -> int:
         """Prompt tokens beside decoding sequences: not at the cost of drafts, but always some."""
         drafts = sum(self.draft_rows(sequence) for sequence in decoding)
-        prompts = len(self.running) - len(decoding) + len(self.waiting)
+        prompts = sum(map(_reads, self.running)) + len(self.waiting)
         least = min(SMALLEST_CHUNK, max(FEWEST_TOKENS, SMALLEST_CHUNK * prompts // len(decoding)))
-        depth = next((sequence.cached for sequence in self.running if not sequence.scheduled), 0)
+        depth = next((sequence.cached for sequence in self.running if _reads(sequence)), 0)
         return min(rows, self.pace.allowance(len(decoding), depth, least), max(SMALLEST_CHUNK, rows - drafts))
 
     def _secure(self, sequence: Sequence) -> None:
         """Reserve entries for all tokens of a running sequence; the last ones are preempted where it needs pages."""
-        sequence.scheduled, sequence.room = 0, None
+        for part in sequence.parts:
+            part.scheduled, part.room = 0, None
         while sequence in self.running:
-            if self.pool.try_reserve(sequence.id, len(sequence.tokens)):
+            if all(self.pool.try_reserve(part.id, len(part.tokens)) for part in sequence.parts):
                 return
             self.preempt(self.running[-1])
 
@@ -219,14 +236,19 @@ class Scheduler:
         """Chunks for those who lack more than one token, then for as many of the waiting as fit."""
         chosen: list[Sequence] = []
         for sequence in self.running:
-            if not sequence.scheduled:
+            if _reads(sequence):
                 rows -= self._read(sequence, rows, chosen)
-        while rows > 0 and self.waiting and len(self.running) < self.max_num_seqs:
+        while rows > 0 and self._has_seats():
             sequence = self.waiting[0]
             if not self._admit(sequence):
                 break
             rows -= self._read(sequence, rows, chosen)
         return chosen
+
+    def _has_seats(self) -> bool:
+        """Whether the head of the queue may run beside those who do."""
+        taken = sum([sequence.seats for sequence in self.running])
+        return bool(self.waiting) and taken + self.waiting[0].seats <= self.max_num_seqs
 
     @staticmethod
     def _read(sequence: Sequence, rows: int, chosen: list[Sequence]) -> int:
@@ -272,14 +294,20 @@ class Scheduler:
         for sequence in decoding:
             wanted = self.draft_rows(sequence)
             sequence.room = 0
-            if 0 < wanted <= rows and self.pool.try_reserve(sequence.id, len(sequence.tokens) + wanted):
-                sequence.room = wanted
-                rows -= wanted
+            if not 0 < wanted <= rows:
+                continue
+            for room in dict.fromkeys((wanted * sequence.spread, wanted)):
+                # A group's drafts may all be behind one beam, as far as that takes no page that none of them has alone.
+                end, most = len(sequence.tokens) + room, self.pool.pages_for(sequence.max_tokens + wanted)
+                if self.pool.pages_for(end) <= most and self.pool.try_reserve(sequence.id, end):
+                    sequence.room = room
+                    rows -= wanted
+                    break
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's pages back; it waits in its old rank and is recomputed."""
         self.running.remove(sequence)
-        self.pool.free(sequence.id)
+        self._free(sequence)
         sequence.cached = sequence.scheduled = sequence.room = 0
         insort(self.waiting, sequence, key=_rank)
         self.on_preempt(sequence)
@@ -287,6 +315,12 @@ class Scheduler:
 
 def _missing(sequence: Sequence) -> int:
     return len(sequence.tokens) - sequence.cached
+
+
+def _reads(sequence: Sequence) -> bool:
+    """Whether it has still to read, so that it does not decode."""
+    beams = sequence.group is not None and bool(sequence.group.members)
+    return not beams and (not sequence.num_output or _missing(sequence) != 1)
 
 
 def _rank(sequence: Sequence) -> tuple[float, int]:

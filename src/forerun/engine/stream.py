@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forerun.engine.engine import Job
+from forerun.engine.jobs import Job
 from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.stop import Finish, held_back
 from forerun.engine.trace import TraceRound

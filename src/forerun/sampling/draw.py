@@ -85,7 +85,8 @@ class Sampler:
         scores = scores[torch.as_tensor(rows, device=scores.device)].float()
         values, found = scores.topk(ids.shape[1], dim=1)
         ids[list(into)] = found.int().cpu()
-        logs[list(into)] = (values - scores.logsumexp(dim=1, keepdim=True)).cpu()
+        # In float64, so that the order in which a sum is taken, which depends on how many rows there are, is not seen.
+        logs[list(into)] = (values - scores.double().logsumexp(dim=1, keepdim=True)).float().cpu()
 
     def perturb(self, warped: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
         """``warped`` plus the Gumbel row of each key; None: unchanged."""

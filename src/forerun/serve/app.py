@@ -19,6 +19,7 @@ from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
+from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.params import SamplingParams
 from forerun.serve import answers, errors, openapi, page
 from forerun.serve.errors import ApiError
@@ -112,7 +113,7 @@ class Server:
         }
 
     async def submit(
-        self, prompts: Seq[Seq[int]], params: SamplingParams, body: Generation, limit: int | None
+        self, prompts: Seq[Seq[int]], params: SamplingParams | BeamSearchParams, body: Generation, limit: int | None
     ) -> list[Stream]:
         """Queue every prompt, or none. ``limit`` is the client's own bound on new tokens."""
         choices = self.choices(body.speculative, body.priority)
@@ -125,7 +126,7 @@ class Server:
                     param="max_tokens",
                     code="context_length_exceeded",
                 )
-        wanted = params.grammar
+        wanted = params.grammar if isinstance(params, SamplingParams) else None
         if wanted is not None:
             # A schema may take a second to compile: not in the engine's thread.
             try:
@@ -212,6 +213,8 @@ class Server:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling(logprobs=logprobs, max_tokens=limit, prompt_logprobs=None)
         if tools:
+            if isinstance(params, BeamSearchParams):
+                raise ConfigError("beams call no tools: leave tools out, or use_beam_search")
             shape = required_shape(body, self.text.call_form) or params.structured_outputs
             shown = self.text.hides_calls
             params = params.clone(

@@ -8,11 +8,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
 
 from forerun.core.errors import ConfigError
+from forerun.sampling.beams import STEEPEST, BeamSearchParams
 from forerun.sampling.params import COLDEST, SamplingParams, StructuredOutputsParams
 from forerun.serve.fields import IGNORED, Absent, Body, Object, ObjectOrText, Replaced, Text, Whole, one_of
 from forerun.serve.messages import Chosen, Messages, Tool, ToolChoice, Tools
 
 MAX_CHOICES = 128
+LONGEST = 1 << 30
+"""Tokens of an answer that only the context bounds."""
+SAMPLED = {
+    "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "bad_words",
+}  # fmt: skip
+"""Options that beams do not have, beside temperature and structured output."""
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 
@@ -33,6 +41,11 @@ Prompt = Annotated[
         list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES), Tag("lists")
     ],
     one_of("a text, a list of texts, a list of token ids, or a list of such lists"),
+]
+
+
+EarlyStopping = Annotated[
+    Annotated[bool, Tag("flag")] | Annotated[Literal["never"], Tag("text")], one_of('true, false or "never"')
 ]
 
 
@@ -89,7 +102,10 @@ class Generation(Body):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers; with use_beam_search, as many beams, the best first")
+    use_beam_search: bool = Field(False, description="search instead of sampling; the answers come at its end")
+    length_penalty: float = Field(1.0, ge=-STEEPEST, le=STEEPEST, description="of beams: above 0 favours long answers")
+    early_stopping: EarlyStopping = Field(False, description="of beams, as in transformers")
     temperature: float = Field(1.0, ge=0, le=100, description=f"below {COLDEST:g}: the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=1 << 31)
@@ -128,6 +144,8 @@ class Generation(Body):
     def _consistent(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream: true")
+        if not self.use_beam_search and (self.length_penalty != 1.0 or self.early_stopping is not False):
+            raise ValueError("length_penalty and early_stopping go with use_beam_search: true")
         return self
 
     def ignored(self) -> list[str]:
@@ -165,8 +183,32 @@ class Generation(Body):
             raise ConfigError("response_format, structured_outputs and guided_* exclude each other: give one of them")
         return StructuredOutputsParams(**sources[0]) if sources else None
 
-    def sampling(self, *, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams:
+    def search(self, max_tokens: int | None) -> BeamSearchParams:
+        """The engine's options for beams. Raises ConfigError for those of sampling."""
+        for name in self.model_fields_set & SAMPLED:
+            if getattr(self, name) != Generation.model_fields[name].get_default(call_default_factory=True):
+                raise ConfigError(f"beams are not sampled: leave {name} out, or use_beam_search")
+        if "temperature" in self.model_fields_set and self.temperature != 0:
+            raise ConfigError(f"beams are not sampled: temperature must be 0 or left out, not {self.temperature:g}")
+        if self.structured() is not None:
+            raise ConfigError(f"beams follow no grammar: leave {self.shape_field} out, or use_beam_search")
+        return BeamSearchParams(
+            self.n,
+            max_tokens or LONGEST,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            early_stopping=self.early_stopping,
+        )
+
+    def sampling(
+        self, *, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams | BeamSearchParams:
         """The engine's options. Raises ConfigError for a combination that makes no sense."""
+        if self.use_beam_search:
+            if logprobs is not None or prompt_logprobs is not None:
+                raise ConfigError("beams come without log-probabilities: leave logprobs out, or use_beam_search")
+            return self.search(max_tokens)
         return SamplingParams(
             n=self.n,
             temperature=self.temperature,

@@ -6,15 +6,17 @@ reading their prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
 
+from forerun.core.beams import Beams
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import Rule
+from forerun.speculate.beams import Twin, search, split, told
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length.base import LengthPolicy, Seconds
 from forerun.speculate.rollback.caches import roll_back
@@ -29,6 +31,8 @@ class Round:
     verdicts: list[Verdict]
     verification: Verification
     seconds: Seconds
+    groups: list[Beams]
+    """Those whose beams took steps."""
 
 
 Clip = Callable[[Sequence, Draft, Verdict], None]
@@ -51,29 +55,64 @@ def speculate(
     drafted = perf_counter()
     result = verify(target, sequences, drafts)  # 2 one target forward
     verified = perf_counter()
-    decided = rule.accept(result.scores, sampler)  # 3 accept, lossless
     verdicts = [Verdict() for _ in sequences]
-    for index, verdict in zip(result.deciding, decided):
+    alone, groups = split(result.scores)
+    decided = rule.accept(result.scores.of(alone), sampler) if alone else []  # 3 accept, lossless
+    for index, verdict in zip([result.deciding[place] for place in alone], decided):
         verdicts[index] = verdict
         clip(sequences[index], drafts[index], verdict)
-    _keep_hidden(target, result, sequences, verdicts)
-    roll_back(target.cache.pool, sequences, drafts, verdicts)  # 4 keep the path, drop the rest
-    for sequence, verdict in zip(sequences, verdicts):
+    twins = search(result, groups, sampler, verdicts)  # beams: plain steps as far as drafts reach
+    everyone = _join(groups, twins, target, drafter, policy, sequences, drafts, verdicts)
+    kept = roll_back(target.cache.pool, *everyone)  # 4 keep the path, drop the rest
+    _keep_hidden(target, result, everyone, [*range(len(sequences)), *(twin.source for twin in twins)], kept)
+    for sequence, _, verdict in zip(*everyone):
         sequence.tokens.extend(verdict.tokens)
         verdict.fed, sequence.scheduled = sequence.scheduled, 0
-    drafter.observe(sequences, drafts, verdicts, result)
+    drafter.observe(*everyone, result)
     ended = perf_counter()
     seconds = Seconds(drafted - began, verified - drafted, ended - verified)
-    policy.observe(sequences, drafts, verdicts, seconds)
-    return Round(drafts, verdicts, result, seconds)
+    seen = [told(*each) for each in zip(sequences, drafts, verdicts)] if groups else verdicts
+    policy.observe(sequences, drafts, seen, seconds)
+    return Round(drafts, verdicts, result, seconds, list(groups))
 
 
-def _keep_hidden(target: Target, result: Verification, sequences: Seq[Sequence], verdicts: Seq[Verdict]) -> None:
-    """Hand drafters that feed on the target's features the rows of every token that stays."""
+Everyone = tuple[list[Sequence], list[Draft], list[Verdict]]
+
+
+def _join(
+    groups: Iterable[Beams],
+    twins: Seq[Twin],
+    target: Target,
+    drafter: Router,
+    policy: LengthPolicy,
+    sequences: Seq[Sequence],
+    drafts: Seq[Draft],
+    verdicts: Seq[Verdict],
+) -> Everyone:
+    """The round's sequences with their drafts and verdicts, twins behind them: these share their source's pages and
+    whatever is known of it. Beams that are dropped have no pages any more."""
+    for twin in twins:
+        source = sequences[twin.source]
+        target.cache.pool.fork(source.id, twin.sequence.id, target.cache.pool.length(source.id))
+        drafter.fork(source, twin.sequence)
+        policy.fork(source, twin.sequence)
+    for sequence in [sequence for group in groups for sequence in group.dropped]:
+        target.cache.pool.free(sequence.id)  # the others need room to move
+    return (
+        [*sequences, *(twin.sequence for twin in twins)],
+        [*drafts, *(drafts[twin.source] for twin in twins)],
+        [*verdicts, *(twin.verdict for twin in twins)],
+    )
+
+
+def _keep_hidden(target: Target, result: Verification, everyone: Everyone, places: Seq[int], kept: Seq[int]) -> None:
+    """Hand drafters that feed on the target's features the rows of every token that stays. ``places``: whose rows in
+    the batch are each sequence's; ``kept``: how much of each path is in the cache."""
     if not target.hidden:
         return
-    for sequence, verdict, offset in zip(sequences, verdicts, result.batch.offsets):
-        first, path = offset + sequence.scheduled, verdict.path[: verdict.accepted]
+    for sequence, _, verdict, place, count in zip(*everyone, places, kept):
+        offset, path = result.batch.offsets[place], verdict.path[:count]
+        first = offset + sequence.scheduled
         rows: slice | list[int] = slice(offset, first + len(path))
         if path != list(range(len(path))):
             rows = [*range(offset, first), *(first + node for node in path)]

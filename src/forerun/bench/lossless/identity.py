@@ -13,7 +13,8 @@ from forerun.bench.lossless.trees import METHOD, hand_made
 from forerun.bench.methods import tree_of
 from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.engine import Engine, Job
+from forerun.engine.engine import Engine
+from forerun.engine.jobs import Job
 from forerun.engine.llm import LLM
 from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics

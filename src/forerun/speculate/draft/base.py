@@ -174,6 +174,10 @@ class Drafter(ABC, Generic[C]):
         unless it ``watches``, after those in which it was asked for drafts. The sequences' tokens are already extended.
         A drafter with a cache truncates it here."""
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        """``sequence``, new here, is what ``source`` was before this round's draft was judged; ``observe`` sees both.
+        Whatever is known of the one may be shared; without it, the other is read again."""
+
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence: it ended, or was preempted."""
 

@@ -27,8 +27,9 @@ NOTHING = -1
 
 
 def plain(sequence: Sequence) -> bool:
-    """Whether only temperature, min-p, top-k and top-p stand between a sequence's logits and its distribution."""
-    return sequence.constraint is None and not sequence.params.edits
+    """Whether only temperature, min-p, top-k and top-p stand between a sequence's logits and its distribution, and it
+    drafts alone."""
+    return sequence.group is None and sequence.constraint is None and not sequence.params.edits
 
 
 class Chains:

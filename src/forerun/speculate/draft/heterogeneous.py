@@ -78,6 +78,9 @@ class CrossVocabularyDraftModel(DraftModel):
                 continue
             pool.keep(sequence.id, start, self._kept(sequence, verdict, start))
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        """Its text is read anew: where the draft's tokens of it end is not known from the source's."""
+
     def release(self, sequence: Sequence) -> None:
         super().release(sequence)
         self.readings.pop(sequence.id, None)

@@ -93,7 +93,7 @@ class Layerskip(Drafter[LayerskipConfig]):
         ready = [
             index
             for index, (s, depth) in enumerate(zip(sequences, budgets))
-            if s.cached == len(s.tokens) - 1 and pool.try_reserve(s.id, len(s.tokens) + nodes[depth])
+            if s.cached == len(s.tokens) - 1 and pool.try_reserve(s.id, len(s.tokens) + nodes[depth] * s.spread)
         ]
 
         def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:

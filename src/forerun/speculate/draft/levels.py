@@ -7,8 +7,10 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from forerun.core.beams import Beams
 from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft
+from forerun.sampling.warp import Row
 from forerun.speculate.draft.base import Chooser, DrafterConfig
 from forerun.speculate.draft.best_first import Growing, TreeConfig
 
@@ -44,6 +46,8 @@ def grow_levels(
     """One draft per sequence; those in ``ready`` grow to their entry of ``depths``, the others stay empty."""
     drafts = [Draft() for _ in sequences]
     frontier: Frontier = [(index, -1) for index in ready]
+    together = [DraftBeams(beams, sequences, ready) for beams in groups(sequences, ready)]
+    nodes = config.nodes_by_depth()
     qs: list[torch.Tensor] = []
     base = depth = 0
     while frontier:
@@ -51,6 +55,8 @@ def grow_levels(
         rows = [chooser.row(sequences[i], drafts[i].path_tokens(node) if node >= 0 else ()) for i, node in frontier]
         before = {index: len(drafts[index]) for index, _ in frontier}
         ids, q, q_rows = chooser.choose(logits, rows, [node for _, node in frontier], config.width(depth))
+        for beams in together:
+            beams.choose(ids, frontier, drafts, logits, rows, nodes[depth + 1] - nodes[depth], chooser)
         for (index, node), tokens, row in zip(frontier, ids, q_rows):
             for token in tokens:
                 drafts[index].add(token, node, POINT_MASS if row == POINT_MASS else base + row)
@@ -69,6 +75,75 @@ def grow_levels(
         for index in ready:
             drafts[index].q = q
     return drafts
+
+
+def groups(sequences: Seq[Sequence], ready: Seq[int]) -> list[Beams]:
+    """The beam searches whose members are among those in ``ready``."""
+    found = (sequences[index].group for index in ready)
+    return list(dict.fromkeys(group for group in found if group is not None and len(group.members) > 1))
+
+
+class DraftBeams:
+    """One beam search's drafts, grown as a beam search (Leviathan et al. 2023, A.4): level by level the likeliest
+    continuations of all its beams together, as many as the beams would draft one by one. What ends a beam is not
+    drafted: no live one goes on behind it."""
+
+    def __init__(self, beams: Beams, sequences: Seq[Sequence], ready: Seq[int]) -> None:
+        self.beams = beams
+        self.sequences = sequences
+        logs = {member.id: log for member, log in zip(beams.members, beams.logs)}
+        self.count = 0
+        self.logs: dict[tuple[int, int], float] = {}
+        """Of every node that may get children: the log-probability of its path, as far as it is known."""
+        for index in ready:
+            if sequences[index].group is beams:
+                self.logs[index, -1] = logs[sequences[index].id]
+                self.count += 1
+
+    def choose(
+        self,
+        ids: list[list[int]],
+        frontier: Frontier,
+        drafts: Seq[Draft],
+        logits: torch.Tensor,
+        rows: Seq[Row],
+        width: int,
+        chooser: Chooser,
+    ) -> None:
+        """Put children, ``width`` for each beam on average, into the entries of ``ids`` that are this group's."""
+        places = [place for place, entry in enumerate(frontier) if entry in self.logs]
+        if not places:
+            return
+        ranked = chooser.rank(
+            logits[places], [rows[place] for place in places], width * self.count + len(self.beams.ends)
+        )
+        every = [
+            (self.logs[frontier[place]] + log, place, token)
+            for place, tokens, logs in zip(places, *ranked)
+            for token, log in zip(tokens, logs)
+            if token not in self.beams.ends
+        ]
+        every.sort(key=lambda found: -found[0])
+        sizes = {index: len(drafts[index]) for index, _ in frontier}
+        for place in places:
+            ids[place] = []
+        left = width * self.count
+        chosen: list[tuple[float, int, int]] = []
+        for found in every:
+            index = frontier[found[1]][0]
+            room = self.sequences[index].room
+            if left and (room is None or sizes[index] < room):
+                left -= 1
+                sizes[index] += 1
+                ids[found[1]].append(found[2])
+                chosen.append(found)
+        numbers = {index: len(drafts[index]) for index, _ in frontier}
+        logs_of = {(place, token): log for log, place, token in chosen}
+        for place in places:  # nodes are numbered as ``grow_levels`` is about to add them
+            index = frontier[place][0]
+            for token in ids[place]:
+                self.logs[index, numbers[index]] = logs_of[place, token]
+                numbers[index] += 1
 
 
 WIDEST = 10

@@ -39,6 +39,10 @@ class Merged(PartsDrafter[MergedConfig]):
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         per_part = [self.ask(number, sequences, budgets) for number in range(len(self.parts))]
+        for place, sequence in enumerate(sequences):
+            for drafts in reversed(per_part[1:]):  # beams share their rows out, and one may have got most in every part
+                if sequence.room is not None and sum(len(part[place]) for part in per_part) > sequence.room:
+                    drafts[place] = Draft()
         return merge(per_part)
 
     @classmethod

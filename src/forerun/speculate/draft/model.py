@@ -194,7 +194,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         new = sequence.id not in pool.tables
         if new and self.tree is not None:
             self.tree.start(sequence.id, known, len(known) - 1)
-        if pool.try_reserve(sequence.id, len(known) + self.nodes[depth]):
+        if pool.try_reserve(sequence.id, len(known) + self.nodes[depth] * sequence.spread):
             return True
         if new:
             pool.free(sequence.id)
@@ -232,6 +232,13 @@ class DraftModel(Drafter[DraftModelConfig]):
         places = self.places.pop(sequence.id, None)
         path = verdict.path[: verdict.accepted]
         return [node for node in (path if places is None else [places[n] for n in path]) if 0 <= node < fed]
+
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        pool = self.cache.pool
+        if source.id in pool.tables:
+            pool.fork(source.id, sequence.id, pool.length(source.id))
+        if source.id in self.places:
+            self.places[sequence.id] = self.places[source.id]
 
     def release(self, sequence: Sequence) -> None:
         self.cache.pool.free(sequence.id)

@@ -102,6 +102,12 @@ class PartsDrafter(Drafter[C]):
             part.observe(sequences, own, seen, result)
             proposed.clear()
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        for part, proposed in zip(self.parts, self.proposed):
+            part.fork(source, sequence)
+            if source.id in proposed:
+                proposed[sequence.id] = proposed[source.id]
+
     def release(self, sequence: Sequence) -> None:
         for part, proposed in zip(self.parts, self.proposed):
             part.release(sequence)

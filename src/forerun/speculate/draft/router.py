@@ -107,6 +107,18 @@ class Router:
         for drafter in self.drafters.values():
             drafter.close()
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        """Tell the source's drafter of a beam that begins as it does."""
+        if source.id in self.failures:
+            self.failures[sequence.id] = self.failures[source.id]
+        if source.drafter is None:
+            return
+        drafter = self.drafters[source.drafter]
+        try:
+            drafter.fork(source, sequence)
+        except Exception as error:  # noqa: BLE001 - as in propose
+            self._fail(drafter, [source, sequence], error)
+
     def release(self, sequence: Sequence) -> None:
         for drafter in self.drafters.values():
             drafter.release(sequence)

@@ -386,6 +386,12 @@ class Adaptive(LengthPolicy):
         else:
             self.prices.streak -= 1
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        if source.id in self.seen:
+            self.seen[sequence.id] = self.seen[source.id]
+        if source.id in self.beliefs.own:
+            self.beliefs.own[sequence.id] = self.beliefs.own[source.id]
+
     def release(self, sequence: Sequence) -> None:
         self.beliefs.own.pop(sequence.id, None)
         self.seen.pop(sequence.id, None)

@@ -74,5 +74,8 @@ class LengthPolicy(ABC):
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
         """See what became of a round."""
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        """``sequence``, new here, goes on from what ``source`` was before this round."""
+
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -133,8 +134,23 @@ class HeadDrafter(Drafter[C]):
     def ready(self, sequence: Sequence) -> bool:
         return self.seen.get(sequence.id, 0) == len(sequence.tokens) - 1
 
+    def states(self) -> list[dict[int, Any]]:
+        """What is kept of every sequence, by its id."""
+        return [self.seen]
+
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        for state in self.states():
+            if source.id in state:
+                state[sequence.id] = copy.deepcopy(state[source.id])
+        for pool in self.pools():
+            if source.id in pool.tables:
+                pool.fork(source.id, sequence.id, pool.length(source.id))
+
     def release(self, sequence: Sequence) -> None:
-        self.seen.pop(sequence.id, None)
+        for state in self.states():
+            state.pop(sequence.id, None)
+        for pool in self.pools():
+            pool.free(sequence.id)
         if self.learner is not None:
             self.learner.forget(sequence)
 

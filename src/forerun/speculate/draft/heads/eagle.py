@@ -286,7 +286,8 @@ class Eagle(HeadDrafter[EagleConfig]):
         able = [
             index
             for index, (sequence, depth) in enumerate(zip(sequences, budgets))
-            if self.ready(sequence) and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth])
+            if self.ready(sequence)
+            and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth] * sequence.spread)
         ]
         drafts = [Draft() for _ in sequences]
         if not able:
@@ -394,7 +395,5 @@ class Eagle(HeadDrafter[EagleConfig]):
     def pools(self) -> list[Pool]:
         return [self.cache.pool]
 
-    def release(self, sequence: Sequence) -> None:
-        super().release(sequence)
-        self.pending.pop(sequence.id, None)
-        self.cache.pool.free(sequence.id)
+    def states(self) -> list[dict[int, Any]]:
+        return [*super().states(), self.pending]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -70,9 +70,8 @@ class ResidualDrafter(BlockDrafter):
         states = self.head.transform(torch.stack([self.latest[sequence.id] for sequence in sequences]))
         return self.context.target.lm_head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
-    def release(self, sequence: Sequence) -> None:
-        super().release(sequence)
-        self.latest.pop(sequence.id, None)
+    def states(self) -> list[dict[int, Any]]:
+        return [*super().states(), self.latest]
 
 
 @drafters.register("medusa")

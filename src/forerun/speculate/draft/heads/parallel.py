@@ -217,6 +217,5 @@ class Parallel(BlockDrafter):
         x = x[:, : self.config.num_speculative_tokens]
         return self.context.target.lm_head(head.norm(x).flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    def release(self, sequence: Sequence) -> None:
-        super().release(sequence)
-        self.memory.pop(sequence.id, None)
+    def states(self) -> list[dict[int, Any]]:
+        return [*super().states(), self.memory]

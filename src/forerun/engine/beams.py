@@ -1,0 +1,134 @@
+"""Beam searches in the engine: how a request for one begins, what a round gave it, and its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from forerun.core.beams import Beams, Hypothesis
+from forerun.core.errors import RequestError
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+from forerun.engine.jobs import Job, Update
+from forerun.engine.metrics import RequestMetrics
+from forerun.engine.stop import ERROR, LENGTH, STOP, Finish
+from forerun.models.base import ModelInfo
+from forerun.sampling.beams import BeamSearchParams
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.accept.base import NO_TOKEN
+
+if TYPE_CHECKING:
+    from forerun.engine.engine import Engine
+    from forerun.speculate.round import Round
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One of the beams that were found."""
+
+    tokens: list[int]
+    """The prompt's and the answer's; the token that ended it only with ``include_stop_str_in_output``."""
+    cum_logprob: float
+    """The sum over the answer's tokens, the one that ended it included."""
+    text: str
+    """Of ``tokens``, without special ones."""
+    finish_reason: str
+    score: float
+    """``cum_logprob`` over answer length ** length penalty: what beams are ranked by."""
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """A prompt's beams, best first, and what speculation did for them."""
+
+    sequences: list[BeamSearchSequence]
+    metrics: RequestMetrics
+
+
+def admit(params: BeamSearchParams, info: ModelInfo, trace: bool) -> SamplingParams:
+    """What each beam is to the engine. Raises RequestError for what this model's beams cannot do."""
+    words = info.vocab_size - (0 if params.ignore_eos else len(info.eos_ids))
+    if params.beam_width > words:
+        raise RequestError(
+            f"{params.beam_width} beams are more than the {words} tokens of the vocabulary that a text goes on with: "
+            "lower beam_width", param="beam_width",
+        )  # fmt: skip
+    if trace:
+        raise RequestError("a trace shows one sequence's rounds; beams have none", param="trace")
+    return params.each
+
+
+def attach(job: Job, before: list[Job], params: BeamSearchParams, new_id: Callable[[], int]) -> None:
+    """Make ``job`` the next answer of a beam search whose answers so far are ``before``."""
+    job.traced = job.metrics.synthetic = False  # no rule decides here, not even one that only says how often
+    job.peers = before[0].peers if before else []
+    job.peers.append(job)
+    if before:
+        job.metrics = before[0].metrics
+        return
+    sequence = job.sequence
+    sequence.group = Beams(
+        sequence,
+        params.beam_width,
+        float(params.length_penalty),
+        params.early_stopping,
+        frozenset() if params.ignore_eos else sequence.eos_ids,
+        new_id,
+    )
+
+
+def parts(sequence: Sequence) -> list[Sequence]:
+    """A request's sequence and all that drafters and policies know of besides: its beams."""
+    group = sequence.group
+    return [sequence] if group is None else [*group.members, *group.dropped, sequence]
+
+
+def publish(engine: Engine, group: Beams, prefilling: set[int], result: Round, now: float) -> list[Update]:
+    """Count a round's steps, give up the beams that ended in it, and, once the search is done, answer."""
+    job = engine.jobs[group.root.id]
+    scores = result.verification.scores
+    nodes = sum(len(draft) for sequence, draft in zip(scores.sequences, scores.drafts) if sequence.group is group)
+    taken = Verdict(tokens=[0] * group.steps, accepted=max(0, group.steps - 1))
+    engine.count(job, Draft([0] * nodes), taken, group.root.id in prefilling, now)
+    errors = (engine.router.failures.get(part.id) for part in group.members + group.dropped)
+    job.metrics.draft_error = next(filter(None, errors), job.metrics.draft_error)
+    for beam in group.dropped:
+        if beam is not group.root:
+            beam.cached = 0  # what it said is nobody's answer
+        engine.forget(beam)
+    group.dropped = []
+    if not group.done:
+        return []
+    return [
+        _answer(engine, peer, found, group.error, now)
+        for peer, found in zip_longest(job.peers, group.finished[: len(job.peers)])
+    ]
+
+
+def _answer(engine: Engine, job: Job, found: Hypothesis | None, error: str | None, now: float) -> Update:
+    tokens: list[int] = []
+    finish = Finish(ERROR, error or NO_TOKEN)
+    if found is not None and error is None:
+        job.beam, tokens = found, found.tokens
+        keep = job.sequence.params.include_stop_str_in_output
+        finish = Finish(STOP, silent=not keep) if found.ended else Finish(LENGTH)
+        job.sequence.tokens.extend(tokens)
+        if job.detokenizer is not None:
+            job.detokenizer.add(finish.spoken(tokens))
+    engine.end(job, finish, now)
+    return Update(job, tokens, 0, finish)
+
+
+def output(tokenizer: Any, jobs: list[Job]) -> BeamSearchOutput:
+    """The answers of one finished search. Raises RequestError if it failed."""
+    found = []
+    for job in jobs:
+        assert job.finish is not None
+        if job.beam is None:
+            raise RequestError(f"the beam search failed: {job.finish.stopped_by}")
+        tokens = [*job.sequence.tokens[: job.sequence.num_prompt], *job.finish.spoken(job.output_ids)]
+        text = "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+        found.append(BeamSearchSequence(tokens, job.beam.logprob, text, job.finish.reason, job.beam.score))
+    return BeamSearchOutput(found, jobs[0].metrics)

@@ -1,0 +1,203 @@
+"""Beam search with speculation (Leviathan et al. 2023, A.4, made exact).
+
+Every beam drafts and one forward scores all their trees. Then the plain beam step is taken again and again over the
+scored positions, as long as all live beams stay inside what was drafted; the step that leaves it counts, too. So beams
+and scores are plain beam search's to the last bit, whatever the drafts, where logits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from math import isnan
+from typing import NamedTuple
+
+import torch
+
+from forerun.core.beams import Beams, Hypothesis
+from forerun.core.scores import Scores
+from forerun.core.sequence import Sequence
+from forerun.core.tree import Draft, Verdict
+from forerun.sampling.draw import Sampler
+from forerun.speculate.accept.base import NAN
+from forerun.speculate.verify.score import Verification
+
+Ranked = tuple[list[int], list[float]]
+"""A row's best ids, best first, and their log-probabilities."""
+
+
+class Live(NamedTuple):
+    """A beam inside the round: behind which node of which sequence's draft it stands, and its log-probability."""
+
+    place: int
+    node: int
+    log: float
+
+
+class Chosen(NamedTuple):
+    """A beam of the next step: the live one that it continues, its token, and its log-probability."""
+
+    parent: int
+    token: int
+    log: float
+
+
+class Twin(NamedTuple):
+    """A beam more behind the ``source``-th sequence of the round: what that was before the round, with a verdict of its
+    own."""
+
+    source: int
+    sequence: Sequence
+    verdict: Verdict
+
+
+def step(beams: Beams, logs: Seq[float], rows: Seq[Ranked], length: int) -> tuple[list[Chosen], list[Chosen]]:
+    """One plain beam step (transformers' since 4.50): of all continuations of the live beams, the ``candidates`` best;
+    the best ``width`` of them that go on, and those that end among the best ``width``.
+
+    ``length`` is the output's with the new token. Ties go to the better beam, then to the smaller id.
+    """
+    every = [
+        Chosen(parent, token, log + value)
+        for parent, (log, (ids, values)) in enumerate(zip(logs, rows, strict=True))
+        for token, value in zip(ids, values)
+    ]
+    every.sort(key=lambda chosen: -chosen.log)
+    best = every[: beams.candidates]
+    last = length >= beams.longest
+    ended = [chosen for chosen in best[: beams.width] if last or chosen.token in beams.ends]
+    live = [] if last else [chosen for chosen in best if chosen.token not in beams.ends]
+    return live[: beams.width], ended
+
+
+def finished(beams: Beams, live: Seq[Chosen], length: int) -> bool:
+    """Whether no live beam, of ``length`` output tokens, goes on: none is left, or enough have finished for
+    ``early_stopping``."""
+    if not live:
+        return True
+    if len(beams.finished) < beams.width:
+        return False
+    if beams.early_stopping is True:
+        return True
+    farthest = beams.longest if beams.early_stopping == "never" and beams.length_penalty > 0.0 else length
+    return live[0].log / farthest**beams.length_penalty <= beams.finished[-1].score
+
+
+def split(scores: Scores) -> tuple[list[int], dict[Beams, list[int]]]:
+    """Places of the sequences that decode alone, and those of each group's members, in the members' order."""
+    alone: list[int] = []
+    groups: dict[Beams, list[int]] = {}
+    for place, sequence in enumerate(scores.sequences):
+        if sequence.group is None:
+            alone.append(place)
+        else:
+            groups.setdefault(sequence.group, []).append(place)
+    return alone, groups
+
+
+def search(
+    result: Verification, groups: dict[Beams, list[int]], sampler: Sampler, verdicts: Seq[Verdict]
+) -> list[Twin]:
+    """Replay every group's plain beam steps over what was scored. The first beam behind a member goes on as that
+    member, further ones are twins; members without any are ``dropped``. ``verdicts`` [round's sequences] are filled."""
+    if not groups:
+        return []
+    scores = result.scores
+    ranked = _rank(scores, groups, sampler)
+    twins: list[Twin] = []
+    for beams, places in groups.items():
+        live = _replay(beams, places, scores, ranked)
+        members, beams.members, beams.logs = [scores.sequences[place] for place in places], [], []
+        taken: set[int] = set()
+        for beam, token in live:
+            index, draft, source = result.deciding[beam.place], scores.drafts[beam.place], scores.sequences[beam.place]
+            verdict = verdicts[index]
+            if source is beams.root or beam.place in taken:
+                verdict = Verdict()
+                source = replace(source, id=beams.new_id(), tokens=list(source.tokens))
+                twins.append(Twin(index, source, verdict))
+            taken.add(beam.place)
+            verdict.path, verdict.token = draft.path(beam.node), token
+            verdict.accepted = len(verdict.path)
+            verdict.tokens = [*(draft.tokens[node] for node in verdict.path), token]
+            beams.members.append(source)
+            beams.logs.append(beam.log)
+        beams.dropped = [member for member in members if member not in beams.members]
+        for place in places if beams.error is not None else ():
+            verdicts[result.deciding[place]].error = beams.error
+    return twins
+
+
+def _rank(scores: Scores, groups: dict[Beams, list[int]], sampler: Sampler) -> dict[int, Ranked]:
+    """The best continuations of every row of every group."""
+    rows = [
+        scores.row(place, node)
+        for places in groups.values()
+        for place in places
+        for node in range(-1, len(scores.drafts[place]))
+    ]
+    count = min(max(beams.candidates for beams in groups), scores.warped.shape[1])
+    ids, logs = torch.empty(len(rows), count, dtype=torch.int32), torch.empty(len(rows), count)
+    sampler.rank_into(scores.warped, rows, range(len(rows)), ids, logs)
+    return dict(zip(rows, zip(ids.tolist(), logs.tolist())))
+
+
+def _replay(beams: Beams, places: Seq[int], scores: Scores, ranked: dict[int, Ranked]) -> list[tuple[Live, int]]:
+    """Plain steps up to the first that leaves the drafts. The beams that go on: where in the drafts each stands, with
+    the log-probability of the token behind it; none if the search is over."""
+    beams.steps = 0
+    live = [Live(place, -1, log) for place, log in zip(places, beams.logs or [0.0])]
+    while True:
+        rows = []
+        for beam in live:
+            row = scores.row(beam.place, beam.node)
+            beams.error = _fault(scores.warped[row], *ranked[row])
+            if beams.error is not None:
+                beams.done = True
+                return []
+            rows.append(_permitted(*ranked[row]))
+        beams.steps += 1
+        first = live[0]
+        length = scores.sequences[first.place].num_output + len(scores.drafts[first.place].path(first.node)) + 1
+        chosen, ended = step(beams, [beam.log for beam in live], rows, length)
+        _finish(beams, scores, live, ended, length)
+        if finished(beams, chosen, length):
+            beams.done = True
+            return []
+        ahead = [scores.drafts[live[one.parent].place].child(live[one.parent].node, one.token) for one in chosen]
+        if None in ahead:
+            return [(live[one.parent]._replace(log=one.log), one.token) for one in chosen]
+        live = [Live(live[one.parent].place, node, one.log) for one, node in zip(chosen, ahead) if node is not None]
+
+
+def _fault(logits: torch.Tensor, ids: Seq[int], logs: Seq[float]) -> str | None:
+    """NaN in a row: it is not ranked, or spoils every log-probability."""
+    if isnan(logs[0]) or (ids[0] < 0 and bool(logits.isnan().any())):
+        return NAN
+    return None
+
+
+def _permitted(ids: list[int], logs: list[float]) -> Ranked:
+    count = next((place for place, log in enumerate(logs) if log == float("-inf")), len(logs))
+    return ids[:count], logs[:count]
+
+
+def _finish(beams: Beams, scores: Scores, live: Seq[Live], ended: Seq[Chosen], length: int) -> None:
+    """Enter ended beams among the finished ones, of which the best ``width`` stay."""
+    for one in ended:
+        beam = live[one.parent]
+        sequence, draft = scores.sequences[beam.place], scores.drafts[beam.place]
+        tokens = [*sequence.tokens[sequence.num_prompt :], *draft.path_tokens(beam.node), one.token]
+        score = one.log / length**beams.length_penalty
+        beams.finished.append(Hypothesis(tokens, one.log, score, one.token in beams.ends))
+    beams.finished.sort(key=lambda found: -found.score)
+    del beams.finished[beams.width :]
+
+
+def told(sequence: Sequence, draft: Draft, verdict: Verdict) -> Verdict:
+    """What a length policy learns of one sequence of a round. Of a beam: how far its group came, which is one token a
+    step for each."""
+    if sequence.group is None or not sequence.group.steps:
+        return verdict
+    steps, depth = sequence.group.steps, draft.depth
+    return replace(verdict, tokens=[0] * steps, tested=min(depth, steps), matched=min(depth, steps - 1))

@@ -1,0 +1,98 @@
+"""Beams over HTTP: as ``LLM.beam_search`` finds them, beside sampled requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from running import Running, wait_idle
+
+from forerun import LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
+
+PROMPT = "def parse("
+CHAT = "<system>be brief\n<user>hi\n<assistant>"
+SEARCH = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"}
+
+
+@pytest.fixture(scope="module")
+def expected(served: LLM, plain: Callable[..., Any]) -> dict[str, Any]:
+    """Plain searches and a plain decode, made before the server's thread owns the engine."""
+    params = BeamSearchParams(3, 12, length_penalty=0.5, early_stopping="never")
+
+    def search(prompt: str) -> BeamSearchOutput:
+        return served.beam_search([prompt], params, speculate=False)[0]
+
+    return {
+        "completion": search(PROMPT),
+        "chat": search(CHAT),
+        "sampled": plain(PROMPT, SamplingParams(temperature=0.8, seed=7, max_tokens=24)),
+    }
+
+
+@pytest.fixture
+def client(expected: dict[str, Any], server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def texts(found: BeamSearchOutput, prompt: str) -> list[str]:
+    return [sequence.text.removeprefix(prompt) for sequence in found.sequences]
+
+
+def test_completions_are_the_beams_beside_a_sampled_request(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+    def search(method: str) -> Any:
+        body = {**SEARCH, "speculative": {"method": method}}
+        return client.completions.create(model="tiny", prompt=PROMPT, n=3, max_tokens=12, extra_body=body)
+
+    with ThreadPoolExecutor() as pool:
+        sampled = pool.submit(
+            client.completions.create, model="tiny", prompt=PROMPT, max_tokens=24, temperature=0.8, seed=7
+        )
+        found = list(pool.map(search, ["draft_model", "ngram"]))
+    assert sampled.result().choices[0].text == expected["sampled"].text
+    for answer in found:
+        assert [choice.text for choice in answer.choices] == texts(expected["completion"], PROMPT)
+        assert [choice.finish_reason for choice in answer.choices] == ["length"] * 3
+        assert answer.usage.completion_tokens == 36
+    rounds = [answer.model_extra["metrics"]["rounds"] for answer in found]
+    assert rounds[0] < expected["completion"].metrics.rounds
+
+
+def test_chat_streams_every_beam_once_the_search_is_over(
+    client: openai.OpenAI, server: Running, expected: dict[str, Any]
+) -> None:
+    messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    told: dict[int, str] = {}
+    with client.chat.completions.create(
+        model="tiny", messages=messages, n=3, max_tokens=12, stream=True, extra_body=SEARCH
+    ) as events:
+        for event in events:
+            for choice in event.choices:
+                told[choice.index] = told.get(choice.index, "") + (choice.delta.content or "")
+    assert [told[index] for index in range(3)] == texts(expected["chat"], CHAT)
+    wait_idle(server)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"top_p": 0.5}, "beams are not sampled: leave top_p out"),
+        ({"temperature": 0.7}, "temperature must be 0 or left out, not 0.7"),
+        ({"logprobs": 1}, "beams come without log-probabilities"),
+        ({"response_format": {"type": "json_object"}}, "beams follow no grammar: leave response_format out"),
+        ({"stop": ["x"]}, "beams are not sampled: leave stop out"),
+        ({"n": 5}, "5 beams are more than the 4 sequences decoded together"),
+        ({"speculative": {"trace": True}}, "a trace shows one sequence's rounds"),
+        ({"use_beam_search": False}, "go with use_beam_search: true"),
+        ({"early_stopping": "soon"}, "never"),
+        ({"length_penalty": 99.0}, "less than or equal to 10"),
+    ],
+)
+def test_what_beams_do_not_have(client: openai.OpenAI, server: Running, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.completions.create(model="tiny", prompt=PROMPT, extra_body={**SEARCH, **given})
+    assert "\n" not in caught.value.body["message"]  # type: ignore[index]
+    wait_idle(server)

@@ -1,0 +1,312 @@
+"""Beam searches through the engine: what is shared, preempted, aborted, refused and returned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import LLM, BeamSearchParams, ForerunError, SamplingParams
+from forerun.cache.pool import KVShape, Pool
+from forerun.core.beams import Beams
+from forerun.core.sequence import Sequence
+from forerun.speculate.beams import Chosen, finished, step
+
+PROMPT = "the cat sat on the mat; the cat sat"
+SEARCH = BeamSearchParams(4, 20, ignore_eos=True)
+DRAFT: dict[str, Any] = {"method": "draft_model", "tree": [3, 2, 1]}
+
+
+@pytest.fixture
+def drafting(llm: Callable[..., LLM], tiny_draft: str) -> Callable[..., LLM]:
+    return lambda **options: llm({**DRAFT, "model": tiny_draft}, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(llm: Callable[..., LLM]) -> list[Any]:
+    return llm().beam_search(PROMPT, SEARCH)[0].sequences
+
+
+def group(**given: Any) -> Beams:
+    root = Sequence(0, [1, 2], 2, None, seed=0, max_tokens=2 + 8)
+    options = {"width": 2, "length_penalty": 1.0, "early_stopping": False, "ends": frozenset({9}), **given}
+    return Beams(root, new_id=lambda: 1, **options)
+
+
+def test_a_step_keeps_the_best_and_ends_only_what_is_among_them() -> None:
+    rows = [([9, 3, 4, 5], [-0.1, -1.0, -2.0, -3.0]), ([6, 9, 7, 8], [-0.2, -0.3, -4.0, -5.0])]
+    live, ended = step(group(), [-1.0, -1.5], rows, 3)
+    assert ended == [Chosen(0, 9, -1.1)]  # the other end comes third of two
+    assert live == [Chosen(1, 6, -1.7), Chosen(0, 3, -2.0)]
+    live, ended = step(group(), [-1.0, -1.5], rows, 8)
+    assert (live, ended) == ([], [Chosen(0, 9, -1.1), Chosen(1, 6, -1.7)])  # no room for more
+
+
+@pytest.mark.parametrize(
+    ("early_stopping", "penalty", "best", "over"),
+    [(True, 1.0, -0.1, True), (False, 1.0, -3.9, False), (False, 1.0, -4.1, True), ("never", 1.0, -7.9, False),
+     ("never", 1.0, -8.1, True), ("never", -1.0, -0.24, False), ("never", -1.0, -0.26, True)],
+)  # fmt: skip
+def test_when_enough_have_finished(early_stopping: Any, penalty: float, best: float, over: bool) -> None:
+    """At a length of 4 of 8, the worst finished beam having a score of -1."""
+    beams = group(early_stopping=early_stopping, length_penalty=penalty)
+    live = [Chosen(0, 3, best)]
+    assert not finished(beams, live, 4)
+    beams.finished = [_hypothesis(-0.5), _hypothesis(-1.0)]
+    assert finished(beams, live, 4) == over
+    assert finished(beams, [], 4)
+
+
+def _hypothesis(score: float) -> Any:
+    from forerun.core.beams import Hypothesis
+
+    return Hypothesis([9], score, score, True)
+
+
+def test_the_output_is_as_in_vllm(llm: Callable[..., LLM]) -> None:
+    model = llm()
+    found = model.beam_search([{"prompt": "abc"}, {"prompt_token_ids": [7, 8]}], BeamSearchParams(3, 5))
+    for output, prompt in zip(found, ("abc", model.tokenizer.decode([7, 8]))):
+        assert len(output.sequences) == 3
+        for sequence in output.sequences:
+            assert sequence.text.startswith(prompt)
+            assert sequence.tokens[: len(prompt)] == model.tokenizer.encode(prompt)
+            assert sequence.finish_reason in ("stop", "length")
+            length = len(sequence.tokens) - len(prompt) + (sequence.finish_reason == "stop")
+            assert sequence.score == pytest.approx(sequence.cum_logprob / length)
+        scores = [sequence.score for sequence in output.sequences]
+        assert scores == sorted(scores, reverse=True)
+        assert output.metrics.rounds == 4  # the prompt was the first
+
+
+def test_a_score_is_the_sum_of_the_log_probabilities(llm: Callable[..., LLM], plain: list[Any]) -> None:
+    model = llm()
+    for sequence in plain:
+        answer = model.generate(
+            {"prompt_token_ids": sequence.tokens}, SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+        )[0]
+        logs = [next(iter(item.values())).logprob for item in (answer.prompt_logprobs or [])[len(PROMPT) :] if item]
+        assert sum(logs) == pytest.approx(sequence.cum_logprob, abs=1e-4)
+
+
+def test_requests_with_and_without_beams_in_one_batch(drafting: Callable[..., LLM], plain: list[Any]) -> None:
+    model = drafting(page_size=8)
+    sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=20)
+    alone = model.generate("hello", sampled, speculate=False)[0].outputs[0]
+    answers = model.generate([PROMPT, "hello", PROMPT], [SEARCH, sampled, BeamSearchParams(2, 6)])
+    assert [output.token_ids for output in answers[0].outputs] == [one.tokens[len(PROMPT) :] for one in plain]
+    assert [output.cumulative_logprob for output in answers[0].outputs] == [one.cum_logprob for one in plain]
+    assert answers[1].outputs[0].token_ids == alone.token_ids
+    assert len(answers[2].outputs) == 2
+    assert answers[0].metrics.decode_tokens == 19  # the first step reads the prompt
+    assert answers[0].metrics.rounds < 19
+    model.engine.check()
+
+
+def test_beams_share_the_pages_of_what_they_have_in_common(drafting: Callable[..., LLM], plain: list[Any]) -> None:
+    model = drafting(page_size=4)
+    pool, held = model.engine.target.cache.pool, []
+    model.engine.on_round = lambda result: held.append({page for table in pool.tables.values() for page in table})
+    try:
+        assert model.beam_search(PROMPT, SEARCH)[0].sequences == plain
+    finally:
+        model.engine.on_round = None
+    apart = 4 * pool.pages_for(len(PROMPT) + 20)
+    assert max(map(len, held)) < 0.6 * apart
+
+
+@pytest.mark.parametrize(
+    "pages", [{"num_pages": 34, "page_size": 4, "prefix_caching": False}, {"page_size": None, "num_pages": 5}]
+)
+def test_pages_that_run_short(drafting: Callable[..., LLM], plain: list[Any], pages: dict[str, Any]) -> None:
+    """Searches give way to those before them, begin anew, and find the same beams; what has no room to move is read
+    again."""
+    model = drafting(**pages, max_num_seqs=10, max_model_len=80, max_prefill_tokens=64)  # nothing follows the clock
+    sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=30)
+    alone = model.generate("hello", sampled, speculate=False)[0].outputs[0]
+    answers = model.generate([PROMPT, "hello", PROMPT, "hello"], [SEARCH, sampled, SEARCH, sampled])
+    for index in (0, 2):
+        assert [one.token_ids for one in answers[index].outputs] == [one.tokens[len(PROMPT) :] for one in plain]
+    assert answers[1].outputs[0].token_ids == answers[3].outputs[0].token_ids == alone.token_ids
+    assert sum(answer.metrics.preemptions for answer in answers) > 0
+    model.engine.check()
+
+
+def test_an_abort_leaves_nothing_behind(drafting: Callable[..., LLM]) -> None:
+    engine = drafting(page_size=8).engine
+    for rounds in range(5):
+        jobs = engine.add([5, 6, 7], SEARCH)
+        for _ in range(rounds):
+            engine.step()
+        engine.abort(jobs[rounds % len(jobs)])
+        assert not engine.jobs
+        assert not engine.busy
+        assert {job.finish.reason for job in jobs if job.finish} == {"abort"}
+        engine.check()
+
+
+def test_a_failed_round_ends_every_beam(drafting: Callable[..., LLM]) -> None:
+    engine = drafting(page_size=8).engine
+    jobs = engine.add([5, 6, 7], SEARCH)
+    engine.step()
+    engine.step()
+    assert len(engine.fail("broken")) == 4
+    assert {job.finish.reason for job in jobs if job.finish} == {"error"}
+    engine.check()
+
+
+def test_nan_ends_the_search_and_nobody_else(
+    drafting: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, plain: list[Any]
+) -> None:
+    model = drafting(page_size=8)
+    engine, forward = model.engine, model.model.forward
+
+    def spoilt(batch: Any, cache: Any) -> Any:
+        output = forward(batch, cache)
+        cursor = 0
+        for span in batch.spans:
+            if 40 in span.tokens and cache is engine.target.cache:  # the second prompt's last letter
+                output.logits[cursor : cursor + len(span.logits)] = float("nan")
+            cursor += len(span.logits)
+        return output
+
+    monkeypatch.setattr(model.model, "forward", spoilt)
+    answers = model.generate([PROMPT, {"prompt_token_ids": [5, 40]}], SEARCH)
+    assert [one.token_ids for one in answers[0].outputs] == [one.tokens[len(PROMPT) :] for one in plain]
+    assert {(one.finish_reason, one.stop_reason) for one in answers[1].outputs} == {
+        ("error", "the model returned NaN logits")
+    }
+    with pytest.raises(ForerunError, match="the beam search failed: the model returned NaN logits"):
+        model.beam_search({"prompt_token_ids": [5, 40]}, SEARCH)
+    engine.check()
+
+
+def test_a_drafter_that_cannot_fork_loses_its_beams_and_nothing_else(
+    drafting: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, plain: list[Any]
+) -> None:
+    def broken(source: Sequence, sequence: Sequence) -> None:
+        raise KeyError(source.id)
+
+    model = drafting(page_size=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.engine.router.drafters["draft_model"], "fork", broken)
+        found = model.beam_search(PROMPT, SEARCH)[0]
+    assert found.sequences == plain
+    assert "KeyError" in str(found.metrics.draft_error)
+    model.engine.check()
+    assert model.beam_search(PROMPT, SEARCH)[0].metrics.draft_error is None
+
+
+@pytest.mark.parametrize("length", ["adaptive", "planned"])
+def test_other_length_policies(llm: Callable[..., LLM], tiny_draft: str, plain: list[Any], length: str) -> None:
+    model = llm({**DRAFT, "model": tiny_draft, "length": length}, page_size=8)
+    for _ in range(3):
+        assert model.beam_search(PROMPT, SEARCH)[0].sequences == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"beam_width": 0}, "beam_width must be an integer from 1 to 16384, not 0"),
+        ({"beam_width": True}, "beam_width must be an integer"),
+        ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, not 0"),
+        ({"max_tokens": None}, "max_tokens must be an integer of at least 1, not None"),
+        ({"temperature": 0.5}, "beams are not sampled: temperature must be 0, not 0.5"),
+        ({"length_penalty": float("nan")}, "length_penalty must be a number from -10 to 10, not nan"),
+        ({"length_penalty": 11}, "length_penalty must be a number from -10 to 10, not 11"),
+        ({"early_stopping": "always"}, "early_stopping must be true, false or 'never', not 'always'"),
+        ({"num_return_sequences": 5}, "num_return_sequences is 5; there are 4 beams"),
+        ({"num_return_sequences": 0}, "num_return_sequences must be an integer of at least 1, not 0"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false, not 1"),
+        ({"beam_width": 98}, "98 beams are more than the 97 tokens of the vocabulary that a text goes on with"),
+        ({"beam_width": 9}, "9 beams are more than the 8 sequences decoded together"),
+        ({"max_tokens": 200}, "may need 203 tokens of KV cache for each of 4 beams; the pool holds 256"),
+    ],
+)
+def test_what_cannot_be_searched(llm: Callable[..., LLM], given: dict[str, Any], message: str) -> None:
+    model = llm(page_size=8, num_pages=32)
+
+    def search() -> None:
+        params = BeamSearchParams(**{"beam_width": 4, "max_tokens": 8, **given})
+        model.generate(["abc", "xyz"], [SamplingParams(max_tokens=4), params])
+
+    with pytest.raises(ForerunError, match=message) as caught:
+        search()
+    assert "\n" not in str(caught.value)
+    assert not model.engine.busy
+    model.engine.check()
+    assert len(model.beam_search("abc", BeamSearchParams(2, 4))[0].sequences) == 2
+
+
+def test_sampling_params_are_no_beam_search(llm: Callable[..., LLM]) -> None:
+    with pytest.raises(ForerunError, match="params must be BeamSearchParams, not SamplingParams"):
+        llm().beam_search("abc", SamplingParams())  # type: ignore[arg-type]
+
+
+def filled(pool: Pool, key: int, count: int) -> None:
+    pool.reserve(key, count)
+    values = torch.arange(1.0, count + 1)[:, None, None]
+    pool.write(0, pool.places(key, range(count)), values, -values)
+    pool.advance(key, count)
+
+
+def entries(pool: Pool, key: int) -> list[int]:
+    keys, values = pool.gather(0, torch.tensor(pool.tables[key]))
+    assert torch.equal(keys, -values)
+    return [int(value) for value in keys[0, : pool.length(key), 0].tolist()]
+
+
+def test_a_tree_is_rolled_back_on_shared_pages() -> None:
+    pool = Pool([KVShape(1, 1, 1)], 12, 4, torch.float32)
+    filled(pool, 1, 11)
+    pool.fork(1, 2, 11)
+    assert pool.keep(2, 6, [1, 3, 4]) == 3
+    assert (entries(pool, 1), entries(pool, 2)) == ([*range(1, 12)], [1, 2, 3, 4, 5, 6, 8, 10, 11])
+    assert pool.keep(1, 6, [0, 2]) == 2
+    assert (entries(pool, 1), entries(pool, 2)) == ([1, 2, 3, 4, 5, 6, 7, 9], [1, 2, 3, 4, 5, 6, 8, 10, 11])
+    pool.check()
+
+
+def test_what_has_no_page_to_move_to_is_forgotten() -> None:
+    pool = Pool([KVShape(1, 1, 1)], 3, 4, torch.float32)
+    filled(pool, 1, 11)
+    pool.fork(1, 2, 11)
+    assert pool.keep(2, 6, [0, 2, 3]) == 1
+    assert (entries(pool, 1), entries(pool, 2)) == ([*range(1, 12)], [1, 2, 3, 4, 5, 6, 7])
+    pool.check()
+
+
+def test_the_command_shows_every_beam(
+    tiny_target: str, tiny_draft: str, plain: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from forerun.cli.main import run
+
+    flags = ["--model", tiny_target, "--spec-model", tiny_draft, "--beams", "4", "--max-tokens", "20", "--ignore-eos"]
+    assert run(["generate", PROMPT, *flags, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [one["token_ids"] for one in shown["outputs"]] == [one.tokens[len(PROMPT) :] for one in plain]
+    assert [one["cumulative_logprob"] for one in shown["outputs"]] == [one.cum_logprob for one in plain]
+    assert run(["generate", PROMPT, *flags, "--n", "2"]) == 0
+    text = capsys.readouterr().out
+    assert f"--- 2 of 2, log-probability {plain[1].cum_logprob:.3f}" in text
+    assert "beam steps a round" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--beams", "2", "--top-p", "0.5"], "beams are not sampled: leave --top-p out, or --beams"),
+        (["--beams", "2", "--logprobs", "1"], "beams are not sampled: leave --logprobs out, or --beams"),
+        (["--beams", "2", "--trace"], "a trace shows one answer's rounds"),
+        (["--beams", "2", "--early-stopping", "soon"], "--early-stopping is true, false or never, not 'soon'"),
+        (["--length-penalty", "2"], "--length-penalty and --early-stopping are options of --beams"),
+    ],
+)
+def test_flags_that_beams_do_not_have(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from forerun.cli.main import run
+
+    assert run(["generate", "x", *flags]) == 2
+    assert message in capsys.readouterr().err
