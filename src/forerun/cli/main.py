@@ -38,6 +38,7 @@ COMMANDS = {
     ),
     "check": Command("check:check", "Prove, on this machine and model, that speculation changes nothing."),
     "serve": Command("serve:serve", "Answer OpenAI's API over HTTP; the playground is at /."),
+    "batch": Command("batch:batch", "Answer a file of requests in OpenAI's batch format."),
     "tune": Command("tune:tune", "Train and choose what drafts for a model, on this machine: the same tokens, sooner."),
     "reproduce": Command(
         "reproduce:reproduce",
@@ -45,7 +46,7 @@ COMMANDS = {
     ),
     "train": Command("train:app", "Train a target, or what speculates for it."),
 }
-WITH_KEYS = ("generate", "chat", "bench", "serve")
+WITH_KEYS = ("generate", "chat", "bench", "serve", "batch")
 """Commands that take ``--speculative-config``."""
 
 

@@ -96,7 +96,7 @@ def serve(
         metrics_names=metrics_names,
     )
     _warn_if_open(host, options.api_key, local=local)
-    llm = _load(engine, _drafters(speculative, engine, also_draft or []))
+    llm = load_served(engine, served_drafters(speculative, engine, also_draft or []))
     asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
     name = served_model_name or llm.model.info.name
     app = create_app(asynchronous, replace(options, model_name=name))
@@ -123,7 +123,7 @@ def _key(given: str | None) -> str | None:
     return os.environ.get(KEY_VARIABLE) if given is None else given
 
 
-def _load(engine: Mapping[str, Any], drafters: list[dict[str, Any]] | dict[str, Any]) -> LLM:
+def load_served(engine: Mapping[str, Any], drafters: list[dict[str, Any]] | dict[str, Any]) -> LLM:
     from forerun.engine.llm import LLM
 
     llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=drafters)
@@ -138,7 +138,7 @@ def _facts(llm: LLM) -> str:
     return f"{held} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}"
 
 
-def _drafters(
+def served_drafters(
     speculative: Mapping[str, Any], engine: Mapping[str, Any], others: list[str]
 ) -> list[dict[str, Any]] | dict[str, Any]:
     """Every drafter's config; the others take rule and length policy from the first. Drafts go as far as they pay where
