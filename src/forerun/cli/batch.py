@@ -55,7 +55,7 @@ def batch(
     out = answers or file.with_name(f"{file.name.removesuffix('.jsonl')}.answers.jsonl")
     template = None if chat_template is None else read_file(chat_template)
     with opened(file, out) as written:
-        llm = load_served(engine, served_drafters(speculative, engine, []))
+        llm = load_served(engine, served_drafters(speculative, engine, None))
         asynchronous = AsyncEngine(llm.engine)
         name = served_model_name or llm.model.info.name
         options = ServerOptions(model_name=name, chat_template=template, request_timeout=NO_LIMIT)

@@ -13,11 +13,11 @@ from typing import Any
 
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
-from forerun.core.errors import ConfigError, ContextLengthError, RequestError, shown
+from forerun.core.errors import ConfigError, RequestError, shown
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-from forerun.engine.admission import admit, truncated
+from forerun.engine.admission import admit, check_length, truncated
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.logprobs import TokenLogprobs, emitted_logprobs, prompt_logprobs
@@ -165,14 +165,16 @@ class Engine:
         max_draft: int | None = None,
         trace: bool = False,
         priority: int = 0,
+        committed: Seq[int] = (),
     ) -> list[Job]:
         """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run.
 
         ``method`` chooses among the loaded drafters (None: the first); ``max_draft`` bounds this request's drafted
-        tokens per round; ``trace`` records its rounds. Lower values of ``priority`` go first, within bounds.
+        tokens per round; ``trace`` records its rounds. Lower values of ``priority`` go first, within bounds. The answer
+        goes on behind ``committed``, tokens of it that were given before.
         """
         prompt = truncated(prompt, params, self.max_model_len)
-        params = self._check(prompt, params)
+        params = self._check([*prompt, *committed], params)
         drafter = self._choose(method, max_draft) if speculate else None
         wanted = params.grammar
         seed = params.seed if params.seed is not None else self.config.seed
@@ -184,7 +186,7 @@ class Engine:
         for index in range(params.n):
             sequence = Sequence(
                 id=next(self._ids),
-                tokens=list(prompt),
+                tokens=[*prompt, *committed],
                 num_prompt=len(prompt),
                 params=params,
                 seed=seed if index == 0 else fold(seed, index),
@@ -198,6 +200,7 @@ class Engine:
             detokenizer = None
             if self.tokenizer is not None:
                 detokenizer = Detokenizer(self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+                detokenizer.add(committed)
             stopper = Stopper(sequence, detokenizer)
             metrics = RequestMetrics(start=self.clock(), synthetic=self.stats.synthetic)
             job = Job(sequence, stopper, detokenizer, metrics, index, traced=trace or self.config.trace)
@@ -241,9 +244,7 @@ class Engine:
 
     def check_length(self, prompt: Seq[int]) -> None:
         """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
-        if len(prompt) >= self.max_model_len:
-            room = f"max_model_len {self.max_model_len} leaves no room"
-            raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {room}", param="prompt")
+        check_length(prompt, self.max_model_len)
 
     def abort(self, job: Job) -> None:
         """End a request now and free everything it holds."""
