@@ -30,7 +30,7 @@ PROMPTS = [
     '{"name": "Ada", "age": 36, "city": "London"}\n{"name": "Bob", "age": 41, "city": "Paris"}\n{"name":',
     "for i in range(10):\n    print(i)\nfor j in range(10):\n    print(",
     "Once upon a time there was a small village near the sea. The people of the village",
-    "import unittest\n\nclass TestAdd(unittest.TestCase):\n    def test_one(self):\n        self.assertEqual(add(1, 2), 3)",
+    "import unittest\n\nclass TestAdd(unittest.TestCase):\n    def test_one(self):\n        self.assertEqual(add(1, 2)",
     "Q: What is 2 + 3?\nA: 5\nQ: What is 4 + 4?\nA: 8\nQ: What is 7 + 2?\nA:",
 ]
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -128,7 +128,7 @@ def main() -> None:
     if given.gguf is not None:
         convert(given.gguf, given.folder)
     found = json.loads(given.out.read_text()) if given.out.exists() else {}
-    for name, method in METHODS.items():
+    for name in METHODS:
         if given.only and name not in given.only:
             continue
         if given.ours and name.startswith("forerun "):

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp
 
 from forerun.scale.cluster import Cluster, Replicas
 from forerun.serve.app import ServerOptions, create_app
@@ -64,8 +63,8 @@ class Front:
         self.watching = asyncio.create_task(way.watch(pool))
         self.app = create_app(pool, options)
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Called by Ray Serve, after ``__init__``."""
+    def __serve_build_asgi_app__(self) -> Any:
+        """The ASGI application; called by Ray Serve, after ``__init__``."""
         return self.app
 
 
