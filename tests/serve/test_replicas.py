@@ -146,7 +146,8 @@ def test_an_update_loses_no_answer(model_folder: Path, plain: Callable[..., Any]
     command = [sys.executable, str(script), str(model_folder), port]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert ended.returncode == 0, ended.stderr
-    texts = json.loads(ended.stdout.splitlines()[-1])
+    (told,) = [line for line in ended.stdout.splitlines() if line.startswith('{"')]
+    texts = json.loads(told)
     params = [SamplingParams(max_tokens=300, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(12)]
     expected = {str(p.seed): plain({"prompt_token_ids": BODY["prompt"]}, p).text for p in params}
     assert texts == expected

@@ -44,6 +44,7 @@ COMMANDS = {
         "reproduce:reproduce",
         "Make the references' tables, figures and examples again, beside what they print; Ctrl-C keeps what is there.",
     ),
+    "export": Command("export:export", "Write a trained eagle head as other engines read it."),
     "train": Command("train:app", "Train a target, or what speculates for it."),
 }
 WITH_KEYS = ("generate", "chat", "bench", "serve", "batch")

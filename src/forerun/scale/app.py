@@ -61,11 +61,11 @@ class Front:
             metrics_names=given.metrics_names,
         )
         self.watching = asyncio.create_task(way.watch(pool))
-        self.app = create_app(pool, options)
+        self.asgi = create_app(pool, options)
 
     def __serve_build_asgi_app__(self) -> Any:
         """The ASGI application; called by Ray Serve, after ``__init__``."""
-        return self.app
+        return self.asgi
 
 
 def build(arguments: Arguments) -> serve.Application:
