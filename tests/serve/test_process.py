@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from forerun.cli.serve import _drafters
+from forerun.cli.serve import served_drafters
 
 COMMAND = [sys.executable, "-c", "from forerun.cli.main import main; main()", "serve"]
 KEY = {"Authorization": "Bearer s3cret"}
@@ -216,8 +216,8 @@ def test_a_key_that_protects_nothing_is_refused(options: list[str], variable: st
     ],
 )
 def test_drafts_go_as_far_as_they_pay_where_that_changes_no_token(given: dict[str, str], length: str | None) -> None:
-    first, second = _drafters({"spec_method": "ngram", **given}, {}, ['{"method": "pattern"}'])
+    first, second = served_drafters({"spec_method": "ngram", **given}, {}, ['{"method": "pattern"}'])
     assert first.get("length") == second.get("length") == length
     assert second.get("accept") == given.get("accept")
-    assert _drafters({}, {"model": "x"}, []) == {"method": "ngram", "length": "adaptive"}
-    assert _drafters({}, {"model": "x"}, ['{"method": "ngram"}']) == [{"method": "ngram", "length": "adaptive"}]
+    assert served_drafters({}, {"model": "x"}, []) == {"method": "ngram", "length": "adaptive"}
+    assert served_drafters({}, {"model": "x"}, ['{"method": "ngram"}']) == [{"method": "ngram", "length": "adaptive"}]

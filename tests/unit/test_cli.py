@@ -274,7 +274,7 @@ def test_help_is_plain_text(forerun, monkeypatch):
         assert "``" not in forerun(command, "--help")[1]
 
 
-COMMANDS = ["generate", "chat", "bench", "plan", "check", "serve", "train target", "train eagle"]
+COMMANDS = ["generate", "chat", "bench", "plan", "check", "serve", "batch", "train target", "train eagle"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

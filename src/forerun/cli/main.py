@@ -38,14 +38,16 @@ COMMANDS = {
     ),
     "check": Command("check:check", "Prove, on this machine and model, that speculation changes nothing."),
     "serve": Command("serve:serve", "Answer OpenAI's API over HTTP; the playground is at /."),
+    "batch": Command("batch:batch", "Answer a file of requests in OpenAI's batch format."),
     "tune": Command("tune:tune", "Train and choose what drafts for a model, on this machine: the same tokens, sooner."),
     "reproduce": Command(
         "reproduce:reproduce",
         "Make the references' tables, figures and examples again, beside what they print; Ctrl-C keeps what is there.",
     ),
+    "export": Command("export:export", "Write a trained eagle head as other engines read it."),
     "train": Command("train:app", "Train a target, or what speculates for it."),
 }
-WITH_KEYS = ("generate", "chat", "bench", "serve")
+WITH_KEYS = ("generate", "chat", "bench", "serve", "batch")
 """Commands that take ``--speculative-config``."""
 
 

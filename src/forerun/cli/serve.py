@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,9 @@ from forerun.speculate.names import rules
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
+    from forerun.scale.messages import Facts
+    from forerun.serve.app import ServerOptions
+    from forerun.serve.connection import ConnectionLimits
 
 AllowedHosts = Annotated[
     list[str] | None,
@@ -31,6 +35,9 @@ AllowedHosts = Annotated[
 NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="no line in the log for each request")]
 MetricsNames = Annotated[
     str, typer.Option(metavar="forerun|vllm", help="vllm: its names, beside our own, for gateways that read them")
+]
+Replicated = Annotated[
+    int | None, typer.Option(help="engines behind this server, on Ray Serve; --threads are each one's", min=1)
 ]
 AlsoDraft = Annotated[
     list[str] | None,
@@ -65,6 +72,8 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores but one, for HTTP")] = None,
     no_request_log: NoRequestLog = False,
     metrics_names: MetricsNames = "forerun",
+    replicas: Replicated = None,
+    max_replicas: Annotated[int | None, typer.Option(help="as many replicas as the load wants, up to", min=1)] = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
@@ -72,19 +81,16 @@ def serve(
     """Answer OpenAI's API over HTTP; the playground is at /.
 
     Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done; on a
-    second one at once.
-    """
+    second one at once."""
     try:
-        from forerun.engine.async_engine import AsyncEngine
-        from forerun.serve.app import ServerOptions, create_app
+        from forerun.serve.app import ServerOptions
         from forerun.serve.connection import ConnectionLimits
         from forerun.serve.guard import is_loopback
-        from forerun.serve.run import address_of, allow_files, open_socket, run
+        from forerun.serve.run import open_socket
     except ModuleNotFoundError as error:
         raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
-    _set_up(threads, log_requests=not no_request_log)
+    _set_up(max_connections, log_requests=not no_request_log)
     limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)
-    allow_files(max_connections)
     listener = open_socket(host, port)
     local = is_loopback(listener.getsockname()[0])
     options = ServerOptions(
@@ -96,21 +102,79 @@ def serve(
         metrics_names=metrics_names,
     )
     _warn_if_open(host, options.api_key, local=local)
-    llm = _load(engine, _drafters(speculative, engine, also_draft or []))
-    asynchronous = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
-    name = served_model_name or llm.model.info.name
+    door = Door(host, listener, limits, drain_timeout, served_model_name, max_queue)
+    drafters = served_drafters(speculative, engine, also_draft)
+    if replicas or max_replicas:
+        _by_replicas(door, options, engine, drafters, replicas or 1, max_replicas, threads)
+    else:
+        set_threads(all_but_one() if threads is None else threads)
+        _here(door, options, load_served(engine, drafters), max_delay)
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where and how clients come in."""
+
+    host: str
+    listener: socket.socket
+    limits: ConnectionLimits
+    drain_seconds: float
+    name: str | None
+    """The model's, if it is given one."""
+    max_queue: int
+
+    def told(self, name: str, described: str) -> str:
+        """The model's name as clients know it, once it has been said what runs and where."""
+        from forerun.serve.run import address_of
+
+        shown = self.name or name
+        where = address_of(self.host, self.listener)
+        out().print(f"{shown}: {described}\nlistening on {where}", soft_wrap=True)
+        return shown
+
+
+def _here(door: Door, options: ServerOptions, llm: LLM, max_delay: float) -> None:
+    """Answer from an engine in this process."""
+    from forerun.engine.async_engine import AsyncEngine
+    from forerun.serve.app import create_app
+    from forerun.serve.run import run
+
+    asynchronous = AsyncEngine(llm.engine, max_queue=door.max_queue, max_delay=max_delay)
+    name = door.told(llm.model.info.name, _facts(llm))
     app = create_app(asynchronous, replace(options, model_name=name))
-    out().print(f"{name}: {_facts(llm)}\nlistening on {address_of(host, listener)}", soft_wrap=True)
-    run(app, asynchronous, listener, drain_seconds=drain_timeout, limits=limits)
+    run(app, asynchronous, door.listener, drain_seconds=door.drain_seconds, limits=door.limits)
 
 
-def _set_up(threads: int | None, *, log_requests: bool) -> None:
-    """The process: what it writes to standard error, and its threads."""
+def _by_replicas(
+    door: Door, options: ServerOptions, engine: Mapping[str, Any], drafters: Any, number: int, most: int | None,
+    threads: int | None,
+) -> None:  # fmt: skip
+    """Answer from replicas on Ray Serve."""
+    try:
+        from forerun.scale.cluster import Replicas
+        from forerun.scale.front import run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--replicas needs {error.name}: pip install 'forerun[ray]'") from None
+    wanted = Replicas(
+        engine={"page_size": PAGE_SIZE, **engine}, speculative=drafters, number=number, most=most,
+        threads=max(1, all_but_one() // number) if threads is None else threads, max_queue=door.max_queue,
+    )  # fmt: skip
+
+    def tell(facts: Facts) -> str:
+        return door.told(facts.model, f"{number} replicas, each with {facts.described}")
+
+    run(wanted, options, door.listener, door.limits, drain_seconds=door.drain_seconds, tell=tell)
+
+
+def _set_up(connections: int, *, log_requests: bool) -> None:
+    """The process: the files that it may open, and what it writes to standard error."""
+    from forerun.serve.run import allow_files
+
+    allow_files(connections)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logging.getLogger("forerun").addHandler(handler)
     logging.getLogger("forerun.requests").setLevel(logging.INFO if log_requests else logging.WARNING)
-    set_threads(all_but_one() if threads is None else threads)
 
 
 def _warn_if_open(host: str, key: str | None, *, local: bool) -> None:
@@ -123,7 +187,7 @@ def _key(given: str | None) -> str | None:
     return os.environ.get(KEY_VARIABLE) if given is None else given
 
 
-def _load(engine: Mapping[str, Any], drafters: list[dict[str, Any]] | dict[str, Any]) -> LLM:
+def load_served(engine: Mapping[str, Any], drafters: list[dict[str, Any]] | dict[str, Any]) -> LLM:
     from forerun.engine.llm import LLM
 
     llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=drafters)
@@ -138,8 +202,8 @@ def _facts(llm: LLM) -> str:
     return f"{held} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}"
 
 
-def _drafters(
-    speculative: Mapping[str, Any], engine: Mapping[str, Any], others: list[str]
+def served_drafters(
+    speculative: Mapping[str, Any], engine: Mapping[str, Any], others: list[str] | None
 ) -> list[dict[str, Any]] | dict[str, Any]:
     """Every drafter's config; the others take rule and length policy from the first. Drafts go as far as they pay where
     that changes no token."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
-from forerun.core.errors import RequestError, shown
+from forerun.core.errors import ContextLengthError, RequestError, shown
 from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 
@@ -40,6 +40,13 @@ def truncated(prompt: Seq[int], params: SamplingParams, max_model_len: int) -> S
     if count == -1:
         count = max(1, max_model_len - (params.max_tokens or 1))
     return prompt if count is None else prompt[-count:]
+
+
+def check_length(prompt: Seq[int], max_model_len: int) -> None:
+    """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
+    if len(prompt) >= max_model_len:
+        room = f"max_model_len {max_model_len} leaves no room"
+        raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {room}", param="prompt")
 
 
 def _bad_words(words: Seq[str], tokenizer: Any) -> set[tuple[int, ...]]:

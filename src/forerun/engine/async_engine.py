@@ -12,7 +12,7 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,9 +24,10 @@ import torch
 from forerun.core.errors import RequestError
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Update
+from forerun.engine.snapshot import Snapshot
 from forerun.engine.stream import Delta, ShownText, Stream
 from forerun.sampling.beams import BeamSearchParams
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import SamplingParams, StructuredOutputsParams
 
 log = logging.getLogger("forerun")
 
@@ -91,9 +92,48 @@ class AsyncEngine:
         self._thread.start()
 
     @property
-    def num_paused(self) -> int:
-        """Sequences that are set aside for their readers to catch up."""
-        return sum(len(stream.jobs) for stream in list(self.streams) if stream._paused)
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return not self.draining
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    @property
+    def drafters(self) -> dict[str, int]:
+        """The loaded drafters' names, the first being the default, and how many tokens each drafts at most."""
+        return {name: drafter.config.num_speculative_tokens for name, drafter in self.engine.router.drafters.items()}
+
+    @property
+    def identity(self) -> bool:
+        """Whether the same seed gives the same tokens as plain decoding."""
+        return self.engine.identity
+
+    def clock(self) -> float:
+        return self.engine.clock()
+
+    def check_length(self, prompt: Seq[int]) -> None:
+        """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
+        self.engine.check_length(prompt)
+
+    def compile(self, wanted: StructuredOutputsParams) -> None:
+        """Make what ``submit`` needs for structured output, which may take a second; in any thread."""
+        self.engine.grammars.compile(wanted)
+
+    def snapshot(self) -> Snapshot:
+        """How the engine stands. Sequences that are set aside for their readers to catch up wait."""
+        engine, pool = self.engine, self.engine.target.cache.pool
+        paused = sum(len(stream.jobs) for stream in list(self.streams) if stream._paused)
+        return Snapshot(
+            running=len(engine.scheduler.running),
+            waiting=len(engine.scheduler.waiting) + paused,
+            pages=pool.num_pages,
+            free_pages=pool.num_free + pool.num_idle,
+            page_size=pool.page_size,
+            caches_prefixes=engine.config.caches_prefixes,
+            stats=engine.stats,
+        )
 
     async def submit(
         self,
@@ -101,11 +141,12 @@ class AsyncEngine:
         params: SamplingParams | BeamSearchParams,
         *,
         timeout: float | None = None,
+        session: str | None = None,
         **choices: Any,
     ) -> Stream:
         """Queue a request; ``choices`` are ``Engine.add``'s keywords. After ``timeout`` seconds it fails with
-        TimeLimitError. Raises RequestError if it cannot be run, QueueFullError if too many wait and ClosedError
-        while draining."""
+        TimeLimitError. ``session`` makes no difference to a single engine. Raises RequestError if it cannot be run,
+        QueueFullError if too many wait and ClosedError while draining."""
         if self.draining:
             raise ClosedError("the server is shutting down and takes no new requests")
         ahead = sum(stream._unfinished for stream in list(self.streams))
@@ -146,11 +187,7 @@ class AsyncEngine:
         """Take no new requests and wait for the present ones; those unfinished after ``seconds`` fail with
         ClosedError."""
         self.draining = True
-        ends = perf_counter() + seconds
-        while self.streams and perf_counter() < ends:
-            await asyncio.sleep(0.02)
-        for stream in list(self.streams):
-            stream._fail(ClosedError(f"the server shut down before this request ended (it had {seconds:g} s)"))
+        await drained(self.streams, seconds)
 
     def close(self) -> None:
         """Abort everything, end the thread, and let drafters write down what they have learnt. Whoever still waits
@@ -294,6 +331,15 @@ class AsyncEngine:
         for job in stream.jobs:
             if job.finish is None:
                 self.engine.resume(job)
+
+
+async def drained(streams: Set[Stream], seconds: float) -> None:
+    """Wait until ``streams`` have ended; those left after ``seconds`` fail with ClosedError."""
+    ends = perf_counter() + seconds
+    while streams and perf_counter() < ends:
+        await asyncio.sleep(0.02)
+    for stream in list(streams):
+        stream._fail(ClosedError(f"the server shut down before this request ended (it had {seconds:g} s)"))
 
 
 def _post_to(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
-from forerun.core.errors import ConfigError, ContextLengthError, RequestError, shown
+from forerun.core.errors import ConfigError, RequestError, shown
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.engine import beams
-from forerun.engine.admission import admit, truncated
+from forerun.engine.admission import admit, check_length, truncated
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job, Update
@@ -127,19 +127,21 @@ class Engine:
         max_draft: int | None = None,
         trace: bool = False,
         priority: int = 0,
+        committed: Seq[int] = (),
     ) -> list[Job]:
         """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run. The answers of a
         beam search, best first, come together at its end.
 
         ``method`` chooses among the loaded drafters (None: the first); ``max_draft`` bounds this request's drafted
-        tokens per round; ``trace`` records its rounds. Lower values of ``priority`` go first, within bounds.
+        tokens per round; ``trace`` records its rounds. Lower values of ``priority`` go first, within bounds. The answer
+        goes on behind ``committed``, tokens of it that were given before.
         """
         search = params if isinstance(params, BeamSearchParams) else None
         if search is not None:
             params = beams.admit(search, self.model.info, trace)
         assert isinstance(params, SamplingParams)
         prompt = truncated(prompt, params, self.max_model_len)
-        params = self._check(prompt, params)
+        params = self._check([*prompt, *committed], params)
         drafter = self._choose(method, max_draft) if speculate else None
         wanted = params.grammar
         seed = params.seed if params.seed is not None else self.config.seed
@@ -151,7 +153,7 @@ class Engine:
         for index in range(params.n if search is None else search.n):
             sequence = Sequence(
                 id=next(self._ids),
-                tokens=list(prompt),
+                tokens=[*prompt, *committed],
                 num_prompt=len(prompt),
                 params=params,
                 seed=seed if index == 0 else fold(seed, index),
@@ -165,6 +167,7 @@ class Engine:
             detokenizer = None
             if self.tokenizer is not None:
                 detokenizer = Detokenizer(self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+                detokenizer.add(committed)
             stopper = Stopper(sequence, detokenizer)
             metrics = RequestMetrics(start=self.clock(), synthetic=self.stats.synthetic)
             job = Job(sequence, stopper, detokenizer, metrics, index, traced=trace or self.config.trace)
@@ -211,9 +214,7 @@ class Engine:
 
     def check_length(self, prompt: Seq[int]) -> None:
         """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
-        if len(prompt) >= self.max_model_len:
-            room = f"max_model_len {self.max_model_len} leaves no room"
-            raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {room}", param="prompt")
+        check_length(prompt, self.max_model_len)
 
     def abort(self, job: Job) -> None:
         """End a request now and free everything it holds."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from forerun.engine.jobs import Job
 from forerun.engine.logprobs import TokenLogprobs
@@ -15,8 +15,22 @@ from forerun.engine.stop import Finish, held_back
 from forerun.engine.trace import TraceRound
 from forerun.models.tokenizer import Detokenizer
 
-if TYPE_CHECKING:
-    from forerun.engine.async_engine import AsyncEngine
+
+class Owner(Protocol):
+    """Who fills a stream."""
+
+    max_backlog: int
+
+    def clock(self) -> float: ...
+
+    def forget(self, stream: Stream) -> None:
+        """Nobody reads the stream any more."""
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run ``command`` where streams are filled."""
+
+    def resume(self, stream: Stream) -> None:
+        """Go on with a stream that was set aside until its reader caught up."""
 
 
 @dataclass(slots=True)
@@ -67,9 +81,9 @@ class ShownText:
 class Stream:
     """One request: iterate over its deltas, in the event loop that submitted it. ``abort`` ends it at once."""
 
-    def __init__(self, owner: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
         self.jobs: list[Job] = []
-        self.arrival = owner.engine.clock()
+        self.arrival = owner.clock()
         self.error: Exception | None = None
         self._owner = owner
         self._loop = loop

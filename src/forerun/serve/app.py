@@ -16,12 +16,12 @@ from starlette.types import Send
 
 from forerun import __version__
 from forerun.core.errors import ConfigError, RequestError
-from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
 from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.params import SamplingParams
 from forerun.serve import answers, errors, openapi, page
+from forerun.serve.answering import Answering
 from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard, allowed_host
 from forerun.serve.log import RequestLog
@@ -72,7 +72,7 @@ class ServerOptions:
 class Server:
     """The state behind the routes."""
 
-    def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
+    def __init__(self, engine: Answering, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
         self.text = TextService(engine.tokenizer, self.limit, options.chat_template)
@@ -81,7 +81,7 @@ class Server:
 
     @property
     def limit(self) -> int:
-        return self.engine.engine.max_model_len
+        return self.engine.max_model_len
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.options.model_name:
@@ -92,7 +92,7 @@ class Server:
 
     def choices(self, wish: Speculative | None, priority: int) -> dict[str, Any]:
         """``Engine.add``'s keywords for a request's ``speculative`` object."""
-        loaded = self.engine.engine.router.drafters
+        loaded = self.engine.drafters
         if wish is None:
             return {"priority": priority}
         if not wish.enabled or wish.method == NONE:
@@ -117,6 +117,7 @@ class Server:
     ) -> list[Stream]:
         """Queue every prompt, or none. ``limit`` is the client's own bound on new tokens."""
         choices = self.choices(body.speculative, body.priority)
+        limited, session = self.options.request_timeout, body.session
         for prompt in prompts:
             if limit is not None and len(prompt) + limit > self.limit:
                 raise ApiError(
@@ -130,16 +131,14 @@ class Server:
         if wanted is not None:
             # A schema may take a second to compile: not in the engine's thread.
             try:
-                await asyncio.to_thread(lambda: self.engine.engine.grammars.compile(wanted))
+                await asyncio.to_thread(self.engine.compile, wanted)
             except RequestError as error:
                 error.param = "tools" if wanted.schemas is not None else body.shape_field
                 raise
         streams: list[Stream] = []
         try:
             for prompt in prompts:
-                streams.append(
-                    await self.engine.submit(prompt, params, timeout=self.options.request_timeout, **choices)
-                )
+                streams.append(await self.engine.submit(prompt, params, timeout=limited, session=session, **choices))
         except BaseException as error:
             for stream in streams:
                 stream.abort()
@@ -150,8 +149,7 @@ class Server:
 
     def reply_options(self, body: Generation, streams: Seq[Stream], logprobs: bool, request_id: str) -> dict[str, Any]:
         sequence = streams[0].jobs[0].sequence
-        drafter = self.engine.engine.router.drafters.get(sequence.drafter or "")
-        own = drafter.config.num_speculative_tokens if drafter is not None else 0
+        own = self.engine.drafters.get(sequence.drafter or "", 0)
         stream_options = body.stream_options
         return {
             "model": self.options.model_name,
@@ -159,7 +157,7 @@ class Server:
             "continuous_usage": stream_options is not None and stream_options.continuous_usage_stats,
             "logprobs": logprobs,
             "trace": body.speculative is not None and body.speculative.trace,
-            "identical": self.engine.engine.identity,
+            "identical": self.engine.identity,
             "request_id": request_id,
             "num_spec_tokens": own if sequence.max_draft is None else min(own, sequence.max_draft),
         }
@@ -197,7 +195,7 @@ class Server:
 
     async def _echo(self, body: CompletionRequest, prompts: Seq[Seq[int]]) -> list[Echo]:
         for prompt in prompts:  # before anything is written for each of its tokens
-            self.engine.engine.check_length(prompt)
+            self.engine.check_length(prompt)
         given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         texts = given if isinstance(given[0], str) else [await self.text.decode(p, param="prompt") for p in prompts]
         if body.logprobs is None:
@@ -267,7 +265,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]
         await asyncio.gather(working, waiting, return_exceptions=True)
 
 
-def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> FastAPI:
+def create_app(engine: Answering, options: ServerOptions | None = None) -> FastAPI:
     """The ASGI application. It closes ``engine`` when it shuts down."""
     options = options or ServerOptions()
     server = Server(engine, options)
@@ -289,11 +287,10 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> Fas
     app.add_middleware(RequestLog)
     errors.install(app)
     page.install(app)
-    drafters = engine.engine.router.drafters
     openapi.install(
         app,
         model=options.model_name,
-        methods={name: drafter.config.num_speculative_tokens for name, drafter in drafters.items()},
+        methods=dict(engine.drafters),
         has_key=options.api_key is not None,
     )
     _answers(app, server)
@@ -340,10 +337,7 @@ def _operations(app: FastAPI, server: Server) -> None:
             "owned_by": "forerun",
             "max_model_len": server.limit,
             "chat_template": server.text.chat_template is not None,
-            "speculative": {
-                name: {"num_speculative_tokens": drafter.config.num_speculative_tokens}
-                for name, drafter in engine.engine.router.drafters.items()
-            },
+            "speculative": {name: {"num_speculative_tokens": most} for name, most in engine.drafters.items()},
         }
 
     @app.get("/v1/models", responses=responses(good=answers.Models))
@@ -359,6 +353,8 @@ def _operations(app: FastAPI, server: Server) -> None:
     async def health() -> dict[str, str]:
         if engine.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if not engine.ready:
+            raise ApiError(503, "no replica answers", code="no_replica")
         return {"status": "ok"}
 
     @app.get("/live", responses=responses(good=answers.Health))

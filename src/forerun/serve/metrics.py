@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.stream import Delta, Stream
+from forerun.serve.answering import Answering
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -33,7 +33,7 @@ WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 class EngineCollector:
     """The engine's own counters, as they stand; with ``names`` ``vllm`` beside them what gateways look for."""
 
-    def __init__(self, engine: AsyncEngine, model: str, names: str = "forerun") -> None:
+    def __init__(self, engine: Answering, model: str, names: str = "forerun") -> None:
         self.engine = engine
         self.model = model
         self.names = names
@@ -56,10 +56,10 @@ class EngineCollector:
 
     def _cache_config(self) -> Metric:
         """A gauge of 1 whose labels are the facts."""
-        pool = self.engine.engine.target.cache.pool
+        now = self.engine.snapshot()
         facts = {
-            "block_size": str(pool.page_size), "num_gpu_blocks": str(pool.num_pages), "cache_dtype": "auto",
-            "enable_prefix_caching": str(self.engine.engine.config.caches_prefixes), "engine": "0",
+            "block_size": str(now.page_size), "num_gpu_blocks": str(now.pages), "cache_dtype": "auto",
+            "enable_prefix_caching": str(now.caches_prefixes), "engine": "0",
         }  # fmt: skip
         family = GaugeMetricFamily(
             "vllm:cache_config_info", "the KV cache: tokens in a page, pages", labels=list(facts)
@@ -68,14 +68,11 @@ class EngineCollector:
         return family
 
     def _own(self) -> Iterator[Metric]:
-        engine, stats = self.engine.engine, self.engine.engine.stats
-        pool = engine.target.cache.pool
-        running = len(engine.scheduler.running)
-        yield self._gauge("num_requests_running", "sequences that decode or read their prompt", running)
-        waiting = len(engine.scheduler.waiting) + self.engine.num_paused
-        yield self._gauge("num_requests_waiting", "sequences in the queue, or set aside for a slow reader", waiting)
-        used = 1 - (pool.num_free + pool.num_idle) / pool.num_pages
-        yield self._gauge("kv_cache_usage_perc", "share of the target's KV pages in use", used)
+        now = self.engine.snapshot()
+        stats = now.stats
+        yield self._gauge("num_requests_running", "sequences that decode or read their prompt", now.running)
+        yield self._gauge("num_requests_waiting", "sequences in the queue, or set aside for a slow reader", now.waiting)
+        yield self._gauge("kv_cache_usage_perc", "share of the target's KV pages in use", now.usage)
         rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
         yield self._gauge("prefix_cache_hit_rate", "prompt tokens found in the prefix cache, of those looked up", rate)
         for name, text, value in (
@@ -138,7 +135,7 @@ class Latency:
 class Recorder:
     """Latency histograms, and how requests ended; sees all deltas in the event loop."""
 
-    def __init__(self, engine: AsyncEngine, model: str, names: str = "forerun") -> None:
+    def __init__(self, engine: Answering, model: str, names: str = "forerun") -> None:
         self.engine = engine
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model, names))

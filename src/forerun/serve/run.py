@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from forerun.core.errors import ConfigError
-from forerun.engine.async_engine import AsyncEngine
+from forerun.serve.answering import Answering
 from forerun.serve.connection import Connection, ConnectionLimits
 
 OTHER_FILES = 128
@@ -86,7 +86,7 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: FastAPI, engine: AsyncEngine, drain_seconds: float, limits: ConnectionLimits | None = None
+        self, app: FastAPI, engine: Answering, drain_seconds: float, limits: ConnectionLimits | None = None
     ) -> None:
         super().__init__(configure(app, limits or ConnectionLimits()))
         self.engine = engine
@@ -121,7 +121,7 @@ class DrainingServer(uvicorn.Server):
 
 def run(
     app: FastAPI,
-    engine: AsyncEngine,
+    engine: Answering,
     listener: socket.socket,
     *,
     drain_seconds: float = 30.0,

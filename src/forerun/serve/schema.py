@@ -24,6 +24,8 @@ SAMPLED = {
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 
+SESSION = "requests with the same go to the same replica, where there are several; no difference else"
+
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -136,7 +138,7 @@ class Generation(Body):
         le=1000,
         description="lower is served earlier; no value moves a turn by more than 1024 rounds",
     )
-    user: str | None = Field(None, description=IGNORED)
+    user: str | None = Field(None, description=SESSION)
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description="accepted; nothing is stored")
 
@@ -151,6 +153,11 @@ class Generation(Body):
     def ignored(self) -> list[str]:
         """Fields that ask for something and change nothing, which the answer's headers say."""
         return []
+
+    @property
+    def session(self) -> str | None:
+        """What requests have in common that are best answered by the same replica."""
+        return self.user
 
     def field_of(self, param: str | None) -> str | None:
         """The field of this body that the engine calls ``param``."""
@@ -269,7 +276,7 @@ class ChatRequest(Generation):
     verbosity: Absent = None
     service_tier: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
-    prompt_cache_key: str | None = Field(None, description=IGNORED)
+    prompt_cache_key: str | None = Field(None, description=SESSION)
 
     @field_validator("tool_choice")
     @classmethod
@@ -284,6 +291,10 @@ class ChatRequest(Generation):
     def offered(self) -> list[Tool]:
         """The tools that may be called."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def session(self) -> str | None:
+        return self.prompt_cache_key or self.user
 
     def ignored(self) -> list[str]:
         return [] if self.reasoning_effort is None else ["reasoning_effort"]

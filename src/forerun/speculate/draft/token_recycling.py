@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import inf
+from itertools import pairwise
+from math import exp, inf, log
 
 import torch
 
@@ -71,6 +72,18 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
                 draft.confidence = min(1.0, expected / draft.depth)
             drafts.append(draft)
         return drafts
+
+    def follow(self, tokens: Seq[int]) -> None:
+        """Where nothing is known of the target but the tokens that it gave: each one's follower gets half of its
+        probability, and what was known before the other half."""
+        ids, logs = self._rows
+        for before, after in pairwise(tokens):
+            known = {i: exp(p) / 2 for i, p in zip(ids[before].tolist(), logs[before].tolist()) if i != UNSEEN}
+            known[after] = known.get(after, 0.0) + 0.5
+            best = sorted(known.items(), key=lambda item: -item[1])[: ids.shape[1]]
+            for place, (token, p) in enumerate(best):
+                ids[before, place], logs[before, place] = token, log(p)
+            logs[before, len(best) :] = -inf
 
     def observe(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification

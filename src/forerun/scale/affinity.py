@@ -1,0 +1,94 @@
+"""Which replica a request should go to: where its prompt's beginning, or its session, has been before, unless that one
+has more to do than its share."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import TypeVar
+
+R = TypeVar("R", bound=Hashable)
+
+BLOCK = 64
+"""Tokens: prompts are compared in blocks of this size, as the caches behind keep them."""
+BOUND = 1.25
+"""Of the mean load: no replica is preferred beyond it. See Mirrokni, Thorup and Zadimoghaddam 2017, consistent hashing
+with bounded loads."""
+REMEMBERED = 100_000
+"""Blocks and sessions that are known; the ones longest not seen are forgotten first."""
+
+
+def blocks(tokens: Seq[int], size: int = BLOCK) -> Iterator[bytes]:
+    """A name for each whole block of a prompt and all before it."""
+    digest = hashlib.blake2b(digest_size=12)
+    for end in range(size, len(tokens) + 1, size):
+        digest.update(",".join(map(str, tokens[end - size : end])).encode() + b";")
+        yield digest.digest()
+
+
+class Affinity:
+    """Orders replicas for a request and remembers where requests went. Several of these, in front of the same replicas,
+    agree on prompts that none of them has seen, because those go by a hash."""
+
+    def __init__(self, *, block: int = BLOCK, bound: float = BOUND, remembered: int = REMEMBERED) -> None:
+        self.block = block
+        self.bound = bound
+        self.remembered = remembered
+        self._seen: OrderedDict[bytes, Hashable] = OrderedDict()
+        """By block or session: the replica that had it last."""
+
+    def order(self, load: Mapping[R, int], tokens: Seq[int], session: str | None = None) -> list[R]:
+        """The replicas of ``load``, requests in progress by replica, the best first."""
+        limit = math.ceil(self.bound * (sum(load.values()) + 1) / max(1, len(load)))
+        known = self._matches(tokens)
+        home = self._seen.get(_of_session(session)) if session is not None else None
+        first = next(blocks(tokens[: self.block], self.block), None)
+        key = _of_session(session) if session is not None else first
+
+        def rank(replica: R) -> tuple[bool, bool, int, int, bytes]:
+            fits = load[replica] < limit
+            # What is cached counts where there is room, else nothing but the load.
+            matched = known.get(replica, 0) if fits else 0
+            drawn = _weight(key, replica) if key is not None else b""
+            spread = load[replica] if not fits or key is None else 0
+            return not fits, replica != home, -matched, spread, drawn
+
+        return sorted(load, key=rank)
+
+    def note(self, replica: Hashable, tokens: Seq[int], session: str | None = None) -> None:
+        """A request went to ``replica``."""
+        names = list(blocks(tokens, self.block))
+        if session is not None:
+            names.append(_of_session(session))
+        for name in names:
+            self._seen[name] = replica
+            self._seen.move_to_end(name)
+        while len(self._seen) > self.remembered:
+            self._seen.popitem(last=False)
+
+    def forget(self, replica: Hashable) -> None:
+        """A replica has ended, and what it had cached with it."""
+        for name in [name for name, where in self._seen.items() if where == replica]:
+            del self._seen[name]
+
+    def _matches(self, tokens: Seq[int]) -> dict[Hashable, int]:
+        """By replica: how many leading blocks of a prompt it had, as far as is known."""
+        found: dict[Hashable, int] = {}
+        for count, name in enumerate(blocks(tokens, self.block), start=1):
+            where = self._seen.get(name)
+            if where is None:
+                break
+            found[where] = count
+        return found
+
+
+def _of_session(session: str) -> bytes:
+    return b"session:" + session.encode(errors="replace")
+
+
+def _weight(key: bytes, replica: Hashable) -> bytes:
+    """Rendezvous hashing: for each key another order, of which a lost replica takes nothing but its own place."""
+    return hashlib.blake2b(key + repr(replica).encode(), digest_size=8).digest()

@@ -1,0 +1,88 @@
+"""``serve run forerun.scale.app:build``: the API and the replicas as one application of a Ray Serve cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from forerun.scale.cluster import Cluster, Replicas
+from forerun.serve.app import ServerOptions, create_app
+
+API = "api"
+"""The name of the deployment that answers HTTP."""
+
+
+class Arguments(BaseModel):
+    """Of ``build``, as ``serve run ... key=value`` or a config file's ``args`` give them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = "forerun:target"
+    speculative_config: Any = Field(None, description="LLM's, as an object or as JSON")
+    engine: Any = Field(default_factory=dict, description="LLM's other options, as an object or as JSON")
+    replicas: int = 1
+    max_replicas: int | None = None
+    threads: int = 1
+    max_queue: int = 1024
+    drain_seconds: float = 600.0
+    served_model_name: str | None = None
+    api_key: str | None = None
+    chat_template: str | None = Field(None, description="the template itself")
+    request_timeout: float = 600.0
+    metrics_names: str = "forerun"
+
+    @field_validator("speculative_config", "engine", mode="before")
+    @classmethod
+    def _from_text(cls, given: Any) -> Any:
+        return json.loads(given) if isinstance(given, str) else given
+
+
+class Front:
+    """The deployment that answers HTTP: a pool of the replicas behind ``handle``."""
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, handle: DeploymentHandle, given: Arguments
+    ) -> None:
+        way = Cluster(handle)
+        facts = await way.facts()
+        pool = way.pool(facts, given.max_queue)
+        pool.latest = await asyncio.to_thread(way.together)
+        options = ServerOptions(
+            model_name=given.served_model_name or facts.model,
+            api_key=given.api_key,
+            allowed_hosts=None,
+            chat_template=given.chat_template,
+            request_timeout=given.request_timeout,
+            metrics_names=given.metrics_names,
+        )
+        self.watching = asyncio.create_task(way.watch(pool))
+        self.asgi = create_app(pool, options)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """The ASGI application; called by Ray Serve, after ``__init__``."""
+        return self.asgi
+
+
+def build(arguments: Arguments) -> serve.Application:
+    """The application. Replicas of the API itself may be had through the deployment's options in a config file."""
+    replicas = Replicas(
+        engine={"page_size": 64, **arguments.engine, "model": arguments.model},
+        speculative=arguments.speculative_config,
+        number=arguments.replicas,
+        most=arguments.max_replicas,
+        threads=arguments.threads,
+        max_queue=arguments.max_queue,
+        drain_seconds=arguments.drain_seconds,
+    )
+    front = serve.deployment(serve.ingress()(Front)).options(
+        name=API,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=4096,
+        graceful_shutdown_timeout_s=arguments.request_timeout,
+    )
+    return front.bind(replicas.bound(), arguments)

@@ -1,0 +1,201 @@
+"""Replicas on Ray Serve: the deployment, its router, and the way to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from ray import serve
+from ray.exceptions import RayActorError, RayError, WorkerCrashedError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from forerun.core.errors import ConfigError, one_line
+from forerun.engine.async_engine import ClosedError
+from forerun.engine.snapshot import Snapshot
+from forerun.scale.affinity import BLOCK, BOUND, Affinity
+from forerun.scale.messages import Facts, Message, Request
+from forerun.scale.pool import LostError, Pool
+from forerun.scale.replica import Replica
+
+log = logging.getLogger("forerun")
+
+ENGINE = "engine"
+"""The deployment's name."""
+PERIOD = 1.0
+"""Seconds between two looks at how the replicas stand."""
+UNTOLD = 10.0
+"""Seconds after which replicas that do not say how they stand are not there."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What to run: ``engine`` and ``speculative`` as for ``Replica``, ``threads`` for each; ``number`` of them, or as
+    many between ``number`` and ``most`` as the load wants. Raises ConfigError for numbers that make no sense."""
+
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    speculative: Any = None
+    number: int = 1
+    most: int | None = None
+    threads: int = 1
+    max_queue: int = 1024
+    max_ongoing: int = 4096
+    affine: bool = True
+    """False: requests go where least is in progress, wherever their prompts have been."""
+    drain_seconds: float = 600.0
+    """That a replica which is replaced has for what it has begun; what is left then goes on elsewhere."""
+
+    def __post_init__(self) -> None:
+        if self.number < 1 or self.threads < 1:
+            raise ConfigError(f"replicas and threads are 1 or more, not {self.number} and {self.threads}")
+        if self.most is not None and self.most < self.number:
+            raise ConfigError(f"max_replicas ({self.most}) is less than the replicas to begin with ({self.number})")
+
+    def bound(self) -> serve.Application:
+        """The deployment, bound to its arguments."""
+        count: dict[str, Any] = {"num_replicas": self.number}
+        if self.most is not None:
+            policy = AutoscalingPolicy(policy_function="forerun.scale.scaling:policy")
+            count = {
+                "autoscaling_config": AutoscalingConfig(
+                    min_replicas=self.number, max_replicas=self.most, policy=policy, upscale_delay_s=5
+                )
+            }
+        router = RequestRouterConfig(
+            request_router_class="forerun.scale.cluster:AffineRouter",
+            request_router_kwargs={"block": int(self.engine.get("page_size") or BLOCK), "affine": self.affine},
+        )
+        deployment = serve.deployment(EngineReplica).options(
+            name=ENGINE,
+            ray_actor_options={"num_cpus": self.threads},
+            max_ongoing_requests=self.max_ongoing,
+            graceful_shutdown_timeout_s=self.drain_seconds,
+            health_check_period_s=2,
+            request_router_config=router,
+            **count,
+        )
+        return deployment.bind(dict(self.engine), self.speculative, self.threads, self.max_queue)
+
+
+class EngineReplica:
+    """The deployment."""
+
+    def __init__(self, engine: Mapping[str, Any], speculative: Any, threads: int, max_queue: int) -> None:
+        torch.set_num_threads(threads)
+        self.replica = Replica(engine, speculative, max_queue=max_queue)
+
+    async def answer(self, request: Request) -> AsyncGenerator[Message]:
+        async with contextlib.aclosing(self.replica.answer(request)) as messages:
+            async for message in messages:
+                yield message
+
+    async def facts(self) -> Facts:
+        return self.replica.facts
+
+    async def snapshot(self) -> Snapshot:
+        return self.replica.snapshot()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"usage": self.replica.snapshot().usage, "places": self.replica.facts.max_num_seqs}
+
+    def __del__(self) -> None:
+        if hasattr(self, "replica"):
+            self.replica.close()
+
+
+class AffineRouter(RequestRouter):
+    """Ray Serve's router of requests to replicas: ``Affinity``'s order."""
+
+    def initialize_state(self, block: int = BLOCK, bound: float = BOUND, affine: bool = True) -> None:
+        self.affinity = Affinity(block=block, bound=bound)
+        self.affine = affine
+        self.ongoing: dict[Any, set[str]] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        by_id = {replica.replica_id: replica for replica in candidate_replicas}
+        for name in [name for name in self.ongoing if name not in by_id]:
+            del self.ongoing[name]
+            self.affinity.forget(name)
+        load = {name: len(self.ongoing.get(name, ())) for name in by_id}
+        tokens, session = _of(pending_request) if self.affine else ((), None)
+        return [[by_id[name]] for name in self.affinity.order(load, tokens, session)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
+        self.ongoing.setdefault(replica_id, set()).add(pending_request.metadata.internal_request_id)
+        tokens, session = _of(pending_request)
+        if self.affine and tokens:
+            self.affinity.note(replica_id, tokens, session)
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        self.ongoing.get(replica_id, set()).discard(internal_request_id)
+
+
+def _of(pending: PendingRequest | None) -> tuple[tuple[int, ...], str | None]:
+    """The tokens and the session of a request, if it is one of ours."""
+    first = pending.args[0] if pending is not None and pending.args else None
+    if not isinstance(first, Request):
+        return (), None
+    return (*first.prompt, *first.committed), first.session
+
+
+class Cluster:
+    """The way from this process to the replicas behind ``handle``."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self.handle = handle
+        self.answering = handle.options(stream=True, method_name="answer")
+        self.number = 1
+
+    async def facts(self) -> Facts:
+        found: Facts = await self.handle.options(method_name="facts").remote()
+        return found
+
+    async def send(self, request: Request) -> AsyncGenerator[Message]:
+        """A pool's ``send``."""
+        response = self.answering.remote(request)
+        try:
+            async for message in response:
+                yield message
+        except (RayActorError, WorkerCrashedError, ClosedError) as error:
+            raise LostError(one_line(error)) from None
+        except (RayError, RayServeException) as error:
+            log.error("a replica failed with a request", exc_info=error)
+            raise LostError(one_line(error)) from None
+        finally:
+            response.cancel()
+
+    def pool(self, facts: Facts, max_queue: int) -> Pool:
+        return Pool(facts, self.send, max_queue=max_queue, places=lambda: self.number * facts.max_num_seqs)
+
+    async def watch(self, pool: Pool) -> None:
+        """Tell ``pool`` how the replicas stand, for as long as it runs."""
+        while True:
+            try:
+                pool.latest = await asyncio.to_thread(self.together)
+            except (RayError, RayServeException, TimeoutError) as error:
+                log.warning("replicas do not say how they stand: %s", one_line(error))
+                pool.latest = None
+            await asyncio.sleep(PERIOD)
+
+    def together(self) -> Snapshot:
+        """How the replicas stand, together."""
+        told = self.look()
+        self.number = len(told)
+        return Snapshot.merged(told)
+
+    def look(self) -> list[Snapshot]:
+        """How the replicas stand that say so within ``UNTOLD`` seconds. Raises TimeoutError where none does."""
+        told = self.handle.broadcast("snapshot").results(timeout_s=UNTOLD, return_exceptions=True)
+        found = [item for item in told if isinstance(item, Snapshot)]
+        if not found:
+            raise TimeoutError("there is none")
+        return found

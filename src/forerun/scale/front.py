@@ -1,0 +1,106 @@
+"""``forerun serve --replicas``: this process answers HTTP, and replicas on Ray Serve compute."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import ray
+from ray import serve
+from ray.serve.api import RunTarget
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
+
+from forerun.core.errors import ConfigError
+from forerun.scale.cluster import Cluster, Replicas
+from forerun.scale.messages import Facts
+from forerun.serve.app import ServerOptions, create_app
+from forerun.serve.connection import ConnectionLimits
+from forerun.serve.run import DrainingServer
+
+NAME = "forerun"
+"""Of the application on Ray Serve."""
+ADDRESS = "RAY_ADDRESS"
+"""The variable that names a Ray cluster; without it, one is made on this machine."""
+START = 600.0
+"""Seconds in which the replicas must come up."""
+
+
+@contextlib.contextmanager
+def cluster(replicas: Replicas) -> Iterator[DeploymentHandle]:
+    """The running replicas; on leaving, they end. Raises ConfigError for replicas that do not come up."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    local = ADDRESS not in os.environ
+    cores = (replicas.most or replicas.number) * replicas.threads
+    ray.init(
+        num_cpus=cores if local else None, include_dashboard=False if local else None, log_to_driver=False,
+        logging_level=logging.ERROR, configure_logging=False,
+    )  # fmt: skip
+    try:
+        serve.start(proxy_location="Disabled")
+        yield started(replicas)
+        serve.delete(NAME)
+    finally:
+        if local:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def started(replicas: Replicas) -> DeploymentHandle:
+    """Deploy, or update what is deployed, and wait until all of it runs. Raises ConfigError if it does not."""
+    target = RunTarget(replicas.bound(), name=NAME, route_prefix=None)
+    (handle,) = serve.run_many([target], wait_for_applications_running=False)
+    ends = time.monotonic() + START
+    while True:
+        application = serve.status().applications[NAME]
+        if application.status == ApplicationStatus.RUNNING:
+            return handle
+        if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            raise ConfigError(f"the replicas do not come up: {_cause(application)}")
+        if time.monotonic() > ends:
+            raise ConfigError(f"the replicas have not come up within {START:g} seconds: {_cause(application)}")
+        time.sleep(0.1)
+
+
+def _cause(application: object) -> str:
+    """The last line of what Ray says, which is an exception's."""
+    deployments = getattr(application, "deployments", {})
+    said = " ".join(item.message for item in deployments.values()) or getattr(application, "message", "")
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.split(":")[0] and not line.startswith("ray")]
+    return (errors or lines or ["no reason is told"])[-1]
+
+
+def run(
+    replicas: Replicas,
+    options: ServerOptions,
+    listener: socket.socket,
+    limits: ConnectionLimits,
+    *,
+    drain_seconds: float,
+    tell: Callable[[Facts], str],
+) -> None:
+    """Serve until a signal ends it. ``tell`` says what runs, and gives the model's name."""
+
+    async def answer(handle: DeploymentHandle) -> None:
+        way = Cluster(handle)
+        facts = await way.facts()
+        pool = way.pool(facts, replicas.max_queue)
+        pool.latest = await asyncio.to_thread(way.together)
+        app = create_app(pool, replace(options, model_name=tell(facts)))
+        gc.collect()
+        gc.freeze()
+        watching = asyncio.create_task(way.watch(pool))
+        await DrainingServer(app, pool, drain_seconds, limits).serve(sockets=[listener])
+        watching.cancel()
+
+    with cluster(replicas) as handle, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(answer(handle))

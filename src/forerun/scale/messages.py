@@ -1,0 +1,73 @@
+"""What goes between the server in front and the replicas: token ids, never text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.metrics import RequestMetrics
+from forerun.engine.stream import Delta
+from forerun.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a replica is. Replicas with the same ``weights`` and version give the same tokens."""
+
+    model: str
+    weights: str
+    """The version of Forerun, and a fingerprint of the checkpoint and of what decides about tokens."""
+    tokenizer: str
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    drafters: Mapping[str, int]
+    identity: bool
+    page_size: int
+    max_grammar_bytes: int
+    grammar_bytes: int
+    described: str
+    """For whoever starts it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to one prompt, from behind ``committed`` on; ``weights`` are the ones that gave those."""
+
+    prompt: Seq[int]
+    params: SamplingParams
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    committed: tuple[int, ...] = ()
+    session: str | None = None
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The replica has taken the request."""
+
+    weights: str
+
+
+@dataclass(frozen=True)
+class News:
+    """Deltas, without text. The last ones come with metrics, the first ones with the prompt's probabilities if those
+    were asked for."""
+
+    deltas: list[Delta]
+    metrics: RequestMetrics | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The request cannot be run, or has failed for a reason of its own."""
+
+    error: Exception
+
+
+Message = Begun | News | Refused

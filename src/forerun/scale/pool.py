@@ -1,0 +1,285 @@
+"""Replicas as one engine: what the server answers from. A request whose replica is lost goes on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from time import perf_counter
+from typing import Any
+
+from forerun.core.errors import ForerunError, RequestError
+from forerun.core.sequence import Sequence
+from forerun.engine.admission import check_length
+from forerun.engine.async_engine import ClosedError, QueueFullError, TimeLimitError, drained
+from forerun.engine.jobs import Job
+from forerun.engine.grammar import GrammarCompiler
+from forerun.engine.metrics import RequestMetrics
+from forerun.engine.snapshot import Snapshot
+from forerun.engine.stop import Stopper
+from forerun.engine.stream import Delta, ShownText, Stream
+from forerun.models.tokenizer import load_tokenizer
+from forerun.sampling.beams import BeamSearchParams
+from forerun.sampling.noise import fold
+from forerun.sampling.params import SamplingParams, StructuredOutputsParams
+from forerun.scale.messages import Begun, Facts, Message, News, Refused, Request
+from forerun.scale.replica import OtherModelError
+
+log = logging.getLogger("forerun")
+
+MOVES = 8
+"""Replicas that a request may lose before it fails: it may be what ends them."""
+MISFITS = 40
+"""Replicas with other weights that a request that has begun may meet, ``WAIT`` seconds apart, before it fails."""
+WAIT = 0.25
+
+
+class LostError(Exception):
+    """The replica that had a request is gone, or ends."""
+
+
+class LostTooOftenError(ForerunError):
+    """A request lost every replica that took it."""
+
+
+Send = Callable[[Request], AsyncGenerator[Message]]
+"""Gives a request to a replica: its messages. Raises LostError where they end before the request does."""
+
+
+@dataclass
+class _Answer:
+    """One of a request's answers, wherever it is made."""
+
+    stream: Stream
+    job: Job
+    request: Request
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    moves: int = 0
+    misfits: int = 0
+
+
+class Pool:
+    """``AsyncEngine``'s side that the server sees, with replicas behind it; ``send`` chooses among them and ``places``
+    says how many sequences all of them decode at a time.
+
+    Whatever a replica has given is kept in front; if it is lost, another one goes on behind that, and the seed, which
+    every request has or gets, gives the tokens that the first one would have given.
+    """
+
+    max_backlog = 64
+
+    def __init__(self, facts: Facts, send: Send, *, max_queue: int = 1024, places: Callable[[], int]) -> None:
+        self.facts = facts
+        self.send = send
+        self.max_queue = max_queue
+        self.places = places
+        self.tokenizer = load_tokenizer(facts.tokenizer)
+        self.on_deltas: Callable[[Stream, Seq[Delta]], None] | None = None
+        self.on_forget: Callable[[Stream], None] | None = None
+        self.streams: set[Stream] = set()
+        self.draining = False
+        self.moved = 0
+        """Answers that have gone on at another replica."""
+        self.latest: Snapshot | None = None
+        """How the replicas stood when they were last asked, together."""
+        self._tasks: dict[Stream, list[asyncio.Task[None]]] = {}
+        self._ids = itertools.count()
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken and replicas answer."""
+        return not self.draining and self.latest is not None
+
+    @property
+    def max_model_len(self) -> int:
+        return self.facts.max_model_len
+
+    @property
+    def drafters(self) -> dict[str, int]:
+        return dict(self.facts.drafters)
+
+    @property
+    def identity(self) -> bool:
+        return self.facts.identity
+
+    def clock(self) -> float:
+        return perf_counter()
+
+    def check_length(self, prompt: Seq[int]) -> None:
+        check_length(prompt, self.max_model_len)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        facts = self.facts
+        return GrammarCompiler(
+            self.tokenizer, facts.vocab_size, facts.eos_ids, longest=facts.max_grammar_bytes, memory=facts.grammar_bytes
+        )
+
+    def compile(self, wanted: StructuredOutputsParams) -> None:
+        """Refuse here what every replica would refuse."""
+        self._grammars.compile(wanted)
+
+    def snapshot(self) -> Snapshot:
+        if self.latest is None:
+            raise ClosedError("no replica has told yet how it stands")
+        return self.latest
+
+    async def submit(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        timeout: float | None = None,
+        session: str | None = None,
+        **choices: Any,
+    ) -> Stream:
+        """As ``AsyncEngine.submit``. Each of n answers is a request of its own, in parallel. Raises RequestError for a
+        beam search, whose beams belong to one engine."""
+        if isinstance(params, BeamSearchParams):
+            raise RequestError("beam search is not served by replicas", param="use_beam_search")
+        if self.draining:
+            raise ClosedError("the server is shutting down and takes no new requests")
+        ahead, places = sum(stream._unfinished for stream in self.streams), self.places()
+        if ahead and ahead + params.n > places + self.max_queue:
+            waiting = max(0, ahead - places)
+            raise QueueFullError(f"{waiting} sequences wait already; at most {self.max_queue} may: try again later")
+        loop = asyncio.get_running_loop()
+        stream = Stream(self, loop)
+        stream._unfinished = params.n
+        if timeout is not None:
+            late = TimeLimitError(f"the request was not answered within {timeout:g} seconds")
+            stream._timer = loop.call_later(timeout, stream._fail, late)
+        self.streams.add(stream)
+        if params.seed is None:
+            params = params.clone(seed=secrets.randbits(63))
+        answers = [self._answer(stream, prompt, params, index, session, choices) for index in range(params.n)]
+        self._tasks[stream] = [loop.create_task(self._work(answer)) for answer in answers]
+        try:
+            for answer in answers:
+                await answer.begun.wait()
+                if stream.error is not None:
+                    raise stream.error
+        except BaseException:
+            self.forget(stream)
+            raise
+        return stream
+
+    def _answer(
+        self, stream: Stream, prompt: Seq[int], params: SamplingParams, index: int, session: str | None, choices: Any
+    ) -> _Answer:
+        """The ``index``-th answer, as a request of its own: with the noise that it would have among the others."""
+        assert params.seed is not None
+        alone = params.clone(n=1, seed=params.seed if index == 0 else fold(params.seed, index))
+        drafter = choices.get("method") or next(iter(self.facts.drafters), None)
+        sequence = Sequence(
+            id=next(self._ids),
+            tokens=list(prompt),
+            num_prompt=len(prompt),
+            params=params,
+            seed=params.seed,
+            drafter=drafter if choices.get("speculate", True) else None,
+            max_draft=choices.get("max_draft"),
+        )
+        job = Job(sequence, Stopper(sequence, None), None, RequestMetrics(start=self.clock()), index)
+        stream.jobs.append(job)
+        stream._texts.append(ShownText(job, self.tokenizer))
+        return _Answer(stream, job, Request(tuple(prompt), alone, choices, session=session))
+
+    async def drain(self, seconds: float) -> None:
+        """As ``AsyncEngine.drain``."""
+        self.draining = True
+        await drained(self.streams, seconds)
+
+    def close(self) -> None:
+        """End everything that is under way with ClosedError."""
+        self.draining = True
+        for stream in list(self.streams):
+            stream._fail(ClosedError("the engine was closed"))
+
+    def post(self, command: Callable[[], None]) -> None:
+        command()
+
+    def resume(self, stream: Stream) -> None:
+        """Nothing is ever set aside here: what a slow reader leaves is kept, as numbers."""
+
+    def forget(self, stream: Stream) -> None:
+        """Stop counting a request; what is unfinished of it is taken off the replicas."""
+        if stream not in self.streams:
+            return
+        self.streams.discard(stream)
+        if stream._timer is not None:
+            stream._timer.cancel()
+        if self.on_forget is not None:
+            self.on_forget(stream)
+        for task in self._tasks.pop(stream, ()):
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def _work(self, answer: _Answer) -> None:
+        """Have an answer made, by as many replicas as it takes."""
+        try:
+            while not await self._ask(answer):
+                pass
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever submitted the request
+            answer.stream._refuse(error)
+        finally:
+            answer.begun.set()
+
+    async def _ask(self, answer: _Answer) -> bool:
+        """Ask one replica; whether it has ended the answer. Raises ForerunError where that is hopeless."""
+        messages = self.send(answer.request)
+        try:
+            async for message in messages:
+                if isinstance(message, Begun):
+                    answer.request = replace(answer.request, weights=message.weights)
+                    answer.begun.set()
+                elif isinstance(message, Refused):
+                    await self._refused(answer, message.error)
+                    return False
+                elif self._tell(answer, message):
+                    return True
+            raise LostError("its messages ended before the answer did")
+        except LostError as error:
+            answer.moves += 1
+            self.moved += 1
+            given = len(answer.request.committed)
+            log.warning("a replica was lost (%s); another one goes on behind %d tokens", error, given)
+            if answer.moves > MOVES:
+                raise LostTooOftenError(f"{answer.moves} replicas ended while they had this request") from None
+            await asyncio.sleep(WAIT * (answer.moves - 1))
+            return False
+        finally:
+            await messages.aclose()
+
+    @staticmethod
+    async def _refused(answer: _Answer, error: Exception) -> None:
+        """Raise the error of a request that no replica would run; wait, if another may."""
+        answer.misfits += 1
+        if not isinstance(error, OtherModelError) or answer.misfits > MISFITS:
+            raise error
+        await asyncio.sleep(WAIT)
+
+    def _tell(self, answer: _Answer, news: News) -> bool:
+        """Give the reader what came; whether it was the last of it."""
+        stream, job = answer.stream, answer.job
+        fresh: list[int] = []
+        for delta in news.deltas:
+            delta.index, delta.seconds = job.index, self.clock()
+            fresh += delta.token_ids
+        answer.request = replace(answer.request, committed=(*answer.request.committed, *fresh))
+        if news.metrics is not None:
+            job.metrics = news.metrics
+        if news.prompt_logprobs is not None:
+            job.prompt_logprobs = news.prompt_logprobs
+        job.finish = news.deltas[-1].finish
+        if stream in self.streams:
+            stream._produced += len(news.deltas)
+            if self.on_deltas is not None:
+                self.on_deltas(stream, news.deltas)
+            stream._deliver(news.deltas)
+        return job.finish is not None

@@ -1,0 +1,104 @@
+"""One engine, as a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from forerun import __version__
+from forerun.core.errors import ForerunError
+from forerun.engine.async_engine import AsyncEngine, ClosedError
+from forerun.engine.llm import LLM
+from forerun.engine.memory import megabytes
+from forerun.engine.snapshot import Snapshot
+from forerun.models.fingerprint import fingerprint
+from forerun.models.load import resolve
+from forerun.scale.messages import Begun, Facts, Message, News, Refused, Request
+
+DECIDES = ("dtype", "device", "invariant", "model_path", "weights", "quantization", "tokenizer", "logprobs_mode")
+"""Options on which tokens depend."""
+
+
+class OtherModelError(ForerunError):
+    """A replica has other weights, or another version, than the one that began an answer."""
+
+
+class Replica:
+    """Answers requests in token ids. ``engine`` are ``LLM``'s options, ``speculative`` its ``speculative_config``."""
+
+    def __init__(self, engine: Mapping[str, Any], speculative: Any = None, *, max_queue: int = 1024) -> None:
+        llm = LLM(**engine, speculative_config=speculative)
+        self.engine = AsyncEngine(llm.engine, max_queue=max_queue)
+        self.engine.tokenizer = None  # text is made in front
+        self.facts = facts_of(llm)
+
+    def snapshot(self) -> Snapshot:
+        return self.engine.snapshot()
+
+    async def answer(self, request: Request) -> AsyncGenerator[Message]:
+        """The messages of one request. Raises ClosedError where this replica ends before the request does."""
+        if request.weights not in (None, self.facts.weights):
+            yield Refused(
+                OtherModelError(f"an answer was begun by {request.weights}, and here is {self.facts.weights}")
+            )
+            return
+        params, choices = request.params, dict(request.choices)
+        try:
+            if params.grammar is not None:
+                await asyncio.to_thread(self.engine.compile, params.grammar)
+            stream = await self.engine.submit(request.prompt, params, committed=request.committed, **choices)
+        except ClosedError:
+            raise
+        except ForerunError as error:
+            yield Refused(error)
+            return
+        job = stream.jobs[0]
+        try:
+            yield Begun(self.facts.weights)
+            asked = params.prompt_logprobs is not None and not request.committed
+            while deltas := await stream.read():
+                ended = deltas[-1].finish is not None
+                yield News(deltas, job.metrics if ended else None, job.prompt_logprobs if asked else None)
+                asked = False
+        finally:
+            stream.abort()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def facts_of(llm: LLM) -> Facts:
+    engine, config, info = llm.engine, llm.config, llm.model.info
+    methods = ", ".join(engine.router.drafters) or "none"
+    held = megabytes(sum(model.info.weight_bytes for model in (llm.model, *engine.router.models())))
+    return Facts(
+        model=info.name,
+        weights=weights_of(llm),
+        tokenizer=str(config.tokenizer or config.model),
+        max_model_len=engine.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=info.vocab_size,
+        eos_ids=frozenset(info.eos_ids),
+        drafters={name: drafter.config.num_speculative_tokens for name, drafter in engine.router.drafters.items()},
+        identity=engine.identity,
+        page_size=engine.target.cache.pool.page_size,
+        max_grammar_bytes=config.max_grammar_bytes,
+        grammar_bytes=config.grammar_bytes,
+        described=f"{held} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}",
+    )
+
+
+def weights_of(llm: LLM) -> str:
+    """A name that two replicas share only if the same seed gives the same tokens in both: version, checkpoint, what is
+    made of it, and the processor's kind."""
+    config = llm.config
+    decides = {item.name: str(getattr(config, item.name)) for item in fields(config) if item.name in DECIDES}
+    decides |= {"rule": type(llm.engine.rule).__name__, "processor": torch.backends.cpu.get_cpu_capability()}
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{__version__}-{fingerprint(resolve(config.model))}-{digest}"

@@ -1,0 +1,53 @@
+"""What the server needs of whoever answers: the engine in this process, or replicas of it elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+from forerun.engine.snapshot import Snapshot
+from forerun.engine.stream import Delta, Stream
+from forerun.sampling.beams import BeamSearchParams
+from forerun.sampling.params import SamplingParams, StructuredOutputsParams
+
+
+class Answering(Protocol):
+    """``AsyncEngine``'s side that the server sees; its members' documentation is there."""
+
+    tokenizer: Any
+    on_deltas: Callable[[Stream, Seq[Delta]], None] | None
+    on_forget: Callable[[Stream], None] | None
+    draining: bool
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def drafters(self) -> Mapping[str, int]: ...
+
+    @property
+    def identity(self) -> bool: ...
+
+    def check_length(self, prompt: Seq[int]) -> None: ...
+
+    def compile(self, wanted: StructuredOutputsParams) -> None: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    async def submit(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        timeout: float | None = None,
+        session: str | None = None,
+        **choices: Any,
+    ) -> Stream: ...
+
+    async def drain(self, seconds: float) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,223 @@
+"""OpenAI's batch files: a request on each line in, one answer for each out, however often it is begun again.
+
+An answer's ``id`` names its line and the line's content: what has been answered is known from the answers alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from starlette.types import ASGIApp, Message
+
+from forerun.core.errors import ConfigError
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+LATER = (429, 503)
+"""Statuses that answer nothing: the request is asked again."""
+WAIT = 0.5
+"""Seconds before that."""
+
+Ask = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
+"""Posts a body to a URL of the API: the status and the body that come back."""
+
+
+@dataclass
+class Tally:
+    """How many lines were answered before, now, and now with an error."""
+
+    before: int = 0
+    answered: int = 0
+    failed: int = 0
+
+
+@dataclass
+class Line:
+    """One line of a batch: a request, or why it is none."""
+
+    id: str
+    custom_id: str | None = None
+    url: str = ""
+    body: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def parse(number: int, raw: bytes, known: set[str]) -> Line:
+    """The request on line ``number``, from 1. ``known`` is each ``custom_id`` before it, and then this one's too."""
+    line = Line(f"batch_req_{number}_{hashlib.sha256(raw).hexdigest()[:16]}")
+    try:
+        given = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        line.error = f"line {number} is not valid JSON: {error}"
+        return line
+    if not isinstance(given, dict):
+        line.error = f"line {number} must be a JSON object"
+        return line
+    name = given.get("custom_id")
+    if not isinstance(name, str) or not name:
+        line.error = f"line {number} has no custom_id: give each line a text of its own"
+        return line
+    line.custom_id = name
+    line.url, line.body = given.get("url", ""), given.get("body", {})
+    line.error = _wrong(number, given, name in known)
+    known.add(name)
+    return line
+
+
+def _wrong(number: int, given: dict[str, Any], repeated: bool) -> str | None:
+    """What keeps a line from being asked, if anything does."""
+    if repeated:
+        return f"line {number}: custom_id {given['custom_id']!r} is another line's already"
+    if given.get("method") != "POST":
+        return f"line {number}: method must be 'POST'"
+    if given.get("url") not in URLS:
+        return f"line {number}: url must be one of {', '.join(URLS)}"
+    if not isinstance(given.get("body"), dict):
+        return f"line {number}: body must be a JSON object"
+    if given["body"].get("stream"):
+        return f"line {number}: a batch does not stream: remove stream from body"
+    unknown = sorted(set(given) - {"custom_id", "method", "url", "body"})
+    return f"line {number}: unknown field {unknown[0]!r}: remove it" if unknown else None
+
+
+def lines(path: Path) -> Iterator[Line]:
+    """The lines of a batch that are not empty. Raises ConfigError for a file that cannot be read."""
+    known: set[str] = set()
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if raw.strip():
+                    yield parse(number, raw.strip(), known)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+class Answers:
+    """The file of answers to the lines of ``source``. One process at a time may have it open; what it holds then stays,
+    up to an answer that was cut off. Raises ConfigError for a file that cannot be had, or holds anything else."""
+
+    def __init__(self, path: Path, source: Path) -> None:
+        try:
+            self.file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.close()
+            raise ConfigError(f"{path} is being written by another process: wait for it") from None
+        self.known: set[str] = set()
+        try:
+            self._look(path, source)
+        except ConfigError:
+            self.file.close()
+            raise
+
+    def _look(self, path: Path, source: Path) -> None:
+        """Note whose answers there are, and go to behind the last one."""
+        end = 0
+        for raw in self.file:
+            if not raw.endswith(b"\n"):
+                break
+            try:
+                name = json.loads(raw)["id"]
+            except (ValueError, KeyError, TypeError):
+                name = None
+            if not isinstance(name, str):
+                raise ConfigError(f"{path} holds something else than answers: give another --out")
+            self.known.add(name)
+            end += len(raw)
+        others = self.known - {line.id for line in lines(source)}
+        if others:
+            raise ConfigError(f"{path} has {len(others)} answers to lines that are not in {source}: give another --out")
+        self.file.seek(end)
+        self.file.truncate()
+
+    def write(self, line: Line, status: int, body: dict[str, Any] | None) -> None:
+        """Append one answer, whole; ``body`` None: the line itself is wrong."""
+        response = None
+        if body is not None:
+            response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
+        error = {"code": "invalid_line", "message": line.error} if line.error is not None else None
+        answer = {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
+        self.file.write(json.dumps(answer, ensure_ascii=False).encode(errors="replace") + b"\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tally:
+    """Answer what is not answered yet, ``together`` lines at a time. Whatever ends it early leaves whole answers, and
+    the same call goes on behind them. Raises OSError where an answer cannot be written."""
+    tally = Tally()
+    places = asyncio.Semaphore(together)
+
+    async def answer(line: Line) -> None:
+        try:
+            status, body = await ask(line.url, line.body)
+            while status in LATER:
+                await asyncio.sleep(WAIT)
+                status, body = await ask(line.url, line.body)
+            answers.write(line, status, body)
+            tally.answered += 1
+            tally.failed += status != 200
+        finally:
+            places.release()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for line in lines(source):
+                if line.id in answers.known:
+                    tally.before += 1
+                elif line.error is not None:
+                    answers.write(line, 400, None)
+                    tally.answered += 1
+                    tally.failed += 1
+                else:
+                    await places.acquire()
+                    tasks.create_task(answer(line))
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return tally
+
+
+def asking(app: ASGIApp) -> Ask:
+    """Asks an ASGI application in this process."""
+
+    async def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        sent: list[Message] = []
+        pending = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        async def receive() -> Message:
+            if pending:
+                return pending.pop()
+            await asyncio.Event().wait()  # this client never hangs up
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": url, "raw_path": url.encode(), "query_string": b"", "root_path": "", "headers": headers,
+            "client": None, "server": None,
+        }  # fmt: skip
+        try:
+            await app(scope, receive, send)
+        except Exception:
+            if not sent:  # else it has been answered, with 500, and logged
+                raise
+        content = b"".join(message.get("body", b"") for message in sent[1:])
+        return sent[0]["status"], json.loads(content)
+
+    return ask

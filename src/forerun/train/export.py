@@ -1,0 +1,139 @@
+"""EAGLE heads as other engines read them: the folders of ``speculators`` (which vLLM serves) and of SGLang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from forerun.core.errors import ConfigError, ModelError
+from forerun.models.checkpoint import CONFIG, read_object, read_tensors
+from forerun.models.load import resolve
+from forerun.speculate.draft.heads.eagle import EagleHead
+
+SPECULATORS, SGLANG = "speculators", "sglang"
+FORMS = (SPECULATORS, SGLANG)
+LAYER = ("hidden_norm.", "input_layernorm.", "post_attention_layernorm.", "mlp.")
+ATTENTION = ("q_proj.", "k_proj.", "v_proj.", "o_proj.")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def export_head(head: str, target: str, out: Path, form: str) -> str:
+    """Write an ``eagle`` head made for ``target`` to the folder ``out``; the command that serves both there.
+
+    Raises ConfigError for a form that is not known, ModelError for a head of another target or of a kind that those
+    engines do not run, and for a target whose folder has no safetensors.
+    """
+    if form not in FORMS:
+        raise ConfigError(f"a head is exported as {' or '.join(FORMS)}, not {form!r}")
+    folder = resolve(target)
+    if not folder.is_dir():
+        raise ModelError(f"{target} is a GGUF file: other engines need its checkpoint folder")
+    config = read_object(folder / CONFIG)
+    made = EagleHead.load(resolve(head), int(config.get("num_hidden_layers", 0)))
+    assert isinstance(made, EagleHead)
+    sizes = made.sizes
+    for name, value in (
+        ("hidden_size", sizes.hidden_size), ("vocab_size", sizes.vocab_size), ("num_hidden_layers", sizes.num_layers),
+    ):  # fmt: skip
+        if config.get(name) != value:
+            raise ModelError(
+                f"{head} was made for a target whose {name} is {value}, and {target}'s is {config.get(name)}"
+            )
+    if made.mix is not None:
+        raise ModelError(f"{head} is 'mixed', which is a kind of ours: other engines have no code for it")
+    if len(made.layers) != 3 and form == SGLANG:
+        raise ModelError(f"{head} reads {len(made.layers)} layers of its target; SGLang's heads read three")
+    weights = _weights(made, folder, "midlayer." if form == SGLANG else "layers.0.")
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    written = _sglang(made, config) if form == SGLANG else _speculators(made, config, str(folder))
+    (out / CONFIG).write_text(json.dumps(written, indent=1) + "\n", encoding="utf8")
+    if form == SGLANG:
+        steps = sizes.depth
+        return (
+            f"python -m sglang.launch_server --model-path {folder} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {out} --speculative-num-steps {steps} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {steps + 1}"
+        )
+    return f"vllm serve {out}"
+
+
+def _weights(head: EagleHead, target: Path, layer: str) -> dict[str, torch.Tensor]:
+    """By the names that the engines read, with the target's output rows where the head has none of its own, and for
+    ``speculators`` with its embedding, which its loader does not take from the target."""
+    found: dict[str, torch.Tensor] = {}
+    theirs = read_tensors(target)
+    for name, tensor in head.state_dict().items():
+        prefix = layer if name.startswith(LAYER) else f"{layer}self_attn." if name.startswith(ATTENTION) else ""
+        found[prefix + name] = (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
+    if "lm_head.weight" not in found:
+        found["lm_head.weight"] = theirs.get("lm_head.weight", theirs[EMBEDDING]).bfloat16().contiguous()
+    if layer == "layers.0.":
+        found["embed_tokens.weight"] = theirs[EMBEDDING].bfloat16().clone()
+    if "d2t" in found:
+        known = torch.zeros(head.sizes.vocab_size, dtype=torch.bool)
+        known[found["d2t"] + torch.arange(len(found["d2t"]))] = True
+        found["t2d"] = known
+    return found
+
+
+def _layer(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
+    """The decoder layer as a Llama's config has it."""
+    options = head.options
+    return {
+        "model_type": "llama",
+        "hidden_size": head.sizes.hidden_size,
+        "intermediate_size": options["inner_size"],
+        "num_attention_heads": head.heads,
+        "num_key_value_heads": head.kv_heads,
+        "head_dim": head.width,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": options["eps"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": options["theta"]},
+        "vocab_size": head.sizes.vocab_size,
+        "max_position_embeddings": target.get("max_position_embeddings", 2048),
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def _speculators(head: EagleHead, target: dict[str, Any], path: str) -> dict[str, Any]:
+    proposal = {"proposal_type": "greedy", "speculative_tokens": head.sizes.depth}
+    verifier = {"name_or_path": path, "architectures": target.get("architectures", [])}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": _layer(head, target),
+        "draft_vocab_size": head.options.get("draft_vocab_size") or head.sizes.vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(head.layers),
+        "norm_before_residual": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def _sglang(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
+    theta = head.options["theta"]
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_layer(head, target),
+        "rope_theta": theta,
+        "draft_vocab_size": head.options.get("draft_vocab_size") or head.sizes.vocab_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(head.layers), "use_aux_hidden_state": True},
+        "bos_token_id": target.get("bos_token_id"),
+        "eos_token_id": target.get("eos_token_id"),
+        "torch_dtype": "bfloat16",
+    }

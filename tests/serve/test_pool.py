@@ -1,0 +1,222 @@
+"""Replicas behind one API, two engines in this process: what is lost in the middle goes on elsewhere, to the token."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import TEMPLATE
+
+from forerun import LLM, SamplingParams
+from forerun.engine.metrics import EngineStats
+from forerun.engine.snapshot import Snapshot
+from forerun.sampling.noise import fold
+from forerun.scale import pool as pools
+from forerun.scale.messages import Message, Request
+from forerun.scale.pool import LostError, Pool
+from forerun.scale.replica import Replica
+from forerun.serve.app import ServerOptions, create_app
+from forerun.serve.batch import Ask, asking
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def replicas(model_folder: Path) -> Iterator[list[Replica]]:
+    engine = {"model": str(model_folder), "max_num_seqs": 4, "page_size": 16}
+    found = [Replica(engine, [{"method": "ngram"}, {"method": "pattern"}]) for _ in range(2)]
+    yield found
+    for replica in found:
+        replica.close()
+        replica.engine.engine.check()
+
+
+class Lossy:
+    """Gives requests to the replicas in turn, and loses them: after ``lives`` messages, one number for each time."""
+
+    def __init__(self, replicas: list[Replica], lives: Iterator[int]) -> None:
+        self.turn = itertools.cycle(replicas)
+        self.lives = lives
+        self.requests: list[Request] = []
+        self.lost = 0
+
+    async def send(self, request: Request) -> AsyncGenerator[Message]:
+        self.requests.append(request)
+        left = next(self.lives)
+        async with aclosing(next(self.turn).answer(request)) as messages:
+            async for message in messages:
+                if not left:
+                    self.lost += 1
+                    raise LostError("killed by the test")
+                left -= 1
+                yield message
+
+
+FOREVER = itertools.repeat(10**9)
+
+
+@pytest.fixture
+def asked(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ask, Lossy, Pool]]:
+    """``asked(lives)``: a way to ask the API of a pool that loses requests so."""
+    monkeypatch.setattr(pools, "WAIT", 0.0)
+    for replica in replicas:  # each round is a message
+        monkeypatch.setattr(replica.engine, "max_delay", 0.0)
+
+    def make(lives: Iterator[int] = FOREVER) -> tuple[Ask, Lossy, Pool]:
+        lossy = Lossy(replicas, lives)
+        pool = Pool(replicas[0].facts, lossy.send, places=lambda: 8)
+        return asking(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE))), lossy, pool
+
+    return make
+
+
+CASES = {
+    "greedy": {"temperature": 0},
+    "seeded": {"seed": 3, "temperature": 0.9},
+    "several": {"seed": 4, "temperature": 1.0, "n": 3},
+    "penalties": {"seed": 5, "temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    "probabilities": {"seed": 6, "temperature": 0.8, "logprobs": 2},
+    "a grammar": {"seed": 7, "temperature": 0.8, "structured_outputs": {"regex": "(ab|cd|ef){4,12}"}},
+    "traced": {"seed": 8, "temperature": 0.5, "speculative": {"trace": True}},
+    "plain": {"seed": 9, "temperature": 0.5, "speculative": {"enabled": False}},
+    "pattern": {"seed": 9, "temperature": 0.5, "speculative": {"method": "pattern"}},
+}
+
+
+def shown(status: int, body: dict[str, Any]) -> Any:
+    assert status == 200, body
+    return [{key: value for key, value in choice.items() if key != "trace"} for choice in body["choices"]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_lost_goes_on_with_the_same_tokens(asked: Callable[..., Any], case: str) -> None:
+    """After every number of messages once: before the first one, in the middle, after the last token but one."""
+    body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True, **CASES[case]}
+
+    async def compare() -> int:
+        undisturbed = shown(*await asked()[0]("/v1/completions", body))
+        lost = 0
+        for life in range(0, 12, 2):
+            lives = itertools.chain([life, life + 1, 1], FOREVER)
+            ask, lossy, pool = asked(lives)
+            assert shown(*await ask("/v1/completions", body)) == undisturbed
+            assert pool.moved == lossy.lost
+            lost += lossy.lost
+        return lost
+
+    assert asyncio.run(compare()) >= 3
+
+
+def test_it_is_the_answer_of_one_engine(asked: Callable[..., Any], served: LLM, plain: Callable[..., Any]) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0.9, seed=11, ignore_eos=True)
+    stopped = replace(params, stop=[plain({"prompt_token_ids": PROMPT}, params).text[20:24]])
+
+    async def ask(given: SamplingParams, **rest: Any) -> Any:
+        body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0.9, "seed": 11, "ignore_eos": True, **rest}
+        return shown(*await asked(itertools.chain([5, 3], FOREVER))[0]("/v1/completions", body))[0]
+
+    for given, rest in ((params, {}), (stopped, {"stop": stopped.stop})):
+        one = plain({"prompt_token_ids": PROMPT}, given)
+        answer = asyncio.run(ask(given, **rest))
+        assert (answer["text"], answer["finish_reason"]) == (one.text, one.finish_reason)
+
+
+def test_who_names_no_seed_gets_one_first(asked: Callable[..., Any], plain: Callable[..., Any]) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 1.0, "n": 2, "ignore_eos": True}
+    ask, lossy, _ = asked(itertools.chain([3, 4, 2], FOREVER))
+    choices = shown(*asyncio.run(ask("/v1/completions", body)))
+    assert lossy.lost >= 2
+    seeds = {request.params.seed for request in lossy.requests}
+    first = lossy.requests[0].params.seed
+    assert seeds == {first, fold(first, 1)}
+    for choice, seed in zip(choices, (first, fold(first, 1))):
+        alone = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
+        assert choice["text"] == plain({"prompt_token_ids": PROMPT}, alone).text
+    assert choices[0]["text"] != choices[1]["text"]
+
+
+def test_a_stream_repeats_nothing(asked: Callable[..., Any], plain: Callable[..., Any]) -> None:
+    """At the engine's side of the API, where a stream's pieces can be counted."""
+    params = SamplingParams(max_tokens=60, temperature=0.9, seed=2, ignore_eos=True)
+    one = plain({"prompt_token_ids": PROMPT}, params)
+
+    async def read(pool: Pool) -> tuple[list[int], str]:
+        stream = await pool.submit(PROMPT, params)
+        deltas = [delta async for delta in stream]
+        return [token for delta in deltas for token in delta.token_ids], "".join(delta.text for delta in deltas)
+
+    draw = random.Random(0)
+    lives = itertools.chain((draw.randrange(2, 6) for _ in range(8)), FOREVER)
+    _, lossy, pool = asked(lives)
+    assert asyncio.run(read(pool)) == (list(one.token_ids), one.text)
+    assert lossy.lost >= 4
+    assert not pool.streams
+    assert not pool._tasks
+
+
+def test_a_request_that_ends_every_replica_fails(asked: Callable[..., Any]) -> None:
+    ask, lossy, pool = asked(itertools.repeat(0))
+    status, body = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
+    assert (status, lossy.lost) == (400, pools.MOVES + 1)
+    assert "replicas ended while they had this request" in body["error"]["message"]
+    assert not pool.streams
+
+
+def test_other_weights_do_not_go_on(asked: Callable[..., Any], replicas: list[Replica], monkeypatch: Any) -> None:
+    monkeypatch.setattr(replicas[1], "facts", replace(replicas[1].facts, weights="other"))
+    body = {"prompt": PROMPT, "max_tokens": 20, "seed": 1, "ignore_eos": True}
+    undisturbed = shown(*asyncio.run(asked()[0]("/v1/completions", body)))
+    ask, lossy, _ = asked(itertools.chain([4], FOREVER))
+    assert shown(*asyncio.run(ask("/v1/completions", body))) == undisturbed
+    assert [request.weights for request in lossy.requests] == [None, *[replicas[0].facts.weights] * 2]
+    monkeypatch.setattr(pools, "MISFITS", 0)
+    status, answer = asyncio.run(asked(itertools.chain([4], FOREVER))[0]("/v1/completions", body))
+    assert status == 400
+    assert "an answer was begun by" in answer["error"]["message"]
+
+
+def test_errors_are_the_requests(asked: Callable[..., Any]) -> None:
+    async def ask(**body: Any) -> Any:
+        return await asked()[0]("/v1/completions", {"prompt": PROMPT, **body})
+
+    for body, param in (
+        ({"prompt": [4096]}, "prompt"),
+        ({"prompt": [1] * 600}, "prompt"),
+        ({"speculative": {"method": "table"}}, "speculative.method"),
+        ({"guided_regex": "("}, "guided_regex"),
+    ):
+        status, answer = asyncio.run(ask(**body))
+        assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+def test_who_leaves_is_forgotten(asked: Callable[..., Any], replicas: list[Replica]) -> None:
+    async def leave(pool: Pool) -> None:
+        stream = await pool.submit(PROMPT, SamplingParams(max_tokens=400, n=3, ignore_eos=True))
+        await stream.read()
+        stream.abort()
+        for _ in range(200):
+            if not any(replica.engine.streams or replica.engine.engine.jobs for replica in replicas):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("a replica still works on it")
+
+    pool = asked()[2]
+    asyncio.run(leave(pool))
+    assert not pool.streams
+
+
+def test_snapshots_add_up(replicas: list[Replica]) -> None:
+    one = Snapshot(1, 2, 10, 5, 16, True, EngineStats(rounds=3, accepted_per_pos=[1], by_context={64: [1, 2, 3]}))
+    two = Snapshot(3, 0, 30, 30, 16, True, EngineStats(rounds=4, accepted_per_pos=[1, 1], by_context={64: [1, 1, 1]}))
+    both = Snapshot.merged([one, two])
+    assert (both.running, both.waiting, both.pages, both.usage) == (4, 2, 40, 0.125)
+    assert both.stats == EngineStats(rounds=7, accepted_per_pos=[2, 1], by_context={64: [2, 3, 4]})
+    assert one.stats.rounds == 3
+    assert replicas[0].snapshot().usage == 0

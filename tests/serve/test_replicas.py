@@ -1,0 +1,153 @@
+"""Replicas on Ray Serve, where that is installed: killed, replaced, and started wrongly."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from forerun import SamplingParams
+
+pytestmark = [] if importlib.util.find_spec("ray") else [pytest.mark.elsewhere("ray is not installed: forerun[ray]")]
+COMMAND = [sys.executable, "-u", "-m", "forerun", "serve", "--port", "0", "--threads", "1", "--no-request-log"]
+BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 300, "temperature": 0.9, "ignore_eos": True}
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        line = " "
+        while line and not line.startswith("listening on "):
+            line = server.stdout.readline()
+        assert line, server.stderr.read() if server.stderr else ""
+        try:
+            yield server, line.split()[-1]
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.communicate(timeout=120)
+
+
+def replicas(server: int) -> list[int]:
+    """The processes of a server's replicas."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    parents = {pid: parent for pid, parent, _ in rows}
+    found = []
+    for pid, _, args in rows:
+        above = pid
+        while above in parents and above != str(server):
+            above = parents[above]
+        if above == str(server) and "ray::" in args and "engine" in args:
+            found.append(int(pid))
+    return found
+
+
+def answers(url: str, seeds: list[int], on_first: Callable[[], None] = lambda: None) -> dict[int, str]:
+    """Streamed answers, all at once; ``on_first`` when one has begun."""
+    texts: dict[int, str] = {}
+    begun = threading.Event()
+
+    def ask(seed: int) -> None:
+        text = ""
+        body = {**BODY, "seed": seed, "stream": True}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    text += event["choices"][0]["text"]
+                    begun.set()
+        texts[seed] = text
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in seeds]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(60)
+    on_first()
+    for thread in threads:
+        thread.join(120)
+    return texts
+
+
+def test_a_killed_replica_costs_no_token(model_folder: Path, plain: Callable[..., Any]) -> None:
+    seeds = list(range(6))
+    params = [SamplingParams(max_tokens=300, temperature=0.9, seed=seed, ignore_eos=True) for seed in seeds]
+    expected = {p.seed: plain({"prompt_token_ids": BODY["prompt"]}, p).text for p in params}
+    options = ["--replicas", "2", "--model", str(model_folder), "--spec-method", "ngram", "--max-num-seqs", "4"]
+    with serving(*options) as (server, url):
+        assert httpx2.get(f"{url}/health").status_code == 200
+        alive = replicas(server.pid)
+        assert len(alive) == 2
+        assert answers(url, seeds, lambda: os.kill(alive[0], signal.SIGKILL)) == expected
+        assert "forerun:num_requests_running" in httpx2.get(f"{url}/metrics").text
+        wrong = httpx2.post(f"{url}/v1/completions", json={"prompt": [10**6]}).json()["error"]
+        assert wrong["param"] == "prompt"
+
+
+def test_replicas_that_do_not_come_up(tmp_path: Path) -> None:
+    command = [*COMMAND, "--replicas", "1", "--model", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith("error: the replicas do not come up: ")
+    assert "config.json" in ended.stderr.splitlines()[-1]
+
+
+UPDATE = """
+import json, sys, threading, time
+import httpx2, ray
+from ray import serve
+from forerun.scale.app import Arguments, build
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+serve.start(http_options={"port": int(sys.argv[2]), "host": "127.0.0.1"})
+given = {"model": sys.argv[1], "engine": {"max_num_seqs": 4}, "replicas": 1}
+serve.run(build(Arguments(**given, max_queue=1024)), route_prefix="/")
+url = f"http://127.0.0.1:{sys.argv[2]}"
+texts = {}
+
+def ask(seed):
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 300, "temperature": 0.9, "ignore_eos": True, "seed": seed}
+    answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=120)
+    texts[seed] = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
+
+threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(12)]
+updating = threading.Thread(target=lambda: serve.run(build(Arguments(**given, max_queue=1025)), route_prefix="/"))
+updating.start()
+for thread in threads:
+    thread.start()
+    time.sleep(1)
+for thread in threads:
+    thread.join()
+updating.join()
+print(json.dumps(texts))
+serve.shutdown()
+"""
+
+
+def test_an_update_loses_no_answer(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
+    """Both deployments are replaced, one after the other, while requests come."""
+    script = tmp_path / "update.py"
+    script.write_text(UPDATE)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(script), str(model_folder), port]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    (told,) = [line for line in ended.stdout.splitlines() if line.startswith('{"')]
+    texts = json.loads(told)
+    params = [SamplingParams(max_tokens=300, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(12)]
+    expected = {str(p.seed): plain({"prompt_token_ids": BODY["prompt"]}, p).text for p in params}
+    assert texts == expected

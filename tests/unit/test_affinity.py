@@ -1,0 +1,97 @@
+"""Where requests go, without replicas."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from forerun.scale.affinity import BOUND, Affinity, blocks
+from forerun.scale.scaling import wanted
+
+NAMES = ["a", "b", "c", "d"]
+
+
+def prompt(group: int, own: int, shared: int = 256, rest: int = 64) -> list[int]:
+    """A prompt that begins as others of its group do."""
+    first, then = random.Random(group), random.Random(1000 + own)
+    return [first.randrange(4096) for _ in range(shared)] + [then.randrange(4096) for _ in range(rest)]
+
+
+def idle(names: list[str] = NAMES) -> dict[str, int]:
+    return dict.fromkeys(names, 0)
+
+
+def test_blocks_name_all_that_comes_before() -> None:
+    one, two = list(blocks(range(200), 64)), list(blocks([9, *range(1, 200)], 64))
+    assert (len(one), len(set(one) | set(two))) == (3, 6)
+    assert list(blocks([*range(128), 7], 64)) == one[:2]
+
+
+def test_a_prompt_goes_where_its_beginning_was() -> None:
+    affinity = Affinity()
+    homes = {}
+    for own, group in enumerate([*range(40), *range(40), *range(40)]):
+        tokens = prompt(group, own)
+        best = affinity.order(idle(), tokens)[0]
+        affinity.note(best, tokens)
+        assert homes.setdefault(group, best) == best
+    assert min(Counter(homes.values()).values()) >= 4
+    moved = prompt(3, 999)
+    affinity.note("c" if homes[3] != "c" else "d", [*moved[:256], *range(64)])
+    assert affinity.order(idle(), moved)[0] == ("c" if homes[3] != "c" else "d")
+
+
+def test_no_replica_is_preferred_beyond_its_share() -> None:
+    """One beginning that everybody has, and nothing that ever ends."""
+    affinity, load = Affinity(), idle()
+    for own in range(200):
+        tokens = prompt(0, own)
+        best = affinity.order(load, tokens)[0]
+        affinity.note(best, tokens)
+        load[best] += 1
+        assert load[best] <= BOUND * sum(load.values()) / len(load) + 1
+    assert len(set(load)) == 4
+
+
+def test_a_session_stays_and_moves_when_its_replica_ends() -> None:
+    affinity = Affinity()
+    home = affinity.order(idle(), [1, 2, 3], "s")[0]
+    affinity.note(home, [1, 2, 3], "s")
+    for _ in range(5):
+        assert affinity.order(idle(), prompt(random.randrange(99), 0), "s")[0] == home
+    busy = {**idle(), home: 9}
+    assert affinity.order(busy, [1, 2, 3], "s")[0] != home
+    affinity.forget(home)
+    left = [name for name in NAMES if name != home]
+    assert affinity.order(idle(left), [1, 2, 3], "s")[0] in left
+
+
+def test_routers_that_know_nothing_agree_and_a_lost_replica_takes_only_its_own() -> None:
+    orders = [[Affinity().order(idle(), prompt(group, own)) for group in range(60)] for own in range(2)]
+    assert orders[0] == orders[1]
+    for order in orders[0]:
+        left = [name for name in NAMES if name != "b"]
+        again = Affinity().order(idle(left), prompt(orders[0].index(order), 5))
+        assert again == [name for name in order if name != "b"]
+
+
+def test_short_prompts_go_where_least_is_done() -> None:
+    assert Affinity().order({"a": 3, "b": 1, "c": 2}, [1, 2, 3]) == ["b", "c", "a"]
+
+
+def test_memory_is_bounded() -> None:
+    affinity = Affinity(remembered=100)
+    for own in range(100):
+        affinity.note("a", prompt(own, own), f"s{own}")
+    assert len(affinity._seen) == 100
+
+
+def test_replicas_follow_queue_and_pages() -> None:
+    """Eight sequences a replica at a time, of which six are aimed at."""
+    assert wanted(2, requests=12, usage=0.3, places=8) == 2
+    assert wanted(2, requests=13, usage=0.3, places=8) == 3
+    assert wanted(2, requests=2, usage=0.95, places=8) == 3
+    assert wanted(4, requests=1, usage=0.1, places=8) == 1
+    assert wanted(4, requests=7, usage=0.7, places=8) == 4
+    assert wanted(1, requests=0, usage=0.0, places=8) == 1
+    assert wanted(2, requests=800, usage=0.9, places=8) == 134
