@@ -17,8 +17,8 @@ from forerun.core.errors import ForerunError, RequestError
 from forerun.core.sequence import Sequence
 from forerun.engine.admission import check_length
 from forerun.engine.async_engine import ClosedError, QueueFullError, TimeLimitError, drained
-from forerun.engine.jobs import Job
 from forerun.engine.grammar import GrammarCompiler
+from forerun.engine.jobs import Job
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.snapshot import Snapshot
 from forerun.engine.stop import Stopper
