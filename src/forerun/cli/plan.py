@@ -58,35 +58,20 @@ def plan(
 
     options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
-    if page is not None and not page.absolute().parent.is_dir():
-        raise ConfigError(f"--html: there is no folder {page.absolute().parent}")
+    _check_page(page)
     with progress("loading", len(loads) * (len(LENGTHS) * (1 + len(options)) + layer_trials)) as step:
         llm = LLM(**engine)
         texts = make_prompts(
-            prompt_set,
-            llm.tokenizer,
-            count=max(prompts, *loads),
-            length=prompt_tokens,
-            seed=seed,
-            file=prompts_file,
+            prompt_set, llm.tokenizer, count=max(prompts, *loads), length=prompt_tokens, seed=seed, file=prompts_file
         )
-        plans = [
-            run_plan(
-                llm,
-                options,
-                texts,
-                temperature=temperature,
-                max_tokens=max_tokens,
-                concurrency=load,
-                longest=longest,
-                seed=seed,
-                layer_trials=layer_trials,
-                tree_nodes=trees,
-                accept=accept,
-                step=step,
-            )
-            for load in loads
-        ]
+        settings: dict[str, Any] = {
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "longest": longest,
+            "seed": seed,
+        }
+        settings |= {"layer_trials": layer_trials, "tree_nodes": trees, "accept": accept, "step": step}
+        plans = [run_plan(llm, options, texts, concurrency=load, **settings) for load in loads]
     found = plans[0] | {"loads": [_load(one) for one in plans]}
     found["environment"] = _about(llm, engine, options, texts, loads[0])
     if page is not None:
@@ -94,6 +79,11 @@ def plan(
 
         page.write_text(report(found), encoding="utf-8")
     (print_json if as_json else show)(found)
+
+
+def _check_page(page: Path | None) -> None:
+    if page is not None and not page.absolute().parent.is_dir():
+        raise ConfigError(f"--html: there is no folder {page.absolute().parent}")
 
 
 def _load(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -66,14 +66,8 @@ def run_plan(
     by_method = {LAYERSKIP: {"method": LAYERSKIP, "accept": accept}, **{item["method"]: item for item in options}}
     trial = _Trial(llm, prompts, params, concurrency, step)
     found = trial.methods(options)
-    estimates, prices = [], defaultdict(list)
-    for method, measured in found.items():
-        for rows, price in trial.prices(measured).items():
-            prices[rows].append(price)
-        item = trial.estimate(method, measured)
-        if item is not None:
-            estimates.append(item)
-    curve = trial.curve({rows: median(values) for rows, values in prices.items()})
+    estimates = [item for method, measured in found.items() if (item := trial.estimate(method, measured)) is not None]
+    curve = trial.common_curve(found.values())
     predictions = [
         p
         for item in estimates
@@ -207,6 +201,14 @@ class _Trial:
         """Verification by rows, in plain forwards; empty where nothing was drafted."""
         costs = Costs.of(measured.rounds, self.plain.rounds, self.concurrency)
         return {} if costs is None or costs.c is None else dict(costs.verify)
+
+    def common_curve(self, found: Iterable[Measured]) -> CostCurve:
+        """From all methods' rounds: of each number of rows the median of their prices."""
+        prices = defaultdict(list)
+        for measured in found:
+            for rows, price in self.prices(measured).items():
+                prices[rows].append(price)
+        return self.curve({rows: median(values) for rows, values in prices.items()})
 
     def curve(self, points: Mapping[int, float]) -> CostCurve:
         return CostCurve(points, self.concurrency, self.llm.model.row_multiple)

@@ -13,11 +13,13 @@ from typing import Any
 import forerun
 from forerun.bench.environment import processor
 from forerun.core.errors import ConfigError
-from forerun.reproduce import asked, formulas, measured, worked
+from forerun.reproduce import asked, formulas, measured, seq2seq, worked
 from forerun.reproduce.parts import Part, Settings
 
 PARTS: dict[str, Part] = {
-    part.name: part for group in (formulas.PARTS, worked.PARTS, asked.PARTS, measured.PARTS) for part in group
+    part.name: part
+    for group in (formulas.PARTS, measured.PARTS, seq2seq.PARTS, worked.PARTS, asked.PARTS)
+    for part in group
 }
 PAGE = "reproduction.md"
 HEAD = """# What the references print, made again
