@@ -73,16 +73,8 @@ def run_plan(
         for item in estimates
         for p in predict(item, curve, longest, concurrency, partial(_nodes, by_method[item.method]))
     ]
-    trees = plan_trees(
-        options,
-        tree_nodes,
-        longest,
-        concurrency,
-        trial.run,
-        trial.plain,
-        {item.method: item.c for item in estimates},
-        curve,
-    )
+    shown = {item.method: item for item in estimates}
+    trees = plan_trees([o for o in options if o["method"] in shown], tree_nodes, longest, trial, shown, curve)
     subsets = choose_layers(
         lambda layers: trial.layers(by_method[LAYERSKIP], layers, curve, longest),
         llm.model.info.num_layers,
@@ -95,7 +87,7 @@ def run_plan(
         "concurrency": concurrency,
         "plain_tokens_per_second": trial.plain.tokens_per_second,
         "estimates": [theory_row(item, longest) for item in estimates],
-        "silent": [method for method in found if method not in {item.method for item in estimates}],
+        "silent": [method for method in found if method not in shown],
         "verify_cost": curve.points,
         "predictions": [asdict(p) for p in predictions],
         "measured": trial.measured(),

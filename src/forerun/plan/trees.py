@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Protocol
 
 from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
 from forerun.plan.estimate import Measured
-from forerun.plan.planner import CostCurve
+from forerun.plan.planner import CostCurve, Estimate
 from forerun.theory import best_shape
 
 RANKS = 8
 """How many continuations of the last token are tried to measure rank acceptance."""
+
+
+class Trial(Protocol):
+    """What measures configurations on the same prompts."""
+
+    concurrency: int
+    plain: Measured
+
+    def run(self, config: Mapping[str, Any]) -> Measured: ...
 
 
 def rank_acceptance(found: Measured) -> list[float]:
@@ -26,16 +35,14 @@ def plan_trees(
     options: Seq[Mapping[str, Any]],
     nodes: int,
     longest: int,
-    concurrency: int,
-    run: Callable[[Mapping[str, Any]], Measured],
-    plain: Measured,
-    steps: Mapping[str, float],
+    trial: Trial,
+    estimates: Mapping[str, Estimate],
     curve: CostCurve,
 ) -> list[dict[str, Any]]:
     """For each drafter that branches: ``acceptance`` by rank, ``shapes`` (tokens a round and speed-up predicted for the
     best tree of 1, 2, 4, ... tokens, by children of each depth), and ``best_first``, measured with as many tokens.
 
-    ``run`` measures a ``speculative_config``; ``steps`` are the prices of a drafted level by method, in plain forwards.
+    ``estimates`` has every method of ``options``.
     """
     found = []
     for item in options if nodes else ():
@@ -46,19 +53,19 @@ def plan_trees(
             SpeculativeConfig.parse(grown)
         except ConfigError:
             continue
-        acceptance = rank_acceptance(run(wide))
-        if not acceptance or item["method"] not in steps:
+        acceptance = rank_acceptance(trial.run(wide))
+        if not acceptance:
             continue
-        measured = run(grown)
+        measured, step = trial.run(grown), estimates[item["method"]].c
         found.append(
             {
                 "method": item["method"],
                 "acceptance": acceptance,
-                "shapes": _shapes(acceptance, nodes, longest, concurrency, steps[item["method"]], curve),
+                "shapes": _shapes(acceptance, nodes, longest, trial.concurrency, step, curve),
                 "best_first": {
                     "nodes": nodes,
                     "tokens": measured.total.tokens_per_round,
-                    "speedup": measured.tokens_per_second / plain.tokens_per_second,
+                    "speedup": measured.tokens_per_second / trial.plain.tokens_per_second,
                 },
             }
         )
