@@ -60,14 +60,15 @@ def admit(params: BeamSearchParams, info: ModelInfo, trace: bool) -> SamplingPar
     return params.each
 
 
-def attach(job: Job, before: list[Job], params: BeamSearchParams, new_id: Callable[[], int]) -> None:
-    """Make ``job`` the next answer of a beam search whose answers so far are ``before``."""
+def attach(job: Job, before: list[Job], params: BeamSearchParams, new_id: Callable[[], int]) -> bool:
+    """Make ``job`` the next answer of a beam search whose answers so far are ``before``. Whether it is the first, whose
+    sequence is the search to the scheduler."""
     job.traced = job.metrics.synthetic = False  # no rule decides here, not even one that only says how often
     job.peers = before[0].peers if before else []
     job.peers.append(job)
     if before:
         job.metrics = before[0].metrics
-        return
+        return False
     sequence = job.sequence
     sequence.group = Beams(
         sequence,
@@ -77,6 +78,7 @@ def attach(job: Job, before: list[Job], params: BeamSearchParams, new_id: Callab
         frozenset() if params.ignore_eos else sequence.eos_ids,
         new_id,
     )
+    return True
 
 
 def parts(sequence: Sequence) -> list[Sequence]:

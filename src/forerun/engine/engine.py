@@ -171,9 +171,7 @@ class Engine:
             stopper = Stopper(sequence, detokenizer)
             metrics = RequestMetrics(start=self.clock(), synthetic=self.stats.synthetic)
             job = Job(sequence, stopper, detokenizer, metrics, index, traced=trace or self.config.trace)
-            if search is not None:
-                beams.attach(job, jobs, search, lambda: next(self._ids))
-            if search is None or index == 0:
+            if search is None or beams.attach(job, jobs, search, lambda: next(self._ids)):
                 self.scheduler.add(sequence)
             self.jobs[sequence.id] = job
             jobs.append(job)
