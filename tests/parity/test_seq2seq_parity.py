@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun import SamplingParams
+from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.engine.config import EngineConfig, SpeculativeConfig
@@ -198,3 +198,24 @@ def test_what_cannot_be_run_is_refused_in_one_line(seq2seq, tmp_path, kind, chan
     with pytest.raises(ModelError) as caught:
         load_model(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("drafting", [None, {"method": "ngram"}, {"method": "draft_model"}], ids=str)
+def test_beams_of_transformers(folder, drafting):
+    """The same beams in the same order, of ragged sources in one call; those of a request read one source."""
+    if drafting == {"method": "draft_model"}:
+        drafting = {**drafting, "model": folder}
+    llm = LLM(folder, speculative_config=drafting, page_size=8, max_model_len=100)
+    prompts = [{"prompt_token_ids": source} for source in SOURCES[:3]]
+    found = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=16), use_tqdm=False)
+    for source, output in zip(SOURCES, found):
+        wanted = theirs(folder).generate(
+            torch.tensor([source]), max_new_tokens=16, num_beams=3, num_return_sequences=3, do_sample=False,
+            use_cache=False, early_stopping=False,
+        )  # fmt: skip
+        for beam, row in zip(output.sequences, wanted.tolist(), strict=True):
+            assert row[: len(beam.tokens)] == beam.tokens
+            rest = row[len(beam.tokens) :]
+            assert rest[:1] in ([], [EOS])
+            assert set(rest[1:]) <= {START}
+    llm.engine.check()
