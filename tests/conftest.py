@@ -9,6 +9,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from transformers import LlamaForCausalLM
 from forerun import LLM, kernels
 from here import LEFT_OUT
 from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
+from tiny_seq2seq import save_seq2seq
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
@@ -122,6 +124,19 @@ def tiny_stranger(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> 
     model.save_pretrained(folder)
     save_tokenizer(folder, alphabet)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def seq2seq(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """``seq2seq(kind)``: folder of a random encoder-decoder, float32, with the alphabet of ``tiny_target``."""
+
+    @cache
+    def get(kind: str) -> str:
+        folder = tmp_path_factory.mktemp(kind)
+        save_seq2seq(kind, folder)
+        return str(folder)
+
+    return get
 
 
 @pytest.fixture(scope="session")

@@ -126,16 +126,18 @@ class Attending:
         self.span = structs.Span(0, 2, 3, 3, 0, -1)
         self.tables, self.paths, self.entries = [1, 0], [0, 4, 0, 5], [0, 1, 2, 3, 4]
         self.pool = structs.Pool(2, 4, 1, 4, 16, 16, 4, 16, 16, 4)
-        self.heads = structs.Heads(2, 0, 8, 4, 4)
+        self.heads = structs.Heads(2, 0, 8, 4, 4, 0, 0)
         self.plan = structs.Plan(at, 1, at, 2, at, 0, at, 0)
         self.at = at
 
-    def run(self, kind: str = "float32") -> None:
+    def run(self, kind: str = "float32", *, stores: bool = True) -> None:
         lists = [array("q", numbers) for numbers in (self.span, self.tables, self.paths, self.entries, self.pool)]
         lists.append(array("q", self.heads))
         spans, tables, paths, entries, pool, heads = (numbers.buffer_info()[0] for numbers in lists)
         plan = array("q", self.plan._replace(spans=spans, tables=tables, paths=paths, entries=entries))
-        call(f"attend_{kind}", *[self.at] * 6, pool, heads, plan.buffer_info()[0], self.rows, 0.5, 0.0, 1)
+        sides = [self.at if stores else None] * 2
+        where = pool, heads, plan.buffer_info()[0]
+        call(f"attend_{kind}", self.at, *sides, *[self.at] * 3, *where, self.rows, 0.5, 0.0, 1)
 
 
 BAD_SPANS = [
@@ -148,6 +150,7 @@ BAD_POOLS = [
     {"kv_heads": 3}, {"width": 0}, {"width": 3}, {"width": 514}, {"width": -4}, {"key_page": -1}, {"value_slot": -1},
 ]  # fmt: skip
 BAD_HEADS = [{"heads": 0}, {"heads": -1}, {"window": -1}, {"q_stride": -1}, {"k_stride": -1}, {"v_stride": -1}]
+BIASED = [{"reach": 4}, {"reach": 0}, {"reach": -1}]
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -159,6 +162,14 @@ def test_attention_refuses_what_it_would_misread(kind):
             setattr(case, field, getattr(case, field)._replace(**change))
             with pytest.raises(KernelError):
                 case.run(kind)
+    for change in ({"reach": 5}, *BIASED):
+        case = Attending()
+        case.heads = case.heads._replace(bias=case.at, **change)
+        if change in BIASED:
+            with pytest.raises(KernelError, match="rows or entries are out of range"):
+                case.run(kind)
+        else:
+            case.run(kind)
     for tables in ([2, 0], [1, -1], [1 << 40, 0]):
         case = Attending()
         case.tables = tables
@@ -174,6 +185,34 @@ def test_attention_refuses_what_it_would_misread(kind):
         case.rows = rows
         with pytest.raises(KernelError):
             case.run(kind)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_that_are_not_stored_see_what_is_there(kind):
+    """Attention across: no keys and values, and paths of no nodes."""
+
+    def case():
+        made = Attending()
+        made.span = made.span._replace(paths=0, base=8, before=8)
+        made.plan = made.plan._replace(num_paths=4, num_entries=0)
+        made.paths = [0, 0, 0, 0]
+        return made
+
+    case().run(kind, stores=False)
+    bad = [case(), case(), Attending()]
+    bad[0].span = bad[0].span._replace(base=0, before=0)
+    bad[1].paths = [0, 0, 0, 1]
+    for made in bad:
+        with pytest.raises(KernelError, match="path is out of range"):
+            made.run(kind, stores=False)
+    beyond = case()
+    beyond.span = beyond.span._replace(base=9, before=9)
+    with pytest.raises(KernelError, match="page table is too short"):
+        beyond.run(kind, stores=False)
+    stored = case()
+    stored.span = stored.span._replace(base=6, before=6)
+    with pytest.raises(KernelError, match="path is out of range"):
+        stored.run(kind)
 
 
 def test_paths_stay_inside_their_sequence():

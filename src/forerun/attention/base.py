@@ -14,7 +14,9 @@ from forerun.core.batch import Batch
 @dataclass(slots=True)
 class Query:
     """One layer's question: q is [rows, heads, width], k and v are [rows, kv heads, width]. Rows past the batch's are
-    padding. ``window`` counts positions; ``softcap`` bounds the scores."""
+    padding. ``window`` counts positions; ``softcap`` bounds the scores. ``bias`` [heads, reach] float32, contiguous, is
+    added to them: the last column to that of a key at the row's own position, the one before it to that of the position
+    before."""
 
     layer: int
     q: torch.Tensor
@@ -23,6 +25,7 @@ class Query:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    bias: torch.Tensor | None = None
 
 
 class Attention(ABC):
@@ -41,6 +44,11 @@ class Attention(ABC):
 
         Each row sees its sequence's committed entries and, among the nodes, its ancestors.
         """
+
+    def cross(self, layer: int, q: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
+        """Attend to the whole of each sequence's source, which ``pool.sources`` has ready: q [rows, heads, width] ->
+        [rows, heads * value width]. Only where encoder-decoders are run."""
+        raise TypeError(f"{type(self).__name__} does not attend to sources")
 
     def finish(self, batch: Batch) -> None:
         """Record the new lengths."""

@@ -13,6 +13,7 @@ import torch
 from forerun import kernels
 from forerun.attention.base import Attention, Query
 from forerun.cache.pool import KVShape, Pool
+from forerun.cache.sources import Sources
 from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
 
@@ -63,15 +64,8 @@ class StreamedAttention(Attention):
         if self._keys is not pool.keys:  # at first, and after the pool was resized
             self._keys = pool.keys
             self._sides = array("q", (side.data_ptr() for pair in zip(pool.keys, pool.values) for side in pair))
-            self._shape = self._lay_out(0)
+            self._shape = _lay_out(pool.keys[0], pool.values[0])
         return self._sides.buffer_info()[0], self._shape.buffer_info()[0]
-
-    def _lay_out(self, layer: int) -> array[int]:
-        pool = self.pool
-        keys, values = pool.keys[layer], pool.values[layer]
-        return array("q", structs.Pool(
-            keys.shape[0], pool.page_size, keys.shape[1], keys.shape[3], *keys.stride()[:3], *values.stride()[:3]
-        ))  # fmt: skip
 
     def begin(self, batch: Batch) -> None:
         """Raises ValueError, before anything is reserved, for spans that are no rows of a sequence."""
@@ -101,8 +95,9 @@ class StreamedAttention(Attention):
         rows, heads, width = q.shape
         _check_rows(q, k, v, keys, batch.num_rows)
         out = q.new_empty(rows, heads * width)
-        shape = self._lay_out(query.layer)
-        strides = structs.Heads(heads, query.window or 0, q.stride(0), k.stride(0), v.stride(0))
+        shape = _lay_out(keys, values)
+        bias, reach = _check_bias(query.bias, heads)
+        strides = structs.Heads(heads, query.window or 0, q.stride(0), k.stride(0), v.stride(0), bias, reach)
         sizes = array("q", strides)
         self.call(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
@@ -112,6 +107,54 @@ class StreamedAttention(Attention):
         if rows != batch.num_rows:
             out[batch.num_rows :] = out[batch.num_rows - 1]
         return out
+
+    def cross(self, layer: int, q: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
+        sources = self.pool.sources
+        assert sources is not None
+        plan: Plan | None = batch.plan.get("streamed sources")
+        if plan is None:
+            plan = batch.plan["streamed sources"] = _plan_sources(sources, batch)
+        pool, q = sources.pool, _by_row(q)
+        keys, values = pool.keys[layer], pool.values[layer]
+        _check_rows(q, q, q, keys, batch.num_rows)
+        rows, heads, width = q.shape
+        out = q.new_empty(rows, heads * width)
+        shape, sizes = _lay_out(keys, values), array("q", structs.Heads(heads, 0, q.stride(0), 0, 0, 0, 0))
+        self.call(
+            q.data_ptr(), None, None, out.data_ptr(), keys.data_ptr(), values.data_ptr(), shape.buffer_info()[0],
+            sizes.buffer_info()[0], plan.address, batch.num_rows, scale, 0.0, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+def _lay_out(keys: torch.Tensor, values: torch.Tensor) -> array[int]:
+    """One layer's ``structs.Pool``."""
+    return array("q", structs.Pool(
+        keys.shape[0], keys.shape[2], keys.shape[1], keys.shape[3], *keys.stride()[:3], *values.stride()[:3]
+    ))  # fmt: skip
+
+
+def _plan_sources(sources: Sources, batch: Batch) -> Plan:
+    """Rows that see all the entries of their sequence's source and nothing else: paths of no nodes behind them."""
+    spans, tables, begins = array("q"), array("q"), []
+    paths, entries = array("q", (0,) * 2 * batch.num_rows), array("q", (0,))
+    for span, offset in zip(batch.spans, batch.offsets):
+        page, length = sources.page(span.key)
+        begins.append(len(tables))
+        spans.extend(structs.Span(offset, len(span.tokens), length, length, len(tables), 2 * offset))
+        tables.append(page)
+    at = [numbers.buffer_info()[0] for numbers in (spans, tables, paths, entries)]
+    plan = array("q", structs.Plan(at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], 0))
+    return Plan((spans, tables, paths, entries), plan, plan.buffer_info()[0], begins)
+
+
+def _check_bias(bias: torch.Tensor | None, heads: int) -> tuple[int, int]:
+    """Its address and columns; 0 for none. Raises ValueError for one that the kernel would misread."""
+    if bias is None:
+        return 0, 0
+    if bias.dtype is not torch.float32 or not bias.is_cpu or not bias.is_contiguous() or bias.shape[:-1] != (heads,):
+        raise ValueError(f"a bias {bias.dtype} {[*bias.shape]} on {bias.device} for {heads} heads")
+    return bias.data_ptr(), bias.shape[1]
 
 
 def _check(span: Span) -> None:

@@ -66,7 +66,10 @@ def logits(model: Model, prompts: Seq[Seq[int]]) -> torch.Tensor:
     """Of every position of every prompt."""
     texts = [list(prompt)[: model.info.max_len] for prompt in prompts]
     cache = new_cache(model, max_seqs=len(texts), max_len=max(map(len, texts)))
-    spans = [Span(i, 0, text, logits=list(range(len(text)))) for i, text in enumerate(texts)]
+    spans = [
+        Span(i, 0, text, logits=list(range(len(text))), source=model.info.begin(text)[1])
+        for i, text in enumerate(texts)
+    ]
     return model.forward(Batch(spans, model.info.device), cache).logits
 
 

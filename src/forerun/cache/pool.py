@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from forerun.core.errors import ForerunError
+
+if TYPE_CHECKING:
+    from forerun.cache.sources import Sources
 
 
 class OutOfPages(ForerunError):
@@ -51,6 +54,8 @@ class Pages:
         self.lengths: dict[int, int] = {}
         self.version = 0
         self.reclaimer: Reclaimer | None = None
+        self.sources: Sources | None = None
+        """What the encoder made of the sequences' sources, in an encoder-decoder."""
         self.held = [False] * num_pages
         self.num_idle = 0
         """Pages that the reclaimer alone holds."""
@@ -153,6 +158,8 @@ class Pages:
         self.version += 1
         if self.reclaimer is not None:
             self.reclaimer.forget(key)
+        if self.sources is not None:
+            self.sources.release(key)
 
     def replace(self, key: int, index: int, page: int) -> None:
         """Let ``key`` use ``page``, which holds the same entries, in the place of its ``index``-th page."""
@@ -206,6 +213,8 @@ class Pages:
         free = set(self.free_pages)
         if len(free) != len(self.free_pages) or free != {p for p in range(self.num_pages) if self.refs[p] == 0}:
             raise AssertionError("the free list and the reference counts disagree")
+        if self.sources is not None:
+            self.sources.check()
         idle = sum(1 for held, refs in zip(self.held, self.refs) if held and refs == 1)
         if idle != self.num_idle:
             raise AssertionError(f"{idle} pages are held by the reclaimer alone, but {self.num_idle} were counted")
@@ -260,6 +269,8 @@ class Pool(Pages):
         a page's last owner."""
         if self.reclaimer is not None:
             self.reclaimer.reclaim(self.num_idle)
+        if self.sources is not None:
+            self.sources.clear()
         for tensor in [*self.keys, *self.values]:
             tensor[self.free_pages] = 0
 
@@ -284,9 +295,9 @@ class Pool(Pages):
             raise ValueError("a pool in use cannot be resized")
         for made in ("pairs", "keys", "values"):
             self.__dict__.pop(made, None)
-        reclaimer = self.reclaimer
+        reclaimer, sources = self.reclaimer, self.sources
         super().__init__(num_pages, self.page_size)
-        self.reclaimer = reclaimer
+        self.reclaimer, self.sources = reclaimer, sources
 
     @staticmethod
     def bytes_per_token(layers: Sequence[KVShape], dtype: torch.dtype) -> int:

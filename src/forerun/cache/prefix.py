@@ -2,7 +2,8 @@
 
 A new sequence starts on the pages of the longest prefix that an earlier one has computed. Only committed tokens
 enter the tree, drafts never do, so rolling back a draft cannot touch it. Pages that no sequence uses stay until the
-pool runs short; then the least recently used go first.
+pool runs short; then the least recently used go first. What a decoder computes depends on the source that it reads as
+well: each source has a root of its own.
 """
 
 from __future__ import annotations
@@ -37,25 +38,39 @@ class PrefixTree:
     def __init__(self, pool: Pages) -> None:
         self.pages = pool
         self.root = _Node(None, (), -1)
+        self.roots: dict[tuple[int, ...] | None, _Node] = {None: self.root}
+        """By source."""
         # From the least to the most recently used, descendants before their ancestors.
         self.order: OrderedDict[_Node, None] = OrderedDict()
         self.ends: dict[int, _Node] = {}
         pool.reclaimer = self
 
-    def start(self, key: int, tokens: Sequence[int], limit: int, *, partial: bool = True) -> int:
-        """Put ``key``, which has no pages yet, on the longest known prefix of ``tokens[:limit]``; returns its length.
+    def start(
+        self,
+        key: int,
+        tokens: Sequence[int],
+        limit: int,
+        *,
+        partial: bool = True,
+        source: tuple[int, ...] | None = None,
+    ) -> int:
+        """Put ``key``, which has no pages yet, on the longest known prefix of ``tokens[:limit]`` under ``source``;
+        returns its length.
 
         With ``partial`` the prefix may end inside a page: the pool copies that page before it is written.
         """
         size = self.pages.page_size
-        node, length, pages = self.root, 0, []
+        root = self.roots.get(source)
+        if root is None:
+            return 0
+        node, length, pages = root, 0, []
         while length + size <= limit:
             child = node.children.get(tuple(tokens[length : length + size]))
             if child is None:
                 break
             node, length = child, length + size
             pages.append(child.page)
-        if node is not self.root:
+        if node is not root:
             self.ends[key] = node
             self._touch(node)
         if partial:
@@ -81,13 +96,14 @@ class PrefixTree:
                     longest, best = shared, child
         return longest, best
 
-    def commit(self, key: int, tokens: Sequence[int], limit: int) -> None:
+    def commit(self, key: int, tokens: Sequence[int], limit: int, *, source: tuple[int, ...] | None = None) -> None:
         """Enter the full pages of what ``key`` has cached of ``tokens[:limit]``, its committed ones."""
         size = self.pages.page_size
         length = min(self.pages.length(key), limit)
-        node = self._end(key, length)
-        if (node.depth + 1) * size > length:
+        found = self._end(key, length)
+        if ((found.depth if found is not None else 0) + 1) * size > length:
             return
+        node = found or self.roots.setdefault(source, _Node(None, source or (), -1))
         table = self.pages.tables[key]
         while (node.depth + 1) * size <= length:
             index = node.depth
@@ -103,12 +119,14 @@ class PrefixTree:
         self.ends[key] = node
         self._touch(node)
 
-    def _end(self, key: int, length: int) -> _Node:
-        """Where ``key`` got to in the tree; from the root again if it has taken entries back since."""
-        node = self.ends.get(key, self.root)
-        index, table = node.depth - 1, self.pages.tables.get(key, [])
-        if index >= 0 and (node.depth * self.pages.page_size > length or table[index] != node.page):
-            return self.root
+    def _end(self, key: int, length: int) -> _Node | None:
+        """Where ``key`` got to in the tree; None: to its root, or it has taken entries back since."""
+        node = self.ends.get(key)
+        if node is None:
+            return None
+        table = self.pages.tables.get(key, [])
+        if node.depth * self.pages.page_size > length or table[node.depth - 1] != node.page:
+            return None
         return node
 
     def _touch(self, node: _Node) -> None:
@@ -120,9 +138,12 @@ class PrefixTree:
         """Drop the ``count`` least recently used pages that no sequence holds, or as many as there are."""
         unused = (node for node in self.order if self.pages.refs[node.page] == 1)
         for node in [node for node, _ in zip(unused, range(count))]:
-            assert node.parent is not None
+            parent = node.parent
+            assert parent is not None
             del self.order[node]
-            del node.parent.children[node.run]
+            del parent.children[node.run]
+            if parent.parent is None and parent is not self.root and not parent.children:
+                del self.roots[parent.run]
             self.pages.release(node.page)
 
     def forget(self, key: int) -> None:

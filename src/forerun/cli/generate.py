@@ -93,7 +93,9 @@ def generate(
     if as_json:
         print_json(as_object(answer, params))
     else:
-        show(out(), llm, answer, params, trace=trace, echo=prompt != "-", named=named)
+        # What an encoder reads is not what the answer goes on behind.
+        echo = prompt != "-" and llm.model.info.encoder is None
+        show(out(), llm, answer, params, trace=trace, echo=echo, named=named)
 
 
 def read_params(

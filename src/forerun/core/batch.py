@@ -26,6 +26,8 @@ class Span:
     parents: list[int] | None = None
     stored: int = 0
     logits: list[int] = field(default_factory=list)
+    source: tuple[int, ...] | None = None
+    """What the encoder reads for these rows, in an encoder-decoder."""
 
     @property
     def count(self) -> int:
@@ -52,7 +54,7 @@ class Span:
         nodes = self.stored + end
         parents = None if self.parents is None else self.parents[:nodes]
         logits = [row - begin for row in self.logits if begin <= row < end]
-        return Span(self.key, self.start, self.tokens[begin:end], parents, self.stored + begin, logits)
+        return Span(self.key, self.start, self.tokens[begin:end], parents, self.stored + begin, logits, self.source)
 
     def positions(self) -> list[int]:
         if self.parents is None:

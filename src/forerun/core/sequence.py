@@ -58,6 +58,8 @@ class Sequence:
     """Lower values are served first."""
     rank: tuple[float, int] = (0.0, 0)
     """The scheduler's order: its turn in rounds, then its arrival."""
+    source: tuple[int, ...] | None = None
+    """What an encoder-decoder's encoder reads; ``tokens`` are the decoder's then. Answers to one prompt share it."""
     constraint: Constraint | None = field(default=None, repr=False)
     """Which tokens its grammar permits; None: all."""
     hidden: Any = field(default=None, repr=False)
@@ -68,6 +70,11 @@ class Sequence:
     def decodes(self) -> bool:
         """Whether the next forward reaches the last committed token, so that a new one can be sampled."""
         return self.scheduled > 0 and self.cached + self.scheduled == len(self.tokens)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens that the request gave: its source, where it has one."""
+        return self.tokens[: self.num_prompt] if self.source is None else list(self.source)
 
     @property
     def num_output(self) -> int:

@@ -1,17 +1,97 @@
-"""A request's options as the engine runs them: ids that the model has, words as tokens."""
+"""A request as the engine runs it: a prompt that fits, ids that the model has, words as tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from forerun.cache.sources import Sources
 from forerun.core.errors import ContextLengthError, RequestError, shown
+from forerun.models.base import ModelInfo
 from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 
+AROUND = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
+"""What tokenizers put around a text."""
 
-def admit(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingParams:
+
+@dataclass(frozen=True)
+class Entrance:
+    """What a model takes; ``sources`` are those of an encoder-decoder."""
+
+    info: ModelInfo
+    tokenizer: Any
+    max_model_len: int
+    sources: Sources | None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt: one less than there may be in all, or as many as an encoder reads."""
+        return self.max_model_len - 1 if self.sources is None else min(self.sources.longest, self.max_model_len)
+
+    def admit(
+        self, prompt: Seq[int], decoder_prompt: Seq[int] | None, params: SamplingParams, committed: Seq[int] = ()
+    ) -> tuple[tuple[int, ...] | None, Seq[int], SamplingParams]:
+        """What the encoder reads, if there is one, what the decoder goes on behind, before ``committed``, and the
+        options. Raises RequestError."""
+        prompt = self._truncated(prompt, params)
+        self._check_given(prompt)
+        self._check_ids(committed)
+        source: tuple[int, ...] | None = None
+        if self.info.encoder is not None:
+            if params.prompt_logprobs is not None:
+                raise RequestError(
+                    "an encoder reads its prompt at once: it has no prompt_logprobs", param="prompt_logprobs"
+                )
+            self.check_length(prompt)
+            source, prompt = tuple(prompt), self._begin(decoder_prompt, self.info.encoder.start)
+        elif decoder_prompt is not None:
+            raise RequestError(f"{self.info.name} is a decoder: it has no decoder_prompt", param="prompt")
+        check_length([*prompt, *committed], self.max_model_len)
+        return source, prompt, known(params, self.info.vocab_size, self.tokenizer)
+
+    def check_length(self, prompt: Seq[int]) -> None:
+        """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
+        if self.info.encoder is None:
+            check_length(prompt, self.max_model_len)
+        elif len(prompt) > self.longest:
+            reads = f"the encoder reads at most {self.longest}"
+            raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {reads}", param="prompt")
+
+    def _check_given(self, prompt: Seq[int]) -> None:
+        empty, given = not len(prompt), "prompt"
+        if self.info.encoder is not None:
+            given, empty = "source", {*prompt} <= {getattr(self.tokenizer, name, None) for name in AROUND}
+        if empty:
+            raise RequestError(f"the {given} is empty: give at least one token", param="prompt")
+        self._check_ids(prompt)
+
+    def _check_ids(self, tokens: Seq[int]) -> None:
+        size = self.info.vocab_size
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
+                raise RequestError(f"token id {shown(token)} is outside the vocabulary of {size}", param="prompt")
+
+    def _begin(self, given: Seq[int] | None, start: tuple[int, ...]) -> list[int]:
+        """What the decoder goes on behind: ``given``, behind the token that every answer begins with."""
+        tokens = list(start if given is None else given)
+        self._check_ids(tokens)
+        tokens = tokens if tokens[:1] == [start[0]] else [start[0], *tokens]
+        if len(tokens) >= self.max_model_len:
+            message = f"the decoder_prompt has {len(tokens)} tokens; max_model_len {self.max_model_len} leaves no room"
+            raise ContextLengthError(message, param="prompt")
+        return tokens
+
+    def _truncated(self, prompt: Seq[int], params: SamplingParams) -> Seq[int]:
+        """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""
+        count = params.truncate_prompt_tokens
+        if count == -1:
+            count = self.longest if self.sources is not None else max(1, self.max_model_len - (params.max_tokens or 1))
+        return prompt if count is None else prompt[-count:]
+
+
+def known(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingParams:
     """Raises RequestError for an id that the model lacks, and for text where there is no tokenizer or that is none."""
     banned = params.bad_words_ids
     if params.bad_words:
@@ -32,14 +112,6 @@ def admit(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingPa
     if (banned, top_k) == (params.bad_words_ids, params.top_k):
         return params
     return replace(params, bad_words_ids=banned, top_k=top_k)
-
-
-def truncated(prompt: Seq[int], params: SamplingParams, max_model_len: int) -> Seq[int]:
-    """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""
-    count = params.truncate_prompt_tokens
-    if count == -1:
-        count = max(1, max_model_len - (params.max_tokens or 1))
-    return prompt if count is None else prompt[-count:]
 
 
 def check_length(prompt: Seq[int], max_model_len: int) -> None:

@@ -117,6 +117,10 @@ class AsyncEngine:
         """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
         self.engine.check_length(prompt)
 
+    def room_taken(self, prompt: Seq[int]) -> int:
+        """How many of the ``max_model_len`` tokens a prompt takes: a source takes none."""
+        return len(self.engine.model.info.begin(prompt)[0])
+
     def compile(self, wanted: StructuredOutputsParams) -> None:
         """Make what ``submit`` needs for structured output, which may take a second; in any thread."""
         self.engine.grammars.compile(wanted)

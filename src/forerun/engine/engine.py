@@ -12,12 +12,12 @@ from typing import Any
 
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
-from forerun.core.errors import ConfigError, RequestError, shown
+from forerun.core.errors import ConfigError, RequestError
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.engine import beams
-from forerun.engine.admission import admit, check_length, truncated
+from forerun.engine.admission import Entrance
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job, Update
@@ -80,6 +80,7 @@ class Engine:
         share([cache.pool, *self.router.pools()], memory, self.config.num_pages)
         if self.config.max_model_len is None:
             self.max_model_len = min(self.max_model_len, cache.pool.num_tokens)
+        self.entrance = Entrance(model.info, tokenizer, self.max_model_len, cache.pool.sources)
         self.target = Target(model, cache, self.router.hidden)
         self.scheduler = Scheduler(
             cache.pool,
@@ -122,6 +123,7 @@ class Engine:
         prompt: Seq[int],
         params: SamplingParams | BeamSearchParams,
         *,
+        decoder_prompt: Seq[int] | None = None,
         speculate: bool = True,
         method: str | None = None,
         max_draft: int | None = None,
@@ -132,16 +134,16 @@ class Engine:
         """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run. The answers of a
         beam search, best first, come together at its end.
 
-        ``method`` chooses among the loaded drafters (None: the first); ``max_draft`` bounds this request's drafted
-        tokens per round; ``trace`` records its rounds. Lower values of ``priority`` go first, within bounds. The answer
-        goes on behind ``committed``, tokens of it that were given before.
+        An encoder-decoder's encoder reads ``prompt``; its decoder goes on behind ``decoder_prompt`` (None: what the
+        checkpoint says). ``method`` chooses among the loaded drafters (None: the first); ``max_draft`` bounds this
+        request's drafted tokens per round; ``trace`` records its rounds. Lower values of ``priority`` go first, within
+        bounds. The answer goes on behind ``committed``, tokens of it that were given before.
         """
         search = params if isinstance(params, BeamSearchParams) else None
         if search is not None:
             params = beams.admit(search, self.model.info, trace)
         assert isinstance(params, SamplingParams)
-        prompt = truncated(prompt, params, self.max_model_len)
-        params = self._check([*prompt, *committed], params)
+        source, prompt, params = self.entrance.admit(prompt, decoder_prompt, params, committed)
         drafter = self._choose(method, max_draft) if speculate else None
         wanted = params.grammar
         seed = params.seed if params.seed is not None else self.config.seed
@@ -163,6 +165,7 @@ class Engine:
                 max_draft=max_draft,
                 constraint=self.grammars.start(wanted) if wanted is not None else None,
                 priority=priority,
+                source=source,
             )
             detokenizer = None
             if self.tokenizer is not None:
@@ -175,7 +178,7 @@ class Engine:
                 self.scheduler.add(sequence)
             self.jobs[sequence.id] = job
             jobs.append(job)
-        self.stats.prompt_tokens += len(prompt)
+        self.stats.prompt_tokens += len(jobs[0].sequence.prompt)
         return jobs
 
     @cached_property
@@ -200,19 +203,9 @@ class Engine:
             )
         return method
 
-    def _check(self, prompt: Seq[int], params: SamplingParams) -> SamplingParams:
-        if not len(prompt):
-            raise RequestError("the prompt is empty: give at least one token", param="prompt")
-        self.check_length(prompt)
-        size = self.model.info.vocab_size
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
-                raise RequestError(f"token id {shown(token)} is outside the vocabulary of {size}", param="prompt")
-        return admit(params, size, self.tokenizer)
-
     def check_length(self, prompt: Seq[int]) -> None:
-        """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
-        check_length(prompt, self.max_model_len)
+        """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
+        self.entrance.check_length(prompt)
 
     def abort(self, job: Job) -> None:
         """End a request now and free everything it holds."""
@@ -369,8 +362,9 @@ class Engine:
         """Raise AssertionError if a page is unaccounted for, or an idle engine still holds some."""
         for pool in self.pools:
             pool.check()
-            if not self.jobs and pool.tables:
-                raise AssertionError(f"idle, but sequences {sorted(pool.tables)} hold pages")
+            held = {*pool.tables, *(pool.sources.readers if pool.sources is not None else ())}
+            if not self.jobs and held:
+                raise AssertionError(f"idle, but sequences {sorted(held)} hold pages")
 
     @property
     def identity(self) -> bool:

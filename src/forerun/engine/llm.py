@@ -125,6 +125,8 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, encode(self.tokenizer, prompt)
         if isinstance(prompt, Mapping):
+            if set(prompt) == {"encoder_prompt", "decoder_prompt"}:
+                return self.encode(prompt["encoder_prompt"])
             if not prompt or set(prompt) - {"prompt_token_ids", "prompt"}:
                 names = shown(list(prompt))
                 raise RequestError(f"a prompt mapping has 'prompt_token_ids' or 'prompt', not {names}", param="prompt")
@@ -138,6 +140,14 @@ class LLM:
             return text, _ids(ids)
         return None, _ids(prompt)
 
+    def _decoder_prompt(self, prompt: Prompt) -> list[int] | None:
+        """What an encoder-decoder's decoder goes on behind, where the prompt says so; without special tokens, but for
+        those in ids."""
+        given = prompt.get("decoder_prompt") if isinstance(prompt, Mapping) else None
+        if isinstance(given, str):
+            return encode(self.tokenizer, given, add_special_tokens=False)
+        return None if given is None else self.encode(given)[1]
+
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -148,7 +158,8 @@ class LLM:
         speculate: bool = True,
         on_update: Callable[[Update], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer every prompt, in order; ``max_num_seqs`` are decoded at a time.
+        """Answer every prompt, in order; ``max_num_seqs`` are decoded at a time. An encoder-decoder reads a prompt as
+        its source; ``{"encoder_prompt": PROMPT, "decoder_prompt": PROMPT}`` also says what the answer goes on behind.
 
         ``sampling_params`` is one for all prompts or a list of one each; ``BeamSearchParams`` among them are answered
         with their beams, the best first. ``use_tqdm`` shows a bar of the answers on
@@ -194,9 +205,12 @@ class LLM:
         requests: list[list[Job]] = []
         with self._alone(), Interrupts() as interrupts:
             encoded = [self.encode(prompt) for prompt in batch]
+            behinds = [self._decoder_prompt(prompt) for prompt in batch]
             try:
-                for (_, ids), options, turn in zip(encoded, params, turns):
-                    requests.append(self.engine.add(ids, options, speculate=speculate, priority=turn))
+                for (_, ids), behind, options, turn in zip(encoded, behinds, params, turns):
+                    requests.append(
+                        self.engine.add(ids, options, decoder_prompt=behind, speculate=speculate, priority=turn)
+                    )
                 with torch.inference_mode():  # entered once, not in every step
                     while self.engine.busy:
                         updates = self.engine.step()
@@ -298,7 +312,7 @@ class LLM:
         asked = jobs[0].prompt_logprobs
         return RequestOutput(
             text,
-            sequence.tokens[: sequence.num_prompt],
+            sequence.prompt,
             outputs,
             RequestMetrics.merged([job.metrics for job in jobs]),
             None if asked is None else [by_token(item, self.tokenizer) if item else None for item in asked],

@@ -65,13 +65,14 @@ def budget(given: int | None, utilization: float | None, device: torch.device) -
 
 def share(pools: Seq[Pool], budget: int | None, num_pages: int | None) -> None:
     """Give every pool the same number of pages, hence of tokens: ``num_pages``, or as many as ``budget`` bytes (None:
-    ``spare_bytes``) pay for in all of them; none gets more than it has, which is enough for everybody. Raises
-    ConfigError if that is none.
+    ``spare_bytes``) pay for in all of them, once encoders' sources have their room; none gets more than it has, which
+    is enough for everybody. Raises ConfigError if that is none.
     """
     each = sum(pool.page_bytes for pool in pools)
     if num_pages is None:
         budget = budget if budget is not None else spare_bytes(pools[0].device)
-        num_pages = budget // each if budget is not None else None
+        sources = sum(pool.sources.nbytes for pool in pools if pool.sources is not None)
+        num_pages = max(0, budget - sources) // each if budget is not None else None
     if num_pages is not None and num_pages < 1:
         raise ConfigError(
             f"{budget} bytes for KV caches are less than one page of every one of them ({each} bytes): raise "

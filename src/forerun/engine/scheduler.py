@@ -179,7 +179,7 @@ class Scheduler:
         """Enter what it has computed, all its beams, among the known prefixes."""
         for part in sequence.parts if self.tree is not None else ():
             assert self.tree is not None
-            self.tree.commit(part.id, part.tokens, len(part.tokens))
+            self.tree.commit(part.id, part.tokens, len(part.tokens), source=part.source)
 
     def _free(self, sequence: Sequence) -> None:
         for part in sequence.parts:
@@ -265,14 +265,14 @@ class Scheduler:
         if self.tree is not None:
             # The last token is always fed: its logits are what a new token is drawn from.
             limit = min(self.reusable(sequence), wanted - 1)
-            reused = self.tree.start(sequence.id, sequence.tokens, limit)
+            reused = self.tree.start(sequence.id, sequence.tokens, limit, source=sequence.source)
             if self._being_read(sequence, reused, limit):
                 pool.free(sequence.id)
                 return False
             if not pool.can_reserve(sequence.id, wanted):
                 # Copying a page that is reused in part takes one more page than reading its tokens again.
                 pool.free(sequence.id)
-                reused = self.tree.start(sequence.id, sequence.tokens, limit, partial=False)
+                reused = self.tree.start(sequence.id, sequence.tokens, limit, partial=False, source=sequence.source)
         if not pool.try_reserve(sequence.id, wanted):
             pool.free(sequence.id)
             return False
@@ -286,7 +286,8 @@ class Scheduler:
         """Whether a running sequence is about to compute the next page that this one needs: better wait for it."""
         end = (reused // self.pool.page_size + 1) * self.pool.page_size
         return end <= limit and any(
-            other.cached < end and other.tokens[:end] == sequence.tokens[:end] for other in self.running
+            other.cached < end and other.source == sequence.source and other.tokens[:end] == sequence.tokens[:end]
+            for other in self.running
         )
 
     def _draft(self, decoding: list[Sequence], rows: int) -> None:

@@ -115,7 +115,7 @@ class Stream:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self.jobs[0].sequence.num_prompt
+        return len(self.jobs[0].sequence.prompt)
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self

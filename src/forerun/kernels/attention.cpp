@@ -29,8 +29,9 @@ struct State {
   Floats total = zeros();
   float top = -std::numeric_limits<float>::infinity();
 
-  // From the scores of lanes [begin, end) to weights of the values; returns by how much the sums so far shrink.
-  float weigh(float *scores, int64_t begin, int64_t end, float scale, float softcap) {
+  // From the scores of lanes [begin, end) to weights of the values; returns by how much the sums so far shrink. ``bias``
+  // is added to the lanes' scores, if there is one.
+  float weigh(float *scores, int64_t begin, int64_t end, float scale, float softcap, const float *bias) {
     const int64_t low = begin / LANES * LANES;
     const auto used = [&](int64_t lane) -> Mask {
       if (lane >= begin && lane + LANES <= end) return first(LANES);
@@ -40,6 +41,7 @@ struct State {
     for (int64_t lane = low; lane < end; lane += LANES) {
       Floats scaled = load(scores + lane) * broadcast(scale);
       if (softcap > 0) scaled = capped(scaled, softcap);
+      if (bias) scaled = scaled + load(bias + lane, first(end - lane));
       store(scores + lane, scaled);
       most = select(used(lane), max(scaled, most), most);  // of a NaN and another number the latter
     }
@@ -62,9 +64,10 @@ struct State {
   }
 };
 
-// A query of a tile and the keys [begin, end) of a block that it takes.
+// A query of a tile and the keys [begin, end) of a block that it takes; ``bias`` of the block's first key, or null.
 struct Task {
   int64_t query, begin, end;
+  const float *bias;
 };
 
 // The queries of a tile, their sums and states. A block is taken in three turns over all queries, because the steps of
@@ -133,7 +136,7 @@ struct Queries {
     });
     for (const Task &task : tasks)
       shrink[task.query] =
-          states[task.query].weigh(scores.data() + BLOCK * task.query, task.begin, task.end, scale, softcap);
+          states[task.query].weigh(scores.data() + BLOCK * task.query, task.begin, task.end, scale, softcap, task.bias);
     runs<4>([&](const Task *task, auto count) {
       const int64_t at = task->query, least = task->end;
       const float *const weights = scores.data() + BLOCK * at;
@@ -187,6 +190,8 @@ struct Attention {
   int64_t q_stride, heads, kv_heads, window;
   float scale, softcap;
   Side<T> keys, values;
+  const float *bias;
+  int64_t reach;
 
   Item item(const Span &span, int64_t from, int64_t head) const {
     Item found{span, from, std::min(from + TILE, span.rows), head, std::numeric_limits<int64_t>::max(), 0};
@@ -200,6 +205,11 @@ struct Attention {
   int64_t first_seen(const Span &span, int64_t row) const {
     const int64_t seen = plan.seen(span, row);
     return window > 0 && seen > window ? seen - window : 0;
+  }
+
+  // What is added to the score of a row's key at ``at``, and behind it of the following keys.
+  const float *biased(const Span &span, int64_t row, int64_t query_head, int64_t at) const {
+    return bias ? bias + (query_head + 1) * reach - plan.seen(span, row) + at : nullptr;
   }
 
   // ``after``: what comes next, or null; its first keys are asked for.
@@ -232,7 +242,8 @@ struct Attention {
         const int64_t begin = std::max(first_seen(span, row), at), end = std::min(plan.seen(span, row), at + BLOCK);
         if (begin >= end) continue;
         for (int64_t group = 0; group < groups; group++)
-          queries.tasks.push_back({(row - from) * groups + group, begin - at, end - at});
+          queries.tasks.push_back({(row - from) * groups + group, begin - at, end - at,
+                                   biased(span, row, head * groups + group, at)});
         if (shared) continue;
         ahead.own.find(plan, span, row, begin, end, pool.page_size, keys, values, head);
         queries.take(ahead.own, scale, softcap, nullptr);
@@ -311,9 +322,9 @@ void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, cons
             const Plan &plan, float scale, float softcap, int threads) {
   const Side<T> key_side{keys, pool.key_page, pool.key_head, pool.key_slot};
   const Side<T> value_side{values, pool.value_page, pool.value_head, pool.value_slot};
-  const Attention<T> attention{plan,         pool,  q,       out,      heads.q_stride, heads.heads, pool.kv_heads,
-                               heads.window, scale, softcap, key_side, value_side};
-  attention.keep(k, v, heads.k_stride, heads.v_stride);
+  const Attention<T> attention{plan,  pool,    q,        out,        heads.q_stride, heads.heads, pool.kv_heads, heads.window,
+                               scale, softcap, key_side, value_side, heads.bias,     heads.reach};
+  if (k) attention.keep(k, v, heads.k_stride, heads.v_stride);
   attention.run(threads);
 }
 

@@ -76,29 +76,40 @@ Complaint pages_fit(const Plan &plan, const Pool &pool, int64_t begin, int64_t e
   return FINE;
 }
 
-Complaint paths_fit(const Plan &plan, const Span &span) {
-  if (span.paths < 0) return FINE;
+Complaint paths_fit(const Plan &plan, const Span &span, bool stores) {
+  if (span.paths < 0) return stores ? FINE : PATH_RANGE;
   REQUIRE(span.paths <= plan.num_paths && 2 * span.rows <= plan.num_paths - span.paths, PATH_RANGE);
-  REQUIRE(given(plan.paths, plan.entries), NULL_POINTER);
+  REQUIRE(plan.paths && (plan.entries || !stores), NULL_POINTER);
   for (int64_t row = 0; row < span.rows; row++) {
     const int64_t begin = plan.paths[span.paths + 2 * row], length = plan.paths[span.paths + 2 * row + 1];
-    REQUIRE(begin >= 0 && length >= 1 && begin <= plan.num_entries && length <= plan.num_entries - begin, PATH_RANGE);
+    REQUIRE(stores ? length >= 1 : !length && span.base >= 1, PATH_RANGE);
+    REQUIRE(begin >= 0 && begin <= plan.num_entries && length <= plan.num_entries - begin, PATH_RANGE);
     for (int64_t i = begin; i < begin + length; i++)
       REQUIRE(within(plan.entries[i], 0, span.before + span.rows - 1), PATH_ENTRY);
   }
   return FINE;
 }
 
-Complaint plan_fits(const Plan &plan, const Pool &pool, int64_t rows) {
+// Rows that are not stored see the entries that are there.
+Complaint plan_fits(const Plan &plan, const Pool &pool, int64_t rows, bool stores = true) {
   REQUIRE(within(plan.num_spans, 1, MOST), SPAN_RANGE);
   REQUIRE(plan.spans, NULL_POINTER);
   for (int64_t s = 0; s < plan.num_spans; s++) {
     const Span &span = plan.spans[s];
     REQUIRE(span.first >= 0 && span.rows >= 0 && span.first <= rows && span.rows <= rows - span.first, SPAN_RANGE);
     REQUIRE(span.base >= 0 && span.base <= span.before && span.before < MOST, SPAN_RANGE);
-    if (const Complaint wrong = pages_fit(plan, pool, span.table, span.before + span.rows)) return wrong;
-    if (const Complaint wrong = paths_fit(plan, span)) return wrong;
+    const int64_t entries = span.before + (stores ? span.rows : 0);
+    if (const Complaint wrong = pages_fit(plan, pool, span.table, entries)) return wrong;
+    if (const Complaint wrong = paths_fit(plan, span, stores)) return wrong;
   }
+  return FINE;
+}
+
+Complaint bias_fits(const Plan &plan, const Heads &heads) {
+  if (!heads.bias) return FINE;
+  for (int64_t s = 0; s < plan.num_spans; s++)
+    for (int64_t row = 0; row < plan.spans[s].rows; row++)
+      REQUIRE(plan.seen(plan.spans[s], row) <= heads.reach, SPAN_RANGE);
   return FINE;
 }
 
@@ -289,12 +300,13 @@ int forerun_advise(char *at, int64_t bytes) {
   int forerun_attend_##KIND(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool *pool,        \
                             const Heads *heads, const Plan *plan, int64_t rows, float scale, float softcap,          \
                             int threads) {                                                                           \
-    REQUIRE(given(q, k, v, out, keys, values, pool, heads, plan), NULL_POINTER);                            \
+    REQUIRE(given(q, out, keys, values, pool, heads, plan) && !k == !v, NULL_POINTER);                               \
     REQUIRE(within(rows, 1, MOST) && threads_fit(threads) && heads->window >= 0, SIZE);                              \
     CHECK(pool_fits(*pool));                                                                                         \
     REQUIRE(within(heads->heads, 1, MOST) && heads->heads % pool->kv_heads == 0, HEADS_SIZE);                        \
     REQUIRE(heads->q_stride >= 0 && heads->k_stride >= 0 && heads->v_stride >= 0, HEADS_SIZE);                       \
-    CHECK(plan_fits(*plan, *pool, rows));                                                                            \
+    CHECK(plan_fits(*plan, *pool, rows, k));                                                                         \
+    CHECK(bias_fits(*plan, *heads));                                                                                 \
     return guarded([=] { attend(q, k, v, out, keys, values, *pool, *heads, *plan, scale, softcap, threads); });      \
   }                                                                                                                  \
   int forerun_decode_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call, float eps,              \

@@ -121,7 +121,7 @@ class Decoder {
     for (int64_t row = 0; layer.norm_qk && row < c.rows; row++)
       norm(qkv + row * qkv_width, layer.norm_qk, qkv + row * qkv_width, turned, turned, m.width, eps);
     if (layer.rope) turn(qkv, qkv_width, angles, c.rows, turned, m.width);
-    const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width};
+    const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0};
     T *const k = qkv + m.heads * m.width, *const v = k + m.kv_heads * m.width;
     attend(qkv, k, v, attended, c.sides[2 * index], c.sides[2 * index + 1], *c.pool, heads, *c.plan, scale, 0, threads);
   }

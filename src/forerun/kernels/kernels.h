@@ -27,7 +27,7 @@ template <class T>
 void silu_times(const T *x, T *y, int64_t rows, int64_t width);
 template <class T>
 void turn(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width);
-// Stores k and v of the plan's rows, and attends.
+// Stores k and v of the plan's rows, unless they are null, and attends.
 template <class T>
 void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool &pool, const Heads &heads,
             const Plan &plan, float scale, float softcap, int threads);

@@ -40,7 +40,10 @@
   F(int64_t, window)   /* 0: none */                                                                                \
   F(int64_t, q_stride) /* numbers from row to row */                                                                \
   F(int64_t, k_stride)                                                                                              \
-  F(int64_t, v_stride)
+  F(int64_t, v_stride)                                                                                              \
+  F(const float *, bias) /* [heads, reach] added to scores, the last column to that of a row's own position, the one \
+                            before it to that of the position before; or null */                                    \
+  F(int64_t, reach)
 
 // Weights in 4 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs. F(name, inputs, bytes)
 #define QUANTS(F)                                                                                                   \

@@ -48,6 +48,8 @@ class Heads(NamedTuple):
     q_stride: int
     k_stride: int
     v_stride: int
+    bias: int
+    reach: int
 
 
 class Linear(NamedTuple):

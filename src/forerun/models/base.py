@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from forerun.attention.base import Attention
+from forerun.attention.plain import PlainAttention
 from forerun.attention.sdpa import SdpaAttention
 from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.attention.tiled import BLOCK, TiledAttention
 from forerun.cache.pool import KVShape, Pool
+from forerun.cache.sources import Sources
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInfo:
+    """What the engine needs to know of an encoder-decoder's other half."""
+
+    start: tuple[int, ...]
+    """The tokens that an answer begins behind where a request gives none."""
+    max_len: int
+    """Tokens of the longest source."""
+    kv_shapes: tuple[KVShape, ...]
+    """Of attention across, per decoder layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,12 @@ class ModelInfo:
     quantization: str | None = None
     lora: tuple[str, ...] = ()
     """Adapters that are merged into it: ``FOLDER`` or ``FOLDER=WEIGHT``."""
+    encoder: EncoderInfo | None = None
+    """None: a decoder alone."""
+
+    def begin(self, prompt: Sequence[int]) -> tuple[list[int], tuple[int, ...] | None]:
+        """What a decoder is fed for a prompt, and what its encoder reads, if it has one."""
+        return (list(prompt), None) if self.encoder is None else (list(self.encoder.start), tuple(prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +124,8 @@ def new_cache(
 
     ``page_size`` None is the slotted layout: one page per sequence, ``max_seqs`` of them, each long enough for
     ``max_len`` tokens and ``slack`` tree nodes. Otherwise pages of ``page_size`` tokens, ``num_pages`` of them
-    (default: enough for every sequence at full length).
+    (default: enough for every sequence at full length). Beside an encoder-decoder's pool, there is room for
+    ``max_seqs`` encoded sources of ``max_len`` tokens.
     """
     info = model.info
     ours = can_attend(info.dtype, info.device, info.kv_shapes)
@@ -117,6 +138,10 @@ def new_cache(
             raise ConfigError(f"page_size must be at least 1, not {page_size}")
         num_pages = num_pages or max_seqs * -(-longest // page_size)
     pool = Pool(info.kv_shapes, num_pages, page_size, info.dtype, info.device)
+    if info.encoder is not None:
+        longest = min(info.encoder.max_len, max_len)
+        pool.sources = Sources(info.encoder.kv_shapes, max_seqs, longest, info.dtype, info.device)
+        return StreamedAttention(pool) if ours else PlainAttention(pool)
     if info.device.type == "cuda":
         from forerun.attention.triton import TritonAttention
 

@@ -46,10 +46,16 @@ class _Probe:
         )
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(model.info.vocab_size, (self.rows,), generator=generator).tolist()
+        self.sources: dict[int, tuple[int, ...]] = {}
+        if model.info.encoder is not None:  # of other lengths, one for each sequence
+            longest = min(self.rows, model.info.encoder.max_len)
+            self.sources = {key: tuple(self.tokens[: 1 + (longest // 2 + 29 * key) % longest]) for key in range(seqs)}
 
     def feed(self, *spans: Span) -> torch.Tensor:
         """Logits of every row of the first span."""
         spans[0].logits = list(range(spans[0].count))
+        for span in spans:
+            span.source = self.sources.get(span.key)
         return self.model.forward(Batch(list(spans), self.model.info.device), self.cache).logits
 
     def chunk(self, start: int, end: int, key: int = TARGET) -> Span:
@@ -58,6 +64,13 @@ class _Probe:
     def back(self, length: int, key: int = TARGET) -> None:
         if key in self.cache.pool.tables:
             self.cache.pool.truncate(key, length)
+
+    def forget(self) -> None:
+        """Have sources encoded again."""
+        for key in list(self.cache.pool.tables):
+            self.cache.pool.free(key)
+        if self.cache.pool.sources is not None:
+            self.cache.pool.sources.clear()
 
 
 def self_test(
@@ -95,8 +108,9 @@ def _in_chunks(probe: _Probe, cuts: list[int]) -> torch.Tensor:
 
 
 def _beside_others(probe: _Probe, cuts: list[int]) -> torch.Tensor:
-    """Each chunk beside a decode, a verification, a short prompt and, every other time, a crowd of decodes."""
-    probe.back(0)
+    """Each chunk beside a decode, a verification, a short prompt and, every other time, a crowd of decodes; sources are
+    encoded beside others, too."""
+    probe.forget()
     rows, fed = [], {MATE: 0, OTHER: 0}
     for turn, (start, end) in enumerate(pairwise(cuts)):
         mates = []

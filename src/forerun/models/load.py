@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, logging
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+    logging,
+)
 from transformers.utils import logging as hf_logging
 
 from forerun import pretrained
@@ -23,6 +30,7 @@ from forerun.models import checkpoint, gguf_config, gguf_model, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.spec import applies
 from forerun.models.base import Model
+from forerun.models.encdec_load import check_wishes, load_encoder_decoder
 from forerun.models.fetch import SOURCES, fetched
 from forerun.models.hf import NAME, HFModel
 from forerun.models.kinds import FLOATS, UNQUANTIZED
@@ -194,7 +202,8 @@ def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention:
     tensors = checkpoint.read_headers(checkpoint.weight_files(folder))
     sanity.check_fit(config, tensors, path)
     hf_logging.disable_progress_bar()
-    read: Any = AutoModelForCausalLM.from_pretrained  # its annotation forgets ``output_loading_info``
+    kind: Any = AutoModelForSeq2SeqLM if sanity.has_encoder(config) else AutoModelForCausalLM
+    read = kind.from_pretrained
     with checkpoint.library(f"{folder} cannot be loaded"), quiet():
         module, info = read(
             folder,
@@ -277,7 +286,7 @@ def load_model(
     max_model_len: int | None = None,
     lora: Sequence[str] | str | None = None,
 ) -> Model:
-    """Load a decoder.
+    """Load a decoder or an encoder-decoder.
 
     ``invariant`` True asks for logits whose bits do not depend on how rows are batched; None does so on CPU, unless
     only single rows keep their bits, which it warns of; False does not pad. ``model_path``
@@ -290,10 +299,17 @@ def load_model(
     config = read_config(folder)
     _check_rope(config, max_model_len)
     where = parse_device(device)
+    kind, ids, name = parse_dtype(dtype, config), eos_ids(folder, config), str(path_or_id)
+    if sanity.has_encoder(config):
+        check_wishes(folder, config, kind, model_path=model_path, lora=lora)
+        return load_encoder_decoder(
+            folder, read_module(folder, config, kind, attention="sdpa").to(where),  # type: ignore[arg-type]
+            name=name, eos_ids=ids, invariant=invariant, weights=weights, quantization=quantization,
+            max_model_len=max_model_len,
+        )  # fmt: skip
     native = _goes_native(config, folder, model_path, quantization and f"quantization {quantization!r} of {path_or_id}")
     wanted = invariant if invariant is not None else where.type == "cpu"
 
-    kind, ids, name = parse_dtype(dtype, config), eos_ids(folder, config), str(path_or_id)
     model: Model
     if native:
         model = NativeModel(

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from forerun.models import activations
 from forerun.models.architectures.spec import GELU_TANH, SILU
-from forerun.models.streamed import SiluTimes
+from forerun.models.formats.streamed import Streamed, can_stream
+from forerun.models.streamed import Norm, SiluTimes
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 FAST: dict[str, Function] = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
@@ -35,6 +36,29 @@ class RMSNorm:
         norm = torch.linalg.vector_norm(wide, 2, -1, True)
         wide = (wide * torch.addcmul(self.eps, norm, norm).rsqrt_()).mul_(self.weight)
         return wide.to(self.dtype) if half else wide
+
+
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, computed in float32. With ``kernels``
+    a row's bits depend on the row alone: they add it up and divide it."""
+
+    __slots__ = ("bias", "dtype", "eps", "exact", "norm", "total", "weight")
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype, *, kernels: bool
+    ) -> None:
+        self.weight, self.bias, self.eps, self.dtype = weight.float(), bias.float(), eps, dtype
+        self.exact = kernels and can_stream(torch.float32)
+        if self.exact:
+            self.total = Streamed(torch.ones(1, len(weight)), None)
+            self.norm = Norm(self.weight, eps, torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        if not self.exact:
+            return F.layer_norm(wide, self.weight.shape, self.weight, self.bias, self.eps).to(self.dtype)
+        mean = self.total(wide).div_(wide.shape[-1])
+        return self.norm(wide - mean).add_(self.bias).to(self.dtype)
 
 
 class Gate:

@@ -8,11 +8,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    PretrainedConfig,
+)
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.core.errors import ModelError, shown
+from forerun.models.architectures import seq2seq
 from forerun.models.checkpoint import Tensor
 from forerun.models.prequantized import refusal
 
@@ -21,7 +27,8 @@ SHORTEST_CONTEXT = 32
 """Tokens. Nobody trains shorter ones, and tests of a model as it is loaded need some room."""
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim",
+    "num_key_value_heads", "head_dim", "num_decoder_layers", "d_ff", "encoder_layers", "decoder_layers",
+    "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim",
 )  # fmt: skip
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
@@ -82,9 +89,19 @@ def scheme(quantization: Any) -> str:
     return f"{name} ({bits} bits)" if isinstance(bits, int) else name
 
 
+def has_encoder(config: Any) -> bool:
+    return bool(getattr(config, "is_encoder_decoder", False)) and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+
+def require_decoder(config: Any, folder: Path, command: str) -> None:
+    """Raise ModelError for an encoder-decoder, which a command does not work on."""
+    if has_encoder(config):
+        raise ModelError(f"{folder} is an encoder-decoder, and {command} works on decoders")
+
+
 def check_config(config: Any, path: Path) -> None:
     """The config as transformers understands it. Raises ModelError, naming the key, for what no decoder can have."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not has_encoder(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{path.parent}: {config.model_type} is not a language model that transformers can run")
     text = config.get_text_config()
     if not isinstance(text, PretrainedConfig):
@@ -126,6 +143,9 @@ def check_config(config: Any, path: Path) -> None:
     if _is_count(vocabulary) and padding is not None and not (_is_integer(padding) and -1 <= padding < vocabulary):
         refuse("pad_token_id", f"a token id below {vocabulary}")
     check_rope(getattr(text, "rope_parameters", None), path)
+    reason = seq2seq.refusal(config) if has_encoder(config) else None
+    if reason is not None:
+        raise ModelError(f"{path.parent} is an encoder-decoder that forerun does not run: {reason}")
 
 
 def check_rope(rope: Any, path: Path) -> None:

@@ -113,6 +113,9 @@ class Pool:
     def check_length(self, prompt: Seq[int]) -> None:
         check_length(prompt, self.max_model_len)
 
+    def room_taken(self, prompt: Seq[int]) -> int:
+        return len(prompt)
+
     @cached_property
     def _grammars(self) -> GrammarCompiler:
         facts = self.facts

@@ -119,10 +119,11 @@ class Server:
         choices = self.choices(body.speculative, body.priority)
         limited, session = self.options.request_timeout, body.session
         for prompt in prompts:
-            if limit is not None and len(prompt) + limit > self.limit:
+            before = self.engine.room_taken(prompt)
+            if limit is not None and before + limit > self.limit:
                 raise ApiError(
                     400,
-                    f"the prompt has {len(prompt)} tokens and max_tokens is {limit}: together more than this model's "
+                    f"the prompt has {before} tokens and max_tokens is {limit}: together more than this model's "
                     f"{self.limit}",
                     param="max_tokens",
                     code="context_length_exceeded",

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ModelError
+from forerun.models import sanity
 from forerun.models.load import read_config, read_module
 from forerun.models.tokenizer import load_tokenizer
 from forerun.train import corpus as corpora
@@ -52,7 +53,9 @@ def gather(config: OnPolicyConfig, method: str) -> Material:
 def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The frozen target, bfloat16, and its tokenizer, which must have an EOS token to separate documents. Raises
     ModelError."""
-    target, tokenizer = read_module(folder, read_config(folder), torch.bfloat16, attention=None), load_tokenizer(folder)
+    config = read_config(folder)
+    sanity.require_decoder(config, folder, "forerun train")
+    target, tokenizer = read_module(folder, config, torch.bfloat16, attention=None), load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {folder} has no EOS token to separate documents with")
     return target.eval().requires_grad_(False), tokenizer

@@ -15,6 +15,7 @@ import torch
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
 from forerun.engine.llm import LLM
+from forerun.models import sanity
 from forerun.models.fingerprint import fingerprint
 from forerun.models.load import read_config, resolve
 from forerun.train import loop
@@ -42,6 +43,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
         torch.set_num_threads(config.threads)
     data = read(config.data)
     folder = resolve(config.model)
+    sanity.require_decoder(read_config(folder), folder, "forerun tune")
     marks = {
         "model": fingerprint(folder),
         "data": hashlib.sha256(json.dumps([data.turns, data.paragraphs]).encode()).hexdigest()[:16],

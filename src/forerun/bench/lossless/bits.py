@@ -16,19 +16,21 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9)
 
 
 @torch.inference_mode()
-def check_bits(model: Model, texts: Seq[Seq[int]], starts: Seq[int], page_size: int | None) -> list[Result]:
-    """``texts`` are prompts with answers; ``starts`` says where each answer begins. Two results: the rows of these
+def check_bits(model: Model, pairs: Seq[tuple[Seq[int], Seq[int]]], page_size: int | None) -> list[Result]:
+    """``pairs`` are prompts and answers. Two results: the rows of these
     texts' verifications (a single row is what decoding feeds, and is not counted), and hundreds of random rows in every
     way that tokens are fed (chunks, neighbours, trees)."""
     good, total, detail = 0, 0, ""
-    longest = max(map(len, texts))
+    longest = max(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
     cache = new_cache(model, max_seqs=1, max_len=longest, page_size=page_size, slack=max(WIDTHS))
 
     def feed(tokens: Seq[int], start: int) -> torch.Tensor:
-        span = Span(0, start, list(tokens), logits=list(range(len(tokens))))
+        span = Span(0, start, list(tokens), logits=list(range(len(tokens))), source=source)
         return model.forward(Batch([span], model.info.device), cache).logits
 
-    for text, start in zip(texts, starts):
+    for prompt, answer in pairs:
+        begin, source = model.info.begin(prompt)
+        text, start = [*begin, *answer], len(begin)
         cache.pool.free(0)
         feed(text[:start], 0)
         single = torch.cat([feed(text[i : i + 1], i) for i in range(start, len(text))])

@@ -131,9 +131,14 @@ def check_identity(
     method's variants take turns over the prompts. ``trees`` adds hand-made ones."""
     for temperature in temperatures:
         params = requests(len(prompts), temperature, max_tokens, seed)
+        if llm.model.info.encoder is not None:
+            params = [options.clone(prompt_logprobs=None) for options in params]  # an encoder gives none
         step(f"plain decoding, temperature {temperature:g}")
         plain, _ = answers(llm, None, prompts, params, concurrency=1)
-        texts = [[*prompt, *answer.tokens] for prompt, group in zip(prompts, plain) for answer in group]
+        texts = []
+        for prompt, group in zip(prompts, plain):
+            first, source = llm.model.info.begin(prompt)
+            texts += [[*(source or ()), *first, *answer.tokens] for answer in group]
         cases: list[tuple[str, Seq[Mapping[str, Any] | None]]] = [(o["method"], variants(o)) for o in methods]
         for name, options in [*cases, *([(METHOD, [None])] if trees else [])]:
             for number, page_size in enumerate(page_sizes):

@@ -28,11 +28,14 @@ SMALLEST_P = 1e-4
 @torch.inference_mode()
 def exact_law(llm: LLM, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
     """Probability, float64, of every answer of LENGTH tokens when the SUPPORT likeliest tokens can be sampled."""
-    model = llm.model
+    model, (begin, source) = llm.model, llm.model.info.begin(prompt)
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         cache = new_cache(model, max_seqs=len(law), max_len=len(prompt) + LENGTH)
-        spans = [Span(i, 0, [*prompt, *path], logits=[len(prompt) + len(path) - 1]) for i, path in enumerate(law)]
+        spans = [
+            Span(i, 0, [*begin, *path], logits=[len(begin) + len(path) - 1], source=source)
+            for i, path in enumerate(law)
+        ]
         logits = model.forward(Batch(spans, model.info.device), cache).logits.double().cpu()
         least = logits.topk(SUPPORT, dim=1).values[:, -1:]  # ties with the last one can be sampled too
         shares = torch.softmax((logits / temperature).where(logits >= least, -torch.inf), dim=1)

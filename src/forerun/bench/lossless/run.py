@@ -117,12 +117,12 @@ def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable
         for i in range(len(prompts))
     ]
     found, _ = answers(llm, None, prompts, params, concurrency=config.concurrency)
-    texts = [[*prompt, *group[0].tokens] for prompt, group in zip(prompts, found)]
-    starts = [len(prompt) for prompt in prompts]
+    pairs = [(prompt, group[0].tokens) for prompt, group in zip(prompts, found)]
     layouts = len(config.page_sizes)
     results = []
-    for path in ("native", "hf"):
-        if path == "native" and applies(read_config(resolve(llm.config.model))) is not None:
+    encodes = llm.model.info.encoder is not None
+    for path in ("native",) if encodes else ("native", "hf"):
+        if path == "native" and not encodes and applies(read_config(resolve(llm.config.model))) is not None:
             continue
         if llm.model.info.path.startswith(path):
             model = llm.model
@@ -140,7 +140,7 @@ def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable
             )
         for turn, page_size in enumerate(config.page_sizes):
             step(f"bits, {model.info.path}")
-            results += check_bits(model, texts[turn::layouts], starts[turn::layouts], page_size)
+            results += check_bits(model, pairs[turn::layouts], page_size)
     return results
 
 

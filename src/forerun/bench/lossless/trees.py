@@ -30,7 +30,7 @@ DEEPEST = 4
 class HandMadeConfig(DrafterConfig):
     num_speculative_tokens: int = DEEPEST
     texts: tuple[tuple[int, ...], ...] = ()
-    """Prompts with the answers of plain decoding: what a draft must contain to be accepted."""
+    """Sources, if there are, prompts, and the answers of plain decoding: what a draft must contain to be accepted."""
 
     @property
     def branches(self) -> bool:
@@ -74,7 +74,7 @@ class HandMade(Drafter[HandMadeConfig]):
         return draft
 
     def _continuation(self, sequence: Sequence) -> tuple[int, ...]:
-        known = tuple(sequence.tokens)
+        known = (*(sequence.source or ()), *sequence.tokens)
         for text in self.config.texts:
             if text[: len(known)] == known:
                 return text[len(known) :]

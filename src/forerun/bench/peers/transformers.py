@@ -9,10 +9,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCriteria, StoppingCriteriaList
 
 from forerun.bench.contenders import Contender
 from forerun.engine.llm import LLM
+from forerun.models.base import ModelInfo
 from forerun.models.load import read_config, read_module, resolve
 from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
@@ -37,6 +38,7 @@ class Clock(StoppingCriteria):
 class TransformersContender:
     name: str
     model: Any
+    info: ModelInfo
     options: dict[str, Any] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class TransformersContender:
                     **self.options,
                 )
             ended = perf_counter()
-            found.answers.append(output[0, len(prompt) :].tolist())
+            found.answers.append(output[0, len(self.info.begin(prompt)[0]) :].tolist())
             if clock.first is not None:
                 found.tokens += output.shape[1] - clock.length
                 found.seconds += ended - clock.first
@@ -89,20 +91,20 @@ def transformers_contenders(llm: LLM, draft: str | None) -> list[Contender]:
     """Plain, prompt lookup and, where there is a draft, assisted generation with transformers' own settings."""
 
     def load(name: Any) -> Any:
-        path, dtype = resolve(name), llm.model.info.dtype
+        path, dtype = resolve(name), info.dtype
         if path.is_file():  # GGUF, which transformers dequantizes too, but not to the last bit alike
-            return read_module(path, read_config(path), dtype, attention=None).to(llm.model.info.device)
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        ).to(llm.model.info.device)
+            return read_module(path, read_config(path), dtype, attention=None).to(info.device)
+        kind: Any = AutoModelForCausalLM if info.encoder is None else AutoModelForSeq2SeqLM
+        return kind.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False).to(info.device)
 
+    info, lookup = llm.model.info, {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
     model = load(llm.config.model)
     found: list[Contender] = [
-        TransformersContender("transformers", model),
-        TransformersContender("transformers_prompt_lookup", model, {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}),
+        TransformersContender("transformers", model, info),
+        TransformersContender("transformers_prompt_lookup", model, info, lookup),
     ]
     if draft is None and llm.config.model.startswith("forerun:"):
         draft = "forerun:draft"
     if draft is not None:
-        found.append(TransformersContender("transformers_assisted", model, {"assistant_model": load(draft)}))
+        found.append(TransformersContender("transformers_assisted", model, info, {"assistant_model": load(draft)}))
     return found

@@ -131,6 +131,14 @@ class DraftContext:
     stream: int = 0
     """Which of several drafters of one tree this is: their draws must be independent where p meets q."""
 
+    def require_decoder(self, method: str) -> None:
+        """Raise ConfigError where the target is an encoder-decoder, for drafters that run or feed on its layers."""
+        if self.target.info.encoder is not None:
+            raise ConfigError(
+                f"method {method!r} builds on a decoder's layers, and {self.target.info.name} is an encoder-decoder: "
+                "use draft_model, ngram, prompt_lookup, suffix or table"
+            )
+
     def cache(self) -> Attention:
         if self.target_cache is None:
             raise ConfigError("this drafter runs the target itself and needs an engine around it")

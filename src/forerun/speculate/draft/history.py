@@ -23,7 +23,8 @@ I = TypeVar("I", bound=Index)
 
 
 class HistoryDrafter(Drafter[C], Generic[C, I]):
-    """Keeps an index per sequence. Tentative tokens are context, but nothing is learnt from them."""
+    """Keeps an index per sequence, of its source, where it has one, and what follows. Tentative tokens are context, but
+    nothing is learnt from them."""
 
     def __init__(self, config: C, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -43,8 +44,9 @@ class HistoryDrafter(Drafter[C], Generic[C, I]):
             index = self.indices.get(sequence.id)
             if index is None:
                 index = self.indices[sequence.id] = self.new_index()
+                index.update(sequence.source or ())
             firm = len(sequence.tokens) - sequence.tentative
-            index.update(sequence.tokens[len(index.seen) : firm])
+            index.update(sequence.tokens[len(index.seen) - len(sequence.source or ()) : firm])
             drafts.append(self.draft(sequence, index, sequence.tokens[firm:], budget))
         return drafts
 
@@ -56,4 +58,4 @@ class HistoryDrafter(Drafter[C], Generic[C, I]):
 
     def cached_tokens(self, sequence: Sequence) -> list[int]:
         index = self.indices.get(sequence.id)
-        return index.seen if index is not None else []
+        return index.seen[len(sequence.source or ()) :] if index is not None else []

@@ -66,6 +66,7 @@ class Layerskip(Drafter[LayerskipConfig]):
 
     def __init__(self, config: LayerskipConfig, context: DraftContext) -> None:
         super().__init__(config, context)
+        context.require_decoder(self.name)
         info = context.target.info
         self.layers = config.layers or tuple(range(config.exit_layer or max(1, info.num_layers // 2)))
         if self.layers[-1] >= info.num_layers:

@@ -71,6 +71,9 @@ class DraftModel(Drafter[DraftModelConfig]):
         options = dict(context.options or {})
         page_size = options.pop("page_size", None)
         dtype = self._dtype(path)
+        source = context.target.info.encoder is not None
+        if source:
+            options["max_model_len"] = config.max_model_len or 2 * context.max_model_len  # source and answer
         self.model = load_model(
             path,
             dtype=dtype,
@@ -79,8 +82,12 @@ class DraftModel(Drafter[DraftModelConfig]):
             quantization=self._quantization(path, dtype),
             **options,
         )
+        self._check_kind(path, source)
         self._check_vocabulary(path)
-        self.max_len = min(self.model.info.max_len, config.max_model_len or context.max_model_len)
+        self.joins = source and self.model.info.encoder is None
+        """It reads the source before the text, as one text."""
+        longest = context.max_model_len * (2 if self.joins else 1)
+        self.max_len = min(self.model.info.max_len, config.max_model_len or longest)
         self.cache = new_cache(
             self.model,
             max_seqs=context.max_num_seqs,
@@ -106,6 +113,16 @@ class DraftModel(Drafter[DraftModelConfig]):
         tli = config.heterogeneous_vocab_method == "tli"
         return (CrossVocabularyDraftModel if tli else StringDraftModel)(config, context)
 
+    def _check_kind(self, path: str, source: bool) -> None:
+        """Raise ConfigError for an encoder-decoder whose source nobody gives, and for other ids where there is one."""
+        if self.model.info.encoder is not None and not source:
+            raise ConfigError(
+                f"the draft {path} is an encoder-decoder, and {self.context.target.info.name} a decoder, which has no "
+                "source for it: choose a decoder"
+            )
+        if self.config.use_heterogeneous_vocab and source:
+            raise ConfigError("use_heterogeneous_vocab is for decoders: an encoder-decoder's draft has its vocabulary")
+
     def _check_vocabulary(self, path: str) -> None:
         """Raise ConfigError unless the draft's ids mean what the target's mean."""
         context = self.context
@@ -113,8 +130,17 @@ class DraftModel(Drafter[DraftModelConfig]):
             check_compatible(context.tokenizer, load_tokenizer(path), context.target.info, self.model.info)
 
     def _read(self, sequence: Sequence) -> list[int]:
-        """What this model reads of a sequence: its committed tokens in the draft's ids."""
-        return sequence.tokens
+        """What this model reads of a sequence: its committed tokens in the draft's ids. A decoder that drafts for an
+        encoder-decoder reads the source in the place of the token that begins an answer."""
+        return [*(sequence.source or ()), *sequence.tokens[1:]] if self.joins else sequence.tokens
+
+    def _shift(self, sequence: Sequence) -> int:
+        """How many tokens more than the sequence's that is."""
+        return len(sequence.source or ()) - 1 if self.joins else 0
+
+    def _root(self, sequence: Sequence) -> tuple[int, ...] | None:
+        """What cached prefixes depend on beside what is read."""
+        return None if self.joins else sequence.source
 
     def _own(self, tokens: list[int]) -> list[int]:
         """Drafted tokens in the draft's ids."""
@@ -167,7 +193,10 @@ class DraftModel(Drafter[DraftModelConfig]):
         return self.model.forward(Batch(spans, self.model.info.device), self.cache).logits
 
     def _depth(self, sequence: Sequence, budget: int) -> int:
-        """The budget, less where the draft's context ends."""
+        """The budget, less where the draft's context ends; nothing for a source that it has too few positions for."""
+        sources = self.cache.pool.sources
+        if sources is not None and len(sequence.source or ()) > sources.longest:
+            return 0
         return min(budget, self.max_len - len(self._read(sequence)))
 
     def _missing(self, sequences: Seq[Sequence], depths: Seq[int]) -> tuple[list[Span], list[int]]:
@@ -183,7 +212,8 @@ class DraftModel(Drafter[DraftModelConfig]):
             sequence = sequences[index]
             length = pool.length(sequence.id)
             tokens = self._read(sequence)[length : length + count]
-            spans.append(Span(sequence.id, length, tokens, logits=[count - 1] if count == lacks else []))
+            wanted = [count - 1] if count == lacks else []
+            spans.append(Span(sequence.id, length, tokens, logits=wanted, source=sequence.source))
             if count == lacks:
                 ready.append(index)
         return spans, ready
@@ -193,7 +223,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         pool, known = self.cache.pool, self._read(sequence)
         new = sequence.id not in pool.tables
         if new and self.tree is not None:
-            self.tree.start(sequence.id, known, len(known) - 1)
+            self.tree.start(sequence.id, known, len(known) - 1, source=self._root(sequence))
         if pool.try_reserve(sequence.id, len(known) + self.nodes[depth] * sequence.spread):
             return True
         if new:
@@ -208,7 +238,8 @@ class DraftModel(Drafter[DraftModelConfig]):
             stored = next(node for i, node in frontier if i == index)
             parents = None if draft.is_chain else draft.parents
             tokens = self._own(draft.tokens[stored:])
-            spans.append(Span(sequences[index].id, start, tokens, parents, stored, logits=list(range(len(tokens)))))
+            key, wanted, source = sequences[index].id, list(range(len(tokens))), sequences[index].source
+            spans.append(Span(key, start, tokens, parents, stored, wanted, source))
         return spans
 
     def observe(
@@ -220,11 +251,11 @@ class DraftModel(Drafter[DraftModelConfig]):
             if sequence.id not in pool.tables:
                 continue
             if len(draft):
-                start = len(sequence.tokens) - len(verdict.tokens)
+                start = len(sequence.tokens) - len(verdict.tokens) + self._shift(sequence)
                 pool.keep(sequence.id, start, self._kept(sequence, verdict, start))
             if self.tree is not None:
                 known = self._read(sequence)
-                self.tree.commit(sequence.id, known, len(known) - sequence.tentative)
+                self.tree.commit(sequence.id, known, len(known) - sequence.tentative, source=self._root(sequence))
 
     def _kept(self, sequence: Sequence, verdict: Verdict, start: int) -> list[int]:
         """Which of the nodes in the cache, counted from ``start``, were accepted."""
@@ -245,9 +276,9 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.places.pop(sequence.id, None)
 
     def rewind(self, sequence: Sequence) -> None:
-        pool = self.cache.pool
-        if pool.length(sequence.id) > len(sequence.tokens):
-            pool.truncate(sequence.id, len(sequence.tokens))
+        pool, length = self.cache.pool, len(sequence.tokens) + self._shift(sequence)
+        if pool.length(sequence.id) > length:
+            pool.truncate(sequence.id, length)
 
     def pools(self) -> list[Pool]:
         return [self.cache.pool]
@@ -256,7 +287,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         return [self.model]
 
     def cached_tokens(self, sequence: Sequence) -> list[int]:
-        return sequence.tokens[: self.cache.pool.length(sequence.id)]
+        return sequence.tokens[: max(0, self.cache.pool.length(sequence.id) - self._shift(sequence))]
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:

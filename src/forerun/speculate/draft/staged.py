@@ -133,6 +133,8 @@ class Staged(Drafter[StagedConfig]):
         own = {name: getattr(config, name) for name in names if name != "num_speculative_tokens"}
         base_context = replace(context, prefix_caching=False)
         self.base = DraftModel(DraftModelConfig(num_speculative_tokens=rows, **own), base_context)
+        if self.base.joins:
+            raise ConfigError("method 'staged' drafts for an encoder-decoder with an encoder-decoder: give 'model' one")
         self.rows = rows
         self.rule = rules["coupled"]()
         aligned = Aligned(self.base.model, self.base.chooser)
@@ -184,8 +186,9 @@ class Staged(Drafter[StagedConfig]):
             if heat is not None and not params.greedy:
                 params = replace(params, temperature=heat)
             copy = Sequence(
-                sequence.id, [], sequence.num_prompt, params, sequence.seed, sequence.eos_ids, drafter=INNER
-            )
+                sequence.id, [], sequence.num_prompt, params, sequence.seed, sequence.eos_ids, drafter=INNER,
+                source=sequence.source,
+            )  # fmt: skip
             self.copies[sequence.id] = copy
         copy.tokens.extend(sequence.tokens[len(copy.tokens) :])
         copy.tentative = sequence.tentative

@@ -26,5 +26,5 @@ def pack(sequences: Seq[Sequence], drafts: Seq[Draft], *, prompt_logits: Seq[boo
             rows = list(range(len(tokens)))
         else:
             rows = list(range(count - 1, len(tokens))) if sequence.decodes else []
-        spans.append(Span(sequence.id, first, tokens, parents, logits=rows))
+        spans.append(Span(sequence.id, first, tokens, parents, logits=rows, source=sequence.source))
     return spans

@@ -58,6 +58,7 @@ class HeadDrafter(Drafter[C]):
 
     def __init__(self, config: C, context: DraftContext) -> None:
         super().__init__(config, context)
+        context.require_decoder(self.name)
         info = context.target.info
         self.head = self._load(config, context.target).to(device=info.device, dtype=info.dtype).eval()
         sizes = self.head.sizes

@@ -1,0 +1,59 @@
+"""Attention a sequence at a time through torch, with the biases and the sources of encoder-decoders: the reference for
+``streamed.py``, on every device. A row's bits depend on the rows beside it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from forerun.attention.base import Attention, Query
+from forerun.attention.layout import Where, where
+from forerun.attention.mask import tree_mask
+from forerun.core.batch import Batch, Span
+
+
+class PlainAttention(Attention):
+    """The protocol of ``attention/base.py``, but for ``softcap``; as many key heads as query heads."""
+
+    def begin(self, batch: Batch) -> None:
+        for span in batch.spans:
+            self.pool.reserve(span.key, span.end)
+        batch.plan["plain"] = where(self.pool, batch)
+
+    def run(self, query: Query, batch: Batch) -> torch.Tensor:
+        place: Where = batch.plan["plain"]
+        place.store(self.pool, query.layer, query.k, query.v)
+        parts = []
+        for span, offset in zip(batch.spans, batch.offsets):
+            pages = torch.tensor(self.pool.tables[span.key], device=self.pool.device)
+            k, v = (side[:, : span.end] for side in self.pool.gather(query.layer, pages))
+            mask = tree_mask(span, span.end, query.window, torch.float32).to(k.device)
+            if query.bias is not None:
+                mask = mask + _bias(query.bias, span)
+            parts.append(_attend(query.q[offset : offset + span.count], k, v, mask, query.scale))
+        return torch.cat(parts)
+
+    def cross(self, layer: int, q: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
+        sources = self.pool.sources
+        assert sources is not None
+        parts = []
+        for span, offset in zip(batch.spans, batch.offsets):
+            page, length = sources.page(span.key)
+            k, v = (side[layer][page, :, :length] for side in (sources.pool.keys, sources.pool.values))
+            parts.append(_attend(q[offset : offset + span.count], k, v, None, scale))
+        return torch.cat(parts)
+
+
+def _bias(bias: torch.Tensor, span: Span) -> torch.Tensor:
+    """[heads, rows, entries]"""
+    behind = torch.tensor(span.depths(), dtype=torch.long) + span.start
+    entries = torch.cat([torch.arange(span.start), behind])
+    distances = (behind[span.stored :, None] - entries).clamp_(min=0).to(bias.device)
+    return bias[:, bias.shape[1] - 1 - distances]
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """q [rows, heads, width] over k and v [heads, entries, width] -> [rows, heads * width]."""
+    mask = None if mask is None else mask.to(q.dtype)
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=scale)
+    return out[0].transpose(0, 1).flatten(1)
