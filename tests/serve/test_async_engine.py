@@ -203,7 +203,7 @@ def test_a_slow_reader_is_set_aside_and_loses_nothing(engine: AsyncEngine, serve
         assert slow.backlog == backlog
         assert engine.max_backlog <= backlog < engine.max_backlog + engine.max_backlog // 4
         assert not served.engine.target.cache.pool.tables
-        assert engine.num_paused == 1
+        assert engine.snapshot().waiting == 1
         return await read(slow)
 
     deltas = run(work())

@@ -17,9 +17,10 @@ from running import TEMPLATE
 from forerun import LLM, SamplingParams
 from forerun.engine.metrics import EngineStats
 from forerun.engine.snapshot import Snapshot
+from forerun.engine.stream import Delta
 from forerun.sampling.noise import fold
 from forerun.scale import pool as pools
-from forerun.scale.messages import Message, Request
+from forerun.scale.messages import Message, News, Request
 from forerun.scale.pool import LostError, Pool
 from forerun.scale.replica import Replica
 from forerun.serve.app import ServerOptions, create_app
@@ -39,7 +40,8 @@ def replicas(model_folder: Path) -> Iterator[list[Replica]]:
 
 
 class Lossy:
-    """Gives requests to the replicas in turn, and loses them: after ``lives`` messages, one number for each time."""
+    """Gives requests to the replicas in turn, and loses them: behind so many tokens as ``lives`` says, one number for
+    each time; -1: before the replica says anything."""
 
     def __init__(self, replicas: list[Replica], lives: Iterator[int]) -> None:
         self.turn = itertools.cycle(replicas)
@@ -52,11 +54,29 @@ class Lossy:
         left = next(self.lives)
         async with aclosing(next(self.turn).answer(request)) as messages:
             async for message in messages:
-                if not left:
+                given = sum(len(delta.token_ids) for delta in message.deltas) if isinstance(message, News) else 0
+                if left < 0 or (given and given > left):
                     self.lost += 1
+                    if isinstance(message, News) and (rest := cut(message.deltas, left)):
+                        yield News(rest, prompt_logprobs=message.prompt_logprobs)
                     raise LostError("killed by the test")
-                left -= 1
+                left -= given
                 yield message
+
+
+def cut(deltas: list[Delta], left: int) -> list[Delta]:
+    """The first ``left`` tokens; a traced round only whole."""
+    kept = []
+    for delta in deltas:
+        if len(delta.token_ids) > left:
+            if left > 0 and delta.round is None:
+                kept.append(
+                    replace(delta, token_ids=delta.token_ids[:left], logprobs=delta.logprobs[:left], finish=None)
+                )
+            break
+        kept.append(delta)
+        left -= len(delta.token_ids)
+    return kept
 
 
 FOREVER = itertools.repeat(10**9)
@@ -66,8 +86,6 @@ FOREVER = itertools.repeat(10**9)
 def asked(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ask, Lossy, Pool]]:
     """``asked(lives)``: a way to ask the API of a pool that loses requests so."""
     monkeypatch.setattr(pools, "WAIT", 0.0)
-    for replica in replicas:  # each round is a message
-        monkeypatch.setattr(replica.engine, "max_delay", 0.0)
 
     def make(lives: Iterator[int] = FOREVER) -> tuple[Ask, Lossy, Pool]:
         lossy = Lossy(replicas, lives)
@@ -97,13 +115,13 @@ def shown(status: int, body: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_lost_goes_on_with_the_same_tokens(asked: Callable[..., Any], case: str) -> None:
-    """After every number of messages once: before the first one, in the middle, after the last token but one."""
+    """Before the replica says anything, before the first token, in the middle."""
     body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True, **CASES[case]}
 
     async def compare() -> int:
         undisturbed = shown(*await asked()[0]("/v1/completions", body))
         lost = 0
-        for life in range(0, 12, 2):
+        for life in range(-1, 11, 2):
             lives = itertools.chain([life, life + 1, 1], FOREVER)
             ask, lossy, pool = asked(lives)
             assert shown(*await ask("/v1/completions", body)) == undisturbed
@@ -132,7 +150,7 @@ def test_who_names_no_seed_gets_one_first(asked: Callable[..., Any], plain: Call
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 1.0, "n": 2, "ignore_eos": True}
     ask, lossy, _ = asked(itertools.chain([3, 4, 2], FOREVER))
     choices = shown(*asyncio.run(ask("/v1/completions", body)))
-    assert lossy.lost >= 2
+    assert lossy.lost == 3
     seeds = {request.params.seed for request in lossy.requests}
     first = lossy.requests[0].params.seed
     assert seeds == {first, fold(first, 1)}
@@ -156,13 +174,13 @@ def test_a_stream_repeats_nothing(asked: Callable[..., Any], plain: Callable[...
     lives = itertools.chain((draw.randrange(2, 6) for _ in range(8)), FOREVER)
     _, lossy, pool = asked(lives)
     assert asyncio.run(read(pool)) == (list(one.token_ids), one.text)
-    assert lossy.lost >= 4
+    assert lossy.lost == 8
     assert not pool.streams
     assert not pool._tasks
 
 
 def test_a_request_that_ends_every_replica_fails(asked: Callable[..., Any]) -> None:
-    ask, lossy, pool = asked(itertools.repeat(0))
+    ask, lossy, pool = asked(itertools.repeat(-1))
     status, body = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
     assert (status, lossy.lost) == (400, pools.MOVES + 1)
     assert "replicas ended while they had this request" in body["error"]["message"]

@@ -106,7 +106,7 @@ def test_replicas_that_do_not_come_up(tmp_path: Path) -> None:
 
 
 UPDATE = """
-import json, sys, threading, time
+import json, os, sys, threading, time
 import httpx2, ray
 from ray import serve
 from forerun.scale.app import Arguments, build
@@ -132,8 +132,10 @@ for thread in threads:
 for thread in threads:
     thread.join()
 updating.join()
-print(json.dumps(texts))
+print(json.dumps(texts), flush=True)
 serve.shutdown()
+ray.shutdown()
+os._exit(0)  # threads of Ray's that serve the handles would keep the process
 """
 
 
