@@ -148,9 +148,7 @@ class Engine:
         wanted = params.grammar
         seed = params.seed if params.seed is not None else self.config.seed
         seed = seed if seed is not None else secrets.randbits(63)
-        limit = self.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(prompt) + params.max_tokens)
+        limit = min(self.max_model_len, len(prompt) + (params.max_tokens or self.max_model_len))
         jobs: list[Job] = []
         for index in range(params.n if search is None else search.n):
             sequence = Sequence(
