@@ -5,7 +5,7 @@ SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_linear.py tests/
 	tests/unit/test_sampling_draw.py tests/unit/test_sampling_warp.py tests/unit/test_drafted_chains.py \
 	tests/unit/test_left.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
 
-.PHONY: setup check quick test sanitize bench
+.PHONY: setup check quick test sanitize wheel bench
 
 setup:  ## virtual environment with everything that development needs
 	$(PYTHON) -m venv .venv
@@ -26,6 +26,11 @@ test:  ## the whole suite
 sanitize:  ## tests that call the kernels, with the kernels built for AddressSanitizer and UndefinedBehaviorSanitizer
 	FORERUN_SANITIZE=1 PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:log_path=/dev/stderr \
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(RUN) pytest -p no:cacheprovider -n 0 --timeout 0 -s $(SANITIZED)
+
+wheel:  ## a wheel for this platform that carries the kernels compiled, for any processor with AVX2 or more; dist/
+	$(RUN) forerun.kernels
+	.venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .
+	rm -r src/forerun/kernels/carried
 
 bench:  ## both drafters of the bundled pair against plain decoding and transformers
 	.venv/bin/forerun bench --peers transformers

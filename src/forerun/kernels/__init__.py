@@ -1,7 +1,8 @@
 """Kernels in C++ for x86-64 processors with AVX2 and FMA or with AVX-512, compiled once per processor and kept in the
 user's cache folder.
 
-Where there is no compiler, no such processor or no place to keep the result, or where the environment variable
+A platform wheel (``make wheel``) carries them compiled, for AVX2 and up; then nothing is compiled. Where there is
+neither that nor a compiler, no such processor or no place to keep the result, or where the environment variable
 ``FORERUN_KERNELS`` is 0, ``library`` is None and callers use torch.
 """
 
@@ -15,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -34,11 +36,24 @@ HEADERS = tuple(
     HERE / f"{name}.h"
     for name in ("lanes", "lanes_avx2", "lanes_avx512", "kernels", "structs", "blocks", "quants", "rows")
 )
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp")
 SANITIZE = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 """Added if ``FORERUN_SANITIZE`` is 1; ``make sanitize`` runs tests under it."""
 NEEDED = frozenset(("avx2", "fma", "f16c"))
 """Of a processor, as ``/proc/cpuinfo`` has them."""
+CARRIED = HERE / "carried"
+"""Where a platform wheel has them, a file for each of ``CARRIABLE``."""
+_AVX512 = NEEDED | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+CARRIABLE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "avx512_vnni_bf16": (
+        _AVX512 | {"avx512_vnni", "avx512_bf16"}, ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
+    ),
+    "avx512_vnni": (_AVX512 | {"avx512_vnni"}, ("-march=x86-64-v4", "-mavx512vnni")),
+    "avx512": (_AVX512, ("-march=x86-64-v4",)),
+    "avx_vnni": (NEEDED | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
+    "avx2": (NEEDED, ("-march=x86-64-v3",)),
+}  # fmt: skip
+"""What a processor must have for each, as ``/proc/cpuinfo`` has it, and how it is compiled; the best first."""
 COMPILERS = ("c++", "g++", "clang++")
 PATIENCE = 600.0
 """Seconds that the compiler may take for a source; it takes ten, on a busy machine many times that."""
@@ -72,7 +87,8 @@ SIGNATURES = {
 
 
 class KernelError(ForerunError):
-    """Arguments that a kernel refuses: sizes, indices or addresses that would reach memory that is not the caller's."""
+    """Arguments that a kernel refuses: sizes, indices or addresses that would reach memory that is not the "
+    "caller's."""
 
 
 def processor() -> str:
@@ -85,14 +101,14 @@ def processor() -> str:
     return "\n".join([platform.platform(), *sorted(about)])
 
 
-def _compile(compiler: str, to: Path) -> None:
+def _compile(compiler: str, to: Path, machine: Sequence[str] = ("-march=native",)) -> None:
     """Raises OSError or a SubprocessError."""
     to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's, or anyone's
     with tempfile.TemporaryDirectory(dir=to.parent) as work:
 
         def run(*arguments: str) -> None:
-            command = [compiler, *_flags(), *arguments]
+            command = [compiler, *_flags(), *machine, *arguments]
             subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE, env=around)
 
         parts = {source: str(Path(work) / f"{source.stem}.o") for source in SOURCES}
@@ -103,15 +119,64 @@ def _compile(compiler: str, to: Path) -> None:
         os.replace(made, to)
 
 
+def _units() -> frozenset[str]:
+    """What the processor has, as ``/proc/cpuinfo`` has it; empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return frozenset(next((line.split() for line in lines if line.startswith("flags")), ()))
+
+
+def _written() -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in SOURCES + HEADERS]
+
+
+def _key(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def carried(name: str) -> Path:
+    """Where a wheel has the kernels compiled as ``CARRIABLE[name]``, for the sources as they are."""
+    return CARRIED / f"{name}-{_key(_written())}.so"
+
+
+def carry() -> None:
+    """Compile them all for a wheel; ``python -m forerun.kernels``. Raises KernelError without a compiler, OSError or a
+    SubprocessError where it fails."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise KernelError("there is no C++ compiler")
+    shutil.rmtree(CARRIED, ignore_errors=True)
+    for name, (_, machine) in CARRIABLE.items():
+        _compile(compiler, carried(name), machine)
+
+
+def _carried() -> ctypes.CDLL | None:
+    """The best of what a wheel carries for this processor; None where it carries nothing that serves."""
+    if not CARRIED.is_dir() or os.environ.get("FORERUN_SANITIZE") == "1":
+        return None
+    units = _units()
+    path = next((carried(name) for name, (needed, _) in CARRIABLE.items() if units >= needed), None)
+    if path is None or not path.is_file():
+        return None
+    try:
+        found = ctypes.CDLL(str(path))
+        _bind(found)
+    except (OSError, RuntimeError, AttributeError) as error:
+        log.warning("the kernels of this installation cannot be loaded, they are compiled instead: %s", error)
+        return None
+    return found
+
+
 def _serves() -> bool:
     """Whether this processor has what the kernels are written in."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
+    found = _units()
+    if not found:  # not Linux
         return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return any(line.startswith("flags") and set(line.split()) >= NEEDED for line in lines)
+    return found >= NEEDED
 
 
 def _switched_on() -> bool:
@@ -149,6 +214,8 @@ def library() -> ctypes.CDLL | None:
     for arguments that the kernel refuses."""
     if not _switched_on() or not _serves():
         return None
+    if (ready := _carried()) is not None:
+        return ready
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         log.warning(
@@ -156,11 +223,8 @@ def library() -> ctypes.CDLL | None:
             "(apt-get install g++), or set FORERUN_KERNELS=0 to do without"
         )
         return None
-    parts = [path.read_text(encoding="utf-8") for path in SOURCES + HEADERS]
-    parts += [compiler, *_flags(), processor()]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     try:
-        path = cache_folder() / f"kernels-{key}.so"
+        path = cache_folder() / f"kernels-{_key([*_written(), compiler, *_flags(), processor()])}.so"
         if not path.is_file():
             _compile(compiler, path)
         found = ctypes.CDLL(str(path))

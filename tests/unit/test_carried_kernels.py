@@ -1,0 +1,69 @@
+"""Kernels that a platform wheel carries: chosen by what the processor has, never half loaded."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from forerun import kernels
+
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no kernels on this machine")
+
+
+@pytest.fixture
+def carried(tmp_path, monkeypatch) -> Path:
+    """A folder as in a wheel, with this machine's own kernels under every name."""
+    monkeypatch.setattr(kernels, "CARRIED", tmp_path / "carried")
+    monkeypatch.delenv("FORERUN_SANITIZE", raising=False)
+    kernels.CARRIED.mkdir()
+    found = kernels.library()
+    assert found is not None
+    for name in kernels.CARRIABLE:
+        shutil.copy(found._name, kernels.carried(name))
+    return kernels.CARRIED
+
+
+def chosen() -> str:
+    found = kernels._carried()
+    return "" if found is None else Path(found._name).name.rsplit("-", 1)[0]
+
+
+AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+
+
+@pytest.mark.parametrize(
+    ("units", "wanted"),
+    [
+        ({"avx2", "fma"}, ""),
+        ({"avx2", "fma", "f16c"}, "avx2"),
+        ({"avx2", "fma", "f16c", "avx_vnni"}, "avx_vnni"),
+        (AVX512 - {"avx512dq"}, "avx2"),
+        (AVX512, "avx512"),
+        (AVX512 | {"avx512_vnni", "avx_vnni"}, "avx512_vnni"),
+        (AVX512 | {"avx512_vnni", "avx512_bf16"}, "avx512_vnni_bf16"),
+    ],
+)
+def test_the_best_that_the_processor_has_is_loaded(carried, monkeypatch, units, wanted):
+    monkeypatch.setattr(kernels, "_units", lambda: frozenset(units))
+    assert chosen() == wanted
+
+
+def test_nothing_is_compiled_where_they_are_carried(carried, monkeypatch):
+    monkeypatch.setattr(kernels, "_compile", lambda *arguments: pytest.fail("compiled"))
+    monkeypatch.setattr(kernels, "COMPILERS", ())
+    found = kernels.library.__wrapped__()
+    assert found is not None
+    assert Path(found._name).parent == carried
+
+
+def test_kernels_of_other_sources_or_damaged_ones_are_left(carried, monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "_written", lambda: ["other sources"])
+    assert chosen() == ""
+    for name in kernels.CARRIABLE:
+        kernels.carried(name).write_bytes(b"no library")
+    with caplog.at_level(logging.WARNING):
+        assert chosen() == ""
+    assert "cannot be loaded, they are compiled instead" in caplog.text
