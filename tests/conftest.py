@@ -29,7 +29,9 @@ from tiny_seq2seq import save_seq2seq
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 
-collect_ignore = [] if kernels.library() is not None else ["unit/test_kernel_arguments.py"]
+collect_ignore = (
+    [] if kernels.library() is not None else ["unit/test_kernel_arguments.py", "unit/test_carried_kernels.py"]
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,8 +10,6 @@ import pytest
 
 from forerun import kernels
 
-pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no kernels on this machine")
-
 
 @pytest.fixture
 def carried(tmp_path, monkeypatch) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 from forerun.cache.pool import Pages
 
@@ -25,6 +26,14 @@ class _Node:
         self.page = page
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.children: dict[tuple[int, ...], _Node] = {}
+
+
+class Listener(Protocol):
+    """Hears what the tree gains and loses, in the engine's thread; a page's node is itself until it is removed."""
+
+    def stored(self, nodes: Sequence[_Node]) -> None: ...
+
+    def removed(self, nodes: Sequence[_Node]) -> None: ...
 
 
 class PrefixTree:
@@ -43,6 +52,7 @@ class PrefixTree:
         # From the least to the most recently used, descendants before their ancestors.
         self.order: OrderedDict[_Node, None] = OrderedDict()
         self.ends: dict[int, _Node] = {}
+        self.listener: Listener | None = None
         pool.reclaimer = self
 
     def start(
@@ -105,6 +115,7 @@ class PrefixTree:
             return
         node = found or self.roots.setdefault(source, _Node(None, source or (), -1))
         table = self.pages.tables[key]
+        fresh = []
         while (node.depth + 1) * size <= length:
             index = node.depth
             run = tuple(tokens[index * size : (index + 1) * size])
@@ -113,11 +124,14 @@ class PrefixTree:
                 child = node.children[run] = _Node(node, run, table[index])
                 self.pages.hold(child.page)
                 self.order[child] = None
+                fresh.append(child)
             elif child.page != table[index]:
                 self.pages.replace(key, index, child.page)
             node = child
         self.ends[key] = node
         self._touch(node)
+        if fresh and self.listener is not None:
+            self.listener.stored(fresh)
 
     def _end(self, key: int, length: int) -> _Node | None:
         """Where ``key`` got to in the tree; None: to its root, or it has taken entries back since."""
@@ -137,7 +151,8 @@ class PrefixTree:
     def reclaim(self, count: int) -> None:
         """Drop the ``count`` least recently used pages that no sequence holds, or as many as there are."""
         unused = (node for node in self.order if self.pages.refs[node.page] == 1)
-        for node in [node for node, _ in zip(unused, range(count))]:
+        gone = [node for node, _ in zip(unused, range(count))]
+        for node in gone:
             parent = node.parent
             assert parent is not None
             del self.order[node]
@@ -145,6 +160,8 @@ class PrefixTree:
             if parent.parent is None and parent is not self.root and not parent.children:
                 del self.roots[parent.run]
             self.pages.release(node.page)
+        if gone and self.listener is not None:
+            self.listener.removed(gone)
 
     def forget(self, key: int) -> None:
         self.ends.pop(key, None)

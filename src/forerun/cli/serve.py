@@ -39,6 +39,9 @@ MetricsNames = Annotated[
 Replicated = Annotated[
     int | None, typer.Option(help="engines behind this server, on Ray Serve; --threads are each one's", min=1)
 ]
+Events = Annotated[
+    str | None, typer.Option(metavar="ENDPOINT", help="tell over ZeroMQ which prefixes are cached, as vLLM does")
+]
 AlsoDraft = Annotated[
     list[str] | None,
     typer.Option(metavar="JSON", help="another drafter, which requests may choose by method (repeatable)"),
@@ -72,6 +75,7 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores but one, for HTTP")] = None,
     no_request_log: NoRequestLog = False,
     metrics_names: MetricsNames = "forerun",
+    kv_events: Events = None,
     replicas: Replicated = None,
     max_replicas: Annotated[int | None, typer.Option(help="as many replicas as the load wants, up to", min=1)] = None,
     *,
@@ -82,13 +86,12 @@ def serve(
 
     Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done; on a
     second one at once."""
-    try:
-        from forerun.serve.app import ServerOptions
-        from forerun.serve.connection import ConnectionLimits
-        from forerun.serve.guard import is_loopback
-        from forerun.serve.run import open_socket
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
+    _check_installed()
+    from forerun.serve.app import ServerOptions
+    from forerun.serve.connection import ConnectionLimits
+    from forerun.serve.guard import is_loopback
+    from forerun.serve.run import open_socket
+
     _set_up(max_connections, log_requests=not no_request_log)
     limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)
     listener = open_socket(host, port)
@@ -102,13 +105,21 @@ def serve(
         metrics_names=metrics_names,
     )
     _warn_if_open(host, options.api_key, local=local)
-    door = Door(host, listener, limits, drain_timeout, served_model_name, max_queue)
+    door = Door(host, listener, limits, drain_timeout, served_model_name, max_queue, kv_events)
     drafters = served_drafters(speculative, engine, also_draft)
     if replicas or max_replicas:
         _by_replicas(door, options, engine, drafters, replicas or 1, max_replicas, threads)
     else:
         set_threads(all_but_one() if threads is None else threads)
         _here(door, options, load_served(engine, drafters), max_delay)
+
+
+def _check_installed() -> None:
+    try:
+        import forerun.serve.app
+        import forerun.serve.run  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,8 @@ class Door:
     name: str | None
     """The model's, if it is given one."""
     max_queue: int
+    kv_events: str | None
+    """Where cached prefixes are told."""
 
     def told(self, name: str, described: str) -> str:
         """The model's name as clients know it, once it has been said what runs and where."""
@@ -139,6 +152,10 @@ def _here(door: Door, options: ServerOptions, llm: LLM, max_delay: float) -> Non
     from forerun.serve.app import create_app
     from forerun.serve.run import run
 
+    if door.kv_events is not None:
+        from forerun.serve.kv_events import KVEvents
+
+        out().print(f"KV events at {KVEvents(door.kv_events, llm.engine.scheduler.tree).endpoint}")
     asynchronous = AsyncEngine(llm.engine, max_queue=door.max_queue, max_delay=max_delay)
     name = door.told(llm.model.info.name, _facts(llm))
     app = create_app(asynchronous, replace(options, model_name=name))
@@ -150,6 +167,8 @@ def _by_replicas(
     threads: int | None,
 ) -> None:  # fmt: skip
     """Answer from replicas on Ray Serve."""
+    if door.kv_events is not None:
+        raise ConfigError("--kv-events tells of one engine's prefixes: not with --replicas, which routes by itself")
     try:
         from forerun.scale.cluster import Replicas
         from forerun.scale.front import run
