@@ -8,6 +8,7 @@ import pytest
 
 from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams, SpeculativeConfig
 from forerun.engine import memory
+from forerun.engine.config import EngineConfig
 from forerun.engine.keywords import INSTEAD, SAID, understood
 from forerun.models.load import resolve
 
@@ -17,6 +18,7 @@ COLD = SamplingParams(temperature=0.0, max_tokens=6)
 def test_what_is_so_anyway_is_accepted_and_changes_nothing(llm, tiny_target):
     habits = {
         "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "enforce_eager": True,
         "trust_remote_code": False,
         "swap_space": 0,
@@ -29,7 +31,7 @@ def test_what_is_so_anyway_is_accepted_and_changes_nothing(llm, tiny_target):
     model = LLM(tiny_target, **habits)
     assert model.generate("the cat", COLD)[0].outputs[0] == llm().generate("the cat", COLD)[0].outputs[0]
     assert set(habits) & set(SAID) == {
-        "tensor_parallel_size", "enforce_eager", "trust_remote_code", "swap_space", "kv_cache_dtype"
+        "pipeline_parallel_size", "enforce_eager", "trust_remote_code", "swap_space", "kv_cache_dtype"
     }  # fmt: skip
     assert understood({name: accepted[0] for name, (accepted, _) in SAID.items()}) == {}
 
@@ -44,8 +46,10 @@ def test_what_cannot_be_honoured_is_one_line_that_says_what_to_do(name):
 
 
 def test_true_is_not_one():
-    with pytest.raises(ConfigError, match="tensor_parallel_size=True"):
-        understood({"tensor_parallel_size": True})
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=True"):
+        understood({"pipeline_parallel_size": True})
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be an integer of at least 1, not True"):
+        EngineConfig(tensor_parallel_size=True)
 
 
 def test_other_names_of_our_options():

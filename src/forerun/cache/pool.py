@@ -6,17 +6,23 @@ sequence's keys are one contiguous view.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from forerun.cache.fused_rows import adjacent
 from forerun.core.errors import ForerunError
 
 if TYPE_CHECKING:
     from forerun.cache.sources import Sources
+
+Places = tuple[torch.Tensor, torch.Tensor]
+"""(page, offset) of entries, int64."""
+Change = tuple[Any, ...]
+"""Which method of a pool changed its entries, and what it was given."""
 
 
 class OutOfPages(ForerunError):
@@ -238,6 +244,8 @@ class Pool(Pages):
         self.device = torch.device(device)
         self.dtype = dtype
         self.layers = list(layers)
+        self.changes: list[Change] | None = None
+        """What happened to entries beside being stored; None: nobody asks."""
 
     @cached_property
     def pairs(self) -> list[torch.Tensor | None]:
@@ -271,12 +279,25 @@ class Pool(Pages):
             self.reclaimer.reclaim(self.num_idle)
         if self.sources is not None:
             self.sources.clear()
+        self._zero(list(self.free_pages))
+
+    def _note(self, *change: Any) -> None:
+        if self.changes is not None:
+            self.changes.append(change)
+
+    def redo(self, change: Change) -> None:
+        """Do to this pool what happened to another one with the same pages."""
+        ways: dict[str, Callable[..., None]] = {"zero": self._zero, "move": self._move, "copy": self._copy_page}
+        ways[change[0]](*change[1:])
+
+    def _zero(self, pages: list[int]) -> None:
+        self._note("zero", pages)
         for tensor in [*self.keys, *self.values]:
-            tensor[self.free_pages] = 0
+            tensor[pages] = 0
 
     def has_nan(self, key: int, first: int = 0) -> bool:
-        """Whether an entry of ``key`` from ``first`` on is NaN, or one that was written behind its end on the same
-        pages. The last layer tells: what one layer stores, the later ones inherit."""
+        """Whether an entry of ``key`` from ``first`` on is NaN, or one behind its end on the same pages. The last layer
+        tells: what one layer stores, the later ones inherit."""
         page, offset = divmod(first, self.page_size)
         pages = self.tables.get(key, ())[page:]
         if not pages:
@@ -303,7 +324,7 @@ class Pool(Pages):
     def bytes_per_token(layers: Sequence[KVShape], dtype: torch.dtype) -> int:
         return sum(s.heads * (s.key_dim + s.value_dim) for s in layers) * dtype.itemsize
 
-    def places(self, key: int, entries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, key: int, entries: Sequence[int]) -> Places:
         """(page, offset) int64 tensors of the given entries of ``key``."""
         table = self.tables[key]
         pages = [table[entry // self.page_size] for entry in entries]
@@ -313,7 +334,7 @@ class Pool(Pages):
             torch.tensor(offsets, dtype=torch.long, device=self.device),
         )
 
-    def write(self, layer: int, places: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, layer: int, places: Places, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store rows ``k`` and ``v`` ([rows, heads, width]) of one layer at ``places``."""
         pages, offsets = places
         pair, both = self.pairs[layer], adjacent(k, v)
@@ -360,27 +381,19 @@ class Pool(Pages):
                 offsets, moves = offsets[: moves[0][0]], []
         if moves:
             target = self.places(key, [start + i for i, _ in moves])
-            for pair, *sides in zip(self.pairs, self.keys, self.values):
-                for tensor in sides if pair is None else [pair]:
-                    tensor[target[0], :, target[1]] = tensor[source[0], :, source[1]]
+            self._move(source, target)
             self.lengths[key] = start + len(offsets)
         self.truncate(key, start + len(offsets))
         return len(offsets)
 
+    def _move(self, source: Places, target: Places) -> None:
+        self._note("move", source, target)
+        for pair, *sides in zip(self.pairs, self.keys, self.values):
+            for tensor in sides if pair is None else [pair]:
+                tensor[target[0], :, target[1]] = tensor[source[0], :, source[1]]
+
     def _copy_page(self, source: int, target: int, count: int) -> None:
+        self._note("copy", source, target, count)
         for pair, *sides in zip(self.pairs, self.keys, self.values):
             for tensor in sides if pair is None else [pair]:
                 tensor[target, :, :count] = tensor[source, :, :count]
-
-
-def adjacent(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-    """[rows, 2 * heads, width] over both if v's heads follow k's in memory, as in a fused projection's output."""
-    strides = k.stride()
-    apart = k.shape[1] * strides[1] * k.element_size()
-    if (
-        v.data_ptr() - k.data_ptr() != apart
-        or v.stride() != strides
-        or v.untyped_storage()._cdata != k.untyped_storage()._cdata
-    ):
-        return None
-    return k.as_strided((k.shape[0], 2 * k.shape[1], k.shape[2]), strides, k.storage_offset())

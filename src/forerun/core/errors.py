@@ -32,6 +32,10 @@ class ContextLengthError(RequestError):
     """A prompt that leaves no room for an answer."""
 
 
+class RankError(ForerunError):
+    """A process of a tensor-parallel model has ended, or does not answer; the engine cannot go on."""
+
+
 class NumericsError(ForerunError):
     """Logits with NaN, or a row without a single permitted token."""
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from forerun.core.errors import RequestError
+from forerun.core.errors import RankError, RequestError
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Update
 from forerun.engine.snapshot import Snapshot
@@ -81,6 +81,8 @@ class AsyncEngine:
         self.on_forget: Callable[[Stream], None] | None = None
         self.streams: set[Stream] = set()
         self.draining = False
+        self._lost = False
+        """One of the model's processes has ended."""
         self._by_job: dict[int, Stream] = {}
         self._held = _Held()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -94,7 +96,7 @@ class AsyncEngine:
     @property
     def ready(self) -> bool:
         """Whether requests are taken."""
-        return not self.draining
+        return not self.draining and not self._lost
 
     @property
     def max_model_len(self) -> int:
@@ -247,6 +249,10 @@ class AsyncEngine:
     def _step(self) -> list[Update]:
         try:
             return self.engine.step()
+        except RankError as error:
+            self._lost = True
+            log.error("%s", error)
+            return self.engine.fail(str(error))
         except Exception as error:  # whatever broke a round must not end the server
             log.error("a round failed; its requests end with an error", exc_info=error)
             return self.engine.fail(f"the engine failed in this request's round: {type(error).__name__}: {error}")

@@ -28,7 +28,7 @@ INSTEAD = {
     "rejection_sample_method": "'accept', the rule: 'token' is Leviathan et al.'s",
     "draft_sample_method": "'draft_temperature'",
     "parallel_drafting": "'method': 'parallel'",
-    "draft_tensor_parallel_size": "leave it out: one process computes",
+    "draft_tensor_parallel_size": "leave it out: rank 0 drafts alone",
     "disable_padded_drafter_batch": "leave it out: batches are ragged",
     "revision": "the folder of that revision as 'model'",
 }
@@ -152,6 +152,9 @@ class EngineConfig:
     model_path: str = field(default="auto", metadata={"help": "code that runs the model: auto, native or hf"})
     weights: str = field(default="auto", metadata={"help": "weight layout on CPU: auto, streamed, packed or plain"})
     quantization: str | None = field(default=None, metadata={"help": QUANTIZATION_HELP})
+    tensor_parallel_size: int = field(
+        default=1, metadata={"help": "processes that share each of the target's layers (see docs/scale.md)"}
+    )
     lora: Seq[str] | str | None = field(
         default=None, metadata={"help": "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT (repeatable)"}
     )
@@ -188,7 +191,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         optionals = ("max_model_len", "page_size", "num_pages", "max_prefill_tokens")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_grammar_bytes", *optionals):
+        required = ("max_num_seqs", "max_num_batched_tokens", "max_grammar_bytes", "tensor_parallel_size")
+        for name in (*required, *optionals):
             value = getattr(self, name)
             optional = name in optionals
             if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):

@@ -77,7 +77,7 @@ class Engine:
             slack=self.max_nodes,
         )
         memory = budget(self.config.kv_cache_bytes, self.config.gpu_memory_utilization, model.info.device)
-        share([cache.pool, *self.router.pools()], memory, self.config.num_pages)
+        share([cache.pool, *self.router.pools()], memory, self.config.num_pages, self.config.tensor_parallel_size)
         if self.config.max_model_len is None:
             self.max_model_len = min(self.max_model_len, cache.pool.num_tokens)
         self.entrance = Entrance(model.info, tokenizer, self.max_model_len, cache.pool.sources)

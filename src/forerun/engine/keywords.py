@@ -18,9 +18,8 @@ RENAMED = {
 BLOCK_SIZE = 16
 """vLLM's own, where prefix caching is asked for without a page size."""
 
-_ONE = ((1,), "one process computes on one device; forerun serve takes many requests at once")
+_ONE = ((1,), "the layers' parts are split by tensor_parallel_size; forerun serve --replicas starts several engines")
 SAID: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel_size": _ONE,
     "pipeline_parallel_size": _ONE,
     "data_parallel_size": _ONE,
     "enforce_eager": ((True, False), ""),
@@ -45,7 +44,7 @@ INSTEAD = {
     "num_speculative_tokens": "speculative_config={'method': ..., 'num_speculative_tokens': ...}",
     "max_seq_len_to_capture": "leave it out: nothing is captured",
     "compilation_config": "leave it out: kernels are compiled when they are needed",
-    "distributed_executor_backend": "leave it out: one process computes",
+    "distributed_executor_backend": "leave it out: tensor_parallel_size starts processes of its own",
     "guided_decoding_backend": "leave it out: llguidance compiles grammars",
     "max_logprobs": "leave it out: logprobs may be any number",
     "hf_overrides": "change config.json in a copy of the checkpoint",

@@ -74,8 +74,8 @@ class LLM:
     ``speculative_config`` has vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None
     decodes plainly. ``tuned`` is a folder that ``forerun tune`` made for this model, which says how to speculate; True:
     the bundled one. Other keywords are the fields of ``EngineConfig``, or vLLM's: ``block_size``,
-    ``enable_prefix_caching``, ``revision`` and ``download_dir`` mean what they mean there, ``tensor_parallel_size=1``,
-    ``enforce_eager``, ``trust_remote_code=False`` and their like say what is so anyway, and others are refused with
+    ``enable_prefix_caching``, ``revision`` and ``download_dir`` mean what they mean there, ``enforce_eager``,
+    ``trust_remote_code=False`` and their like say what is so anyway, and others are refused with
     what to do instead. Raises ForerunError subclasses for what cannot be loaded or honoured.
 
     Threads may share one: their calls wait for each other, and each has the engine to itself while it runs. Prompts
@@ -109,6 +109,7 @@ class LLM:
             quantization=config.quantization,
             max_model_len=config.max_model_len,
             lora=config.lora,
+            tensor_parallel_size=config.tensor_parallel_size,
         )
         self.tokenizer = load_tokenizer(config.tokenizer or config.model)
         self.engine = Engine(loaded, self.tokenizer, config, speculative)

@@ -63,12 +63,14 @@ def budget(given: int | None, utilization: float | None, device: torch.device) -
     return max(0, int(utilization * total) - (total - free))
 
 
-def share(pools: Seq[Pool], budget: int | None, num_pages: int | None) -> None:
+def share(pools: Seq[Pool], budget: int | None, num_pages: int | None, processes: int = 1) -> None:
     """Give every pool the same number of pages, hence of tokens: ``num_pages``, or as many as ``budget`` bytes (None:
     ``spare_bytes``) pay for in all of them, once encoders' sources have their room; none gets more than it has, which
-    is enough for everybody. Raises ConfigError if that is none.
+    is enough for everybody. The first one is in each of so many ``processes``. Raises ConfigError if that is none.
     """
     each = sum(pool.page_bytes for pool in pools)
+    if pools[0].device.type == "cpu":  # they share its memory
+        each += (processes - 1) * pools[0].page_bytes
     if num_pages is None:
         budget = budget if budget is not None else spare_bytes(pools[0].device)
         sources = sum(pool.sources.nbytes for pool in pools if pool.sources is not None)

@@ -142,12 +142,19 @@ def new_cache(
         longest = min(info.encoder.max_len, max_len)
         pool.sources = Sources(info.encoder.kv_shapes, max_seqs, longest, info.dtype, info.device)
         return StreamedAttention(pool) if ours else PlainAttention(pool)
+    return attention_over(model, pool)
+
+
+def attention_over(model: Model, pool: Pool) -> Attention:
+    """The attention that serves ``model`` here."""
+    info = model.info
     if info.device.type == "cuda":
         from forerun.attention.triton import TritonAttention
 
         return TritonAttention(pool)
-    if ours:
+    if can_attend(info.dtype, info.device, info.kv_shapes):
         return StreamedAttention(pool)
+    tiled = model.invariant and info.device.type == "cpu"
     return TiledAttention(pool) if tiled else SdpaAttention(pool)
 
 

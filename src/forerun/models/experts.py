@@ -25,7 +25,8 @@ class Expert:
 
 
 class Experts:
-    """Router and experts of a layer; ``chosen`` experts per row, whose weights add up to 1 if ``normalised``."""
+    """Router and experts of a layer; ``chosen`` experts per row, whose weights add up to 1 if ``normalised``. There may
+    be others elsewhere: ``count`` in all, those here from number ``first`` on; ``total`` adds what they make."""
 
     def __init__(
         self,
@@ -35,12 +36,17 @@ class Experts:
         chosen: int,
         *,
         normalised: bool,
+        count: int | None = None,
+        first: int = 0,
+        total: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
     ) -> None:
         self.router = router
         self.experts = tuple(experts)
         self.gate = gate
         self.chosen = chosen
         self.normalised = normalised
+        self.count = len(self.experts) if count is None else count
+        self.first, self.total = first, total
 
     def linears(self) -> Iterator[Linear]:
         yield self.router
@@ -51,7 +57,7 @@ class Experts:
     def idle_bytes(self) -> int:
         """Of the experts that a row does not read."""
         held = sum(size((expert.gate_up, expert.down)) for expert in self.experts)
-        return held * (len(self.experts) - self.chosen) // len(self.experts)
+        return held * (self.count - self.chosen) // self.count
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which experts each row goes to, the highest first, and their weights in float32: [rows, chosen] both."""
@@ -66,18 +72,19 @@ class Experts:
         chosen, weights = self.route(x)
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
-        counts = torch.zeros(len(self.experts), dtype=torch.long, device=x.device)
+        counts = torch.zeros(self.count, dtype=torch.long, device=x.device)
         counts.index_add_(0, flat, torch.ones_like(flat))
         rows, weights = order // self.chosen, weights.flatten()[order]
         total = torch.zeros(x.shape, device=x.device)
-        first = 0
-        for expert, count in zip(self.experts, counts.tolist()):
+        every = counts.tolist()
+        first = sum(every[: self.first])
+        for expert, count in zip(self.experts, every[self.first :]):
             if count:
                 here, end = rows[first : first + count], first + count
                 made = self._run(expert, x.index_select(0, here), sizes).float()
                 total.index_add_(0, here, made.mul_(weights[first:end, None]))
                 first = end
-        return total.to(x.dtype)
+        return self.total(total).to(x.dtype)
 
     def _run(self, expert: Expert, x: torch.Tensor, sizes: Seq[int] | None) -> torch.Tensor:
         if sizes is None:

@@ -13,6 +13,8 @@ from forerun.models.architectures.spec import ALL, Spec
 from forerun.models.experts import Expert, Experts
 from forerun.models.formats.base import Linear
 from forerun.models.parts import RMSNorm
+from forerun.models.ranks.parts import OverAll, Summed
+from forerun.models.ranks.team import Team
 from forerun.models.rotary import Rotary
 from forerun.models.streamed import Norm
 from forerun.models.weights import Maker
@@ -67,12 +69,14 @@ class Builder:
         rotary: Rotary,
         gate: Callable[[torch.Tensor], torch.Tensor],
         norm: type[RMSNorm | Norm],
+        team: Team | None = None,
     ) -> None:
         self.spec = spec
         self.maker = maker
         self.rotary = rotary
         self.gate = gate
         self.make_norm = norm
+        self.team = team
 
     def norm(self, name: str) -> RMSNorm | Norm:
         return self._norm(self._numbers(name))
@@ -101,9 +105,9 @@ class Builder:
         dense = not spec.experts
         layer = Layer(
             qkv=self.maker.linear(*map(at, attention.qkv), order=self._turned(len(attention.qkv))),
-            out=linear(attention.out),
+            out=self._summed(linear(attention.out)),
             gate_up=linear(*architecture.mlp.gate_up) if dense else None,
-            down=linear(architecture.mlp.down) if dense else None,
+            down=self._summed(linear(architecture.mlp.down)) if dense else None,
             norm_attention=norm(norms.before_attention),
             norm_mlp=norm(norms.before_mlp),
             rope=spec.rotary is not None,
@@ -116,6 +120,9 @@ class Builder:
         if norms.query is not None and norms.key is not None:
             self._norm_heads(layer, self._numbers(at(norms.query)), self._numbers(at(norms.key)))
         return layer
+
+    def _summed(self, linear: Linear) -> Linear:
+        return linear if self.team is None else Summed(linear, self.team)
 
     def _turned(self, count: int) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
         """Orders for the rows of queries and keys, which ``rotary`` turns."""
@@ -133,7 +140,8 @@ class Builder:
         heads, kv_heads = self.spec.heads, self.spec.kv_heads
         if self.spec.architecture.norms.whole:
             turned = (self.rotary.arrange(weight.view(-1, self.spec.width)).flatten() for weight in (query, key))
-            layer.norm_query, layer.norm_key = map(self._norm, turned)
+            made = map(self._norm, turned)
+            layer.norm_query, layer.norm_key = made if self.team is None else (OverAll(n, self.team) for n in made)
         else:
             stacked = torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)])
             layer.norm_qk = self._norm(self.rotary.arrange(stacked))
@@ -141,7 +149,9 @@ class Builder:
     def _experts(self, prefix: str, count: int) -> Experts:
         names = self.spec.architecture.experts
         assert names is not None
-        router = self.maker.router(f"{prefix}.{names.router.checkpoint}")
+        router, team = self.maker.router(f"{prefix}.{names.router.checkpoint}"), self.team
+        share = count if team is None else count // team.size
+        first = 0 if team is None else team.rank * share
 
         def at(name: Name, expert: int) -> str:
             return f"{prefix}.{name.checkpoint.format(expert)}"
@@ -151,6 +161,7 @@ class Builder:
                 self.maker.linear(*(at(name, expert) for name in names.gate_up)),
                 self.maker.linear(at(names.down, expert)),
             )
-            for expert in range(count)
+            for expert in range(first, first + share)
         ]
-        return Experts(router, experts, self.gate, self.spec.chosen, normalised=self.spec.normalised)
+        options: dict[str, Any] = {} if team is None else {"count": count, "first": first, "total": team.sum}
+        return Experts(router, experts, self.gate, self.spec.chosen, normalised=self.spec.normalised, **options)

@@ -6,7 +6,7 @@ import difflib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
 from forerun.models import checkpoint, gguf_config, gguf_model, sanity
 from forerun.models import lora as adapter
-from forerun.models.architectures.spec import applies
+from forerun.models.architectures.spec import applies, bind
 from forerun.models.base import Model
 from forerun.models.encdec_load import check_wishes, load_encoder_decoder
 from forerun.models.fetch import SOURCES, fetched
@@ -36,6 +36,9 @@ from forerun.models.hf import NAME, HFModel
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
+from forerun.models.ranks import split
+from forerun.models.ranks.leader import Leader
+from forerun.models.ranks.team import Team
 from forerun.models.weights import Weights
 
 DTYPES = {
@@ -285,6 +288,7 @@ def load_model(
     quantization: str | None = None,
     max_model_len: int | None = None,
     lora: Sequence[str] | str | None = None,
+    tensor_parallel_size: int = 1,
 ) -> Model:
     """Load a decoder or an encoder-decoder.
 
@@ -293,29 +297,32 @@ def load_model(
     is ``native`` (the lean path of ``architectures``), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
     ``plain`` or ``auto``; ``quantization`` is a form's name in ``formats``, a dtype (numbers in it, whatever the
     checkpoint holds), ``none`` or None. ``lora``: adapters to merge, ``FOLDER`` or ``FOLDER=WEIGHT``.
+    ``tensor_parallel_size``: processes that share the layers, this one among them; the native path's alone.
     """
     quantization, dtype, numbers = _wished(quantization, dtype)
     folder = resolve(path_or_id)
     config = read_config(folder)
     _check_rope(config, max_model_len)
     where = parse_device(device)
+    wish = f"tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size != 1 else None
     kind, ids, name = parse_dtype(dtype, config), eos_ids(folder, config), str(path_or_id)
     if sanity.has_encoder(config):
         check_wishes(folder, config, kind, model_path=model_path, lora=lora)
+        if wish is not None:
+            raise ConfigError(f"{wish} splits decoders: encoder-decoders such as {folder} run in one process")
         return load_encoder_decoder(
             folder, read_module(folder, config, kind, attention="sdpa").to(where),  # type: ignore[arg-type]
             name=name, eos_ids=ids, invariant=invariant, weights=weights, quantization=quantization,
             max_model_len=max_model_len,
         )  # fmt: skip
-    native = _goes_native(config, folder, model_path, quantization and f"quantization {quantization!r} of {path_or_id}")
+    wish = f"quantization {quantization!r} of {path_or_id}" if quantization else wish
+    native = _goes_native(config, folder, model_path, wish)
     wanted = invariant if invariant is not None else where.type == "cpu"
 
     model: Model
     if native:
-        model = NativeModel(
-            config, _tensors(folder, config, numbers=numbers, lora=lora), dtype=kind, device=where, name=name,
-            eos_ids=ids, invariant=wanted, weights=weights, quantization=quantization,
-        )  # fmt: skip
+        part = Wanted(folder, kind, where.type, name, ids, wanted, weights, quantization, numbers, lora)
+        model = _share(part, config, where, tensor_parallel_size)
     else:
         module: Any = read_module(folder, config, kind, lora=lora)
         model = HFModel(module.to(where), name=name, eos_ids=ids, invariant=wanted, weights=weights)
@@ -328,6 +335,51 @@ def load_model(
             stacklevel=2,
         )
         model.invariant, model.tiles = False, None
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What every rank must know to load its part."""
+
+    folder: Path
+    dtype: torch.dtype
+    device: str
+    name: str
+    eos_ids: frozenset[int]
+    invariant: bool
+    weights: str
+    quantization: str | None
+    numbers: bool
+    lora: Sequence[str] | str | None
+
+
+def load_part(wanted: Wanted, config: Any, device: torch.device, team: Team | None = None) -> NativeModel:
+    """The native model, or a rank's part of it."""
+    return NativeModel(
+        config, _tensors(wanted.folder, config, numbers=wanted.numbers, lora=wanted.lora), dtype=wanted.dtype,
+        device=device, name=wanted.name, eos_ids=wanted.eos_ids, invariant=wanted.invariant, weights=wanted.weights,
+        quantization=wanted.quantization, team=team,
+    )  # fmt: skip
+
+
+def rank_device(kind: str, rank: int) -> torch.device:
+    """Each rank has a GPU of its own."""
+    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+
+
+def _share(wanted: Wanted, config: Any, where: torch.device, size: int) -> NativeModel:
+    """Rank 0's part, once all ranks have theirs."""
+    if size == 1:
+        return load_part(wanted, config, where)
+    if wanted.quantization is not None:
+        raise ConfigError(f"tensor_parallel_size splits weights that are numbers: leave {wanted.quantization} out")
+    if where.type == "cuda" and torch.cuda.device_count() < size:
+        raise ConfigError(f"tensor_parallel_size {size} needs as many GPUs; there are {torch.cuda.device_count()}")
+    split.check(bind(config), config, size)
+    team = Leader(size, wanted, rank_device(where.type, 0))
+    model = load_part(wanted, config, rank_device(where.type, 0), team)
+    team.ready()
     return model
 
 

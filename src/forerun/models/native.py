@@ -27,14 +27,18 @@ from forerun.models.fused import Decoder, Fused, serves
 from forerun.models.layer import Builder, Layer
 from forerun.models.linear import choose, describe
 from forerun.models.parts import RMSNorm, make_gate
+from forerun.models.ranks import split
+from forerun.models.ranks.parts import Gathered, SplitWords
+from forerun.models.ranks.team import Team
 from forerun.models.rotary import Rotary
 from forerun.models.streamed import Norm
 from forerun.models.weights import Maker, Weights
 
 
 class NativeModel:
-    """A described decoder behind the engine's protocol, made of ``tensors`` for rows in ``dtype`` on ``device``. Raises
-    ModelError for a config that no description covers."""
+    """A described decoder behind the engine's protocol, made of ``tensors`` for rows in ``dtype`` on ``device``; with a
+    ``team``, this rank's part of it, and ``info`` tells of that. Raises ModelError for a config that no description
+    covers."""
 
     def __init__(
         self,
@@ -48,11 +52,16 @@ class NativeModel:
         invariant: bool,
         weights: str = "auto",
         quantization: str | None = None,
+        team: Team | None = None,
     ) -> None:
         reason = applies(config)
         if reason is not None:
             raise ModelError(f"the native path does not run this checkpoint: {reason}; use the transformers path")
-        self.spec = bind(config)
+        self._tokens = config.vocab_size
+        self.spec, self.team = bind(config), team
+        if team is not None:
+            tensors = split.SplitWeights(tensors, self.spec, config.intermediate_size, team.rank, team.size)
+            self.spec = split.own(self.spec, team.size)
         self.routes = any(layer.experts for layer in self.spec.layers)
         self.dtype, self.device = dtype, device
         self.invariant = invariant
@@ -67,8 +76,14 @@ class NativeModel:
         self.info = self._describe(config, name, eos_ids, quantization)
         self.fused = self._fuse()
         """All layers in one call, where every part has a kernel."""
-        if invariant and not self._exact():
-            self.tiles = tiling.find(self)
+        if invariant and (team is None or team.leads) and not self._exact():
+            self.tiles = self._find()
+
+    def _find(self) -> Tiles:
+        if self.team is None:
+            return tiling.find(self)
+        with self.team.apart():  # parts have one shape on every rank
+            return tiling.find(self)
 
     def _rotary(self, config: PretrainedConfig, kind: str) -> Rotary:
         return Rotary(config, self.spec.width, self.device, self.dtype, None if kind == ALL else kind)
@@ -78,12 +93,15 @@ class NativeModel:
         embedding, head, norm = spec.architecture.embedding, spec.architecture.head, spec.architecture.norm
         self._gate = make_gate(spec.activation, self.dtype, kernels=streamed, invariant=self.invariant)
         rotary = self._rotaries[spec.rotaries[0]]  # all of them want one order
-        builder = Builder(spec, maker, rotary, self._gate, Norm if streamed else RMSNorm)
+        builder = Builder(spec, maker, rotary, self._gate, Norm if streamed else RMSNorm, self.team)
         self._layers = [builder.layer(index) for index in range(len(spec.layers))]
         self._norm = builder.norm(norm.checkpoint)
         tied = f"{head.checkpoint}.weight" not in tensors
         self._head = maker.linear((embedding if tied else head).checkpoint)
         self._words = maker.words(embedding.checkpoint, self._head if tied else None, spec.embedding_scale)
+        if self.team is not None:
+            self._head = Gathered(self._head, self.team, self._tokens)
+            self._words = SplitWords(self._words, self.team, self._tokens)
 
     def _fuse(self) -> Fused | None:
         if not serves(self.spec):
@@ -114,7 +132,7 @@ class NativeModel:
         return ModelInfo(
             name=name,
             architecture=self.spec.architecture.causal,
-            path=f"native, {describe(layers, self.dtype)}",
+            path=f"native, {describe(layers, self.dtype)}" + ("" if self.team is None else f", {self.team.size} ranks"),
             vocab_size=self._words.count,
             hidden_size=self.spec.hidden,
             num_layers=len(self._layers),
@@ -140,7 +158,7 @@ class NativeModel:
         if self.tiles is None:
             return self.feed(batch, cache)
         if self.tiles.threads != torch.get_num_threads():
-            self.tiles = tiling.find(self)
+            self.tiles = self._find()
         return self.tiles.forward(self.feed, batch, cache)
 
     @property
@@ -150,6 +168,12 @@ class NativeModel:
     def feed(self, batch: Batch, cache: Attention) -> Output:
         """Layer by layer; padded to a call's size where there are such."""
         cache.begin(batch)
+        if self.team is None:
+            return self._feed(batch, cache)
+        with self.team.feeding(batch, cache, self.tiles, invariant=self.invariant):
+            return self._feed(batch, cache)
+
+    def _feed(self, batch: Batch, cache: Attention) -> Output:
         x = self._inputs(batch)
         angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
         rows, normed = self._logit_rows(batch), len(self._layers) in batch.hidden
@@ -250,11 +274,17 @@ class NativeModel:
 
     @inference
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._words(ids)
+        if self.team is None:
+            return self._words(ids)
+        with self.team.calling("embed", ids):
+            return self._words(ids)
 
     @inference
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._cap(self._head(hidden.to(self.dtype)).float())
+        if self.team is None:
+            return self._cap(self._head(hidden.to(self.dtype)).float())
+        with self.team.calling("lm_head", hidden):
+            return self._cap(self._head(hidden.to(self.dtype)).float())
 
     def signature(self) -> str:
         parts = {(linear.kind, linear.nbytes) for linear in self.linears()}

@@ -126,7 +126,7 @@ def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable
             continue
         if llm.model.info.path.startswith(path):
             model = llm.model
-        elif config.engine.get("quantization") not in (None, UNQUANTIZED):
+        elif config.engine.get("quantization") not in (None, UNQUANTIZED) or llm.config.tensor_parallel_size > 1:
             continue
         else:
             wanted = replace(llm.config, model_path=path)

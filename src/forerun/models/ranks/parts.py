@@ -1,0 +1,66 @@
+"""Layers of which every rank has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from forerun.models.formats.base import Linear
+from forerun.models.ranks.team import Team
+from forerun.models.words import Words
+
+
+class Summed:
+    """A linear layer whose inputs are split: each rank's part of the sums, in the rows' dtype, added up in float32."""
+
+    def __init__(self, linear: Linear, team: Team) -> None:
+        self.linear, self.team = linear, team
+        self.kind, self.nbytes, self.exact = linear.kind, linear.nbytes, linear.exact
+
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        total = self.team.sum(self.linear(x))
+        return (total if add is None else total.add_(add)).to(x.dtype)
+
+
+class Gathered:
+    """An output layer whose outputs are split, ``outputs`` of them in all."""
+
+    def __init__(self, linear: Linear, team: Team, outputs: int) -> None:
+        self.linear, self.team, self.outputs = linear, team, outputs
+        self.kind, self.nbytes, self.exact = linear.kind, linear.nbytes, linear.exact
+
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        found = self.team.join(self.linear(x))[:, : self.outputs]
+        return found if add is None else found + add
+
+
+class SplitWords:
+    """An embedding of ``count`` tokens of which each rank has as many, one after the other's."""
+
+    def __init__(self, words: Words, team: Team, count: int) -> None:
+        self.words, self.team, self.count = words, team, count
+        self.width, self.dtype, self.device, self.nbytes = words.width, words.dtype, words.device, words.nbytes
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        each, flat = self.words.count, ids.flatten()
+        mine = self.words((flat - self.team.rank * each).clamp_(0, each - 1))
+        found = torch.stack(self.team.parts(mine))[flat // each, torch.arange(len(flat), device=flat.device)]
+        return found.view(*ids.shape, self.width)
+
+    def one(self, token: int) -> torch.Tensor:
+        return self(torch.tensor([token], device=self.device))
+
+    def fields(self) -> None:
+        return None
+
+
+class OverAll:
+    """A norm over the heads of all ranks together; each gives its own rows' numbers and takes them back."""
+
+    def __init__(self, norm: Callable[[torch.Tensor], torch.Tensor], team: Team) -> None:
+        self.norm, self.team = norm, team
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        whole = self.norm(self.team.join(x))
+        return whole.chunk(self.team.size, -1)[self.team.rank].contiguous()

@@ -1,0 +1,156 @@
+"""Which part of which weight a rank has, derived from an architecture's description.
+
+Queries, keys, values, gates and what they gate are split by their outputs (heads, neurons), what comes behind them by
+its inputs, experts one by one, the embedding and the output layer by tokens. Norms and routers are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from forerun.core.errors import ConfigError
+from forerun.models.architectures.description import Name
+from forerun.models.architectures.spec import Spec
+from forerun.models.formats.base import Rows
+from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.int8 import Levels
+from forerun.models.weights import Weights
+
+
+def check(spec: Spec, config: Any, size: int) -> None:
+    """Raise ConfigError unless ``size`` ranks can have equal parts."""
+    counts = {"heads": spec.heads}
+    layers = {layer.experts for layer in spec.layers}
+    if 0 in layers:
+        counts["intermediate size"] = config.intermediate_size
+    experts = max(layers)
+    if experts:
+        counts["number of experts"] = experts
+    for what, count in counts.items():
+        if count % size:
+            raise ConfigError(f"tensor_parallel_size {size} does not divide the model's {what}, {count}")
+    if spec.kv_heads % size and size % spec.kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_size {size} neither divides the model's key-value heads, {spec.kv_heads}, nor is a "
+            "multiple of them"
+        )
+
+
+def own(spec: Spec, size: int) -> Spec:
+    """What a rank's layers look like. Where there are more ranks than key-value heads, some have the same one."""
+    return replace(spec, heads=spec.heads // size, kv_heads=max(1, spec.kv_heads // size))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Along ``axis`` a weight consists of sections of so many ``units`` (heads, neurons), all of one width."""
+
+    axis: int
+    units: tuple[int, ...]
+
+    def places(self, length: int, rank: int, size: int) -> torch.Tensor:
+        """Which of ``length`` rows or columns the rank has: its share of every section."""
+        width, first, found = length // sum(self.units), 0, []
+        for units in self.units:
+            begin, count = rank * units // size, max(1, units // size)
+            found.append(torch.arange((first + begin) * width, (first + begin + count) * width))
+            first += units
+        return torch.cat(found)
+
+
+def vocabulary(tokens: int, rank: int, size: int) -> torch.Tensor:
+    """The tokens that a rank has, as many as every other: behind the last token come -1."""
+    each = -(-tokens // size)
+    places = torch.arange(rank * each, (rank + 1) * each)
+    return places.where(places < tokens, -1)
+
+
+def cuts(spec: Spec, intermediate: int) -> dict[str, Cut]:
+    """By the names of a layer's projections, without the layer's own."""
+    attention, mlp = spec.architecture.attention, spec.architecture.mlp
+    heads, inner = (spec.heads, spec.kv_heads, spec.kv_heads), (intermediate, intermediate)
+    found = {attention.out.checkpoint: Cut(1, heads[:1]), mlp.down.checkpoint: Cut(1, inner[:1])}
+    found |= _by_outputs(attention.qkv, heads) | _by_outputs(mlp.gate_up, inner)
+    return found
+
+
+def _by_outputs(names: tuple[Name, ...], units: tuple[int, ...]) -> dict[str, Cut]:
+    if len(names) == 1:
+        return {names[0].checkpoint: Cut(0, units)}
+    return {name.checkpoint: Cut(0, (count,)) for name, count in zip(names, units, strict=True)}
+
+
+class Part:
+    """Some rows and columns of a weight; a row -1 is zeros."""
+
+    def __init__(self, weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
+        outputs = weight.shape[0] if rows is None else len(rows)
+        inputs = weight.shape[1] if columns is None else len(columns)
+        self.weight, self.rows = weight, rows
+        self.columns = slice(None) if columns is None else slice(int(columns[0]), int(columns[-1]) + 1)
+        self.shape, self.dtype, self.device = torch.Size((outputs, inputs)), weight.dtype, weight.device
+        self.nbytes = outputs * inputs * weight.dtype.itemsize
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        if self.rows is None:
+            return self.weight[rows][:, self.columns]  # of a mapped tensor a view: the rest is never read
+        places = self.rows[rows]
+        found = self.weight[places.clamp(min=0)][:, self.columns]
+        missing = places < 0
+        if missing.any():
+            found[missing] = 0  # a copy, as of every choice of rows
+        return found
+
+
+class SplitWeights:
+    """The part of ``weights`` that a rank has. Raises ConfigError for weights in blocks, which are not split."""
+
+    def __init__(self, weights: Weights, spec: Spec, intermediate: int, rank: int, size: int) -> None:
+        self.weights = weights
+        self.rank, self.size = rank, size
+        self.cuts: Mapping[str, Cut] = cuts(spec, intermediate)
+        self.layers = f"{spec.architecture.layers.checkpoint}."
+        self.words = {spec.architecture.embedding.checkpoint, spec.architecture.head.checkpoint}
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes
+
+    def __contains__(self, name: str) -> bool:
+        if name not in self.weights:
+            return False
+        cut = self._cut(name)
+        return not (name.endswith(".bias") and cut is not None and cut.axis == 1 and self.rank)  # it is added once
+
+    def _cut(self, name: str) -> Cut | None:
+        if not name.startswith(self.layers):
+            return None
+        inside = name.removeprefix(self.layers).partition(".")[2]
+        return self.cuts.get(inside.rpartition(".")[0])
+
+    def values(self, name: str) -> Rows:
+        found, (stem, _, kind) = self.weights.values(name), name.rpartition(".")
+        if stem in self.words:
+            return Part(found, vocabulary(found.shape[0], self.rank, self.size), None)
+        cut = self._cut(name)
+        if cut is None or (kind == "bias" and cut.axis == 1):
+            return found
+        places = cut.places(found.shape[cut.axis], self.rank, self.size)
+        if kind == "bias":
+            return found[places]
+        return Part(found, places, None) if cut.axis == 0 else Part(found, None, places)
+
+    def blocks(self, name: str) -> Blocks | Levels | None:
+        if self.weights.blocks(name) is not None:
+            raise ConfigError(
+                f"tensor_parallel_size splits weights that are numbers, and {name} is in blocks: "
+                "quantization='bfloat16' (or float32) reads it as numbers"
+            )
+        return None
+
+    def release(self) -> int:
+        return self.weights.release()

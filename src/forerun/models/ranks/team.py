@@ -1,0 +1,110 @@
+"""The processes that share a model's layers, as one of them sees them: all that they tell each other in a forward.
+
+Every rank gets every rank's part and adds the parts up itself, number by number, in the order of the ranks, in float32.
+So a row's sums depend on nothing but the row and how many ranks there are; a library's reduction has an order of its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from forerun.attention.base import Attention
+from forerun.core.batch import Batch
+from forerun.core.errors import RankError
+from forerun.models.base import Tiles
+
+TIMEOUT = timedelta(seconds=60)
+"""How long the others may take to come to the same place of a forward."""
+
+
+class Team:
+    """``rank`` of ``size`` processes. What fails between them raises RankError."""
+
+    leads = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._group: Any = None
+        self._apart = False
+
+    def connect(self, folder: Path, device: torch.device) -> None:
+        """Meet the others in ``folder``; returns once all are there."""
+        try:
+            store = dist.FileStore(str(folder / "store"), self.size)
+            self._group = _group(store, self.rank, self.size, device)
+        except RuntimeError as error:
+            self._failed(error)
+
+    def parts(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's ``part``, which has one shape and dtype on all of them, in their order."""
+        if self._apart or not part.numel():
+            return [part] * self.size
+        mine = part.contiguous()
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            self._group.allgather([[_bytes(each) for each in found]], [_bytes(mine)]).wait()
+        except RuntimeError as error:
+            self._failed(error)
+        return found
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """All parts added up, in float32."""
+        first, *rest = self.parts(part)
+        total = first.to(torch.float32, copy=True)
+        for each in rest:
+            total += each
+        return total
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """All parts end to end along the last dimension."""
+        return torch.cat(self.parts(part), -1)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let this rank run layers by itself, as if the others had the same parts: to see which calls agree in their
+        bits, not for results."""
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+
+    def feeding(
+        self, batch: Batch, cache: Attention, tiles: Tiles | None, *, invariant: bool
+    ) -> AbstractContextManager[None]:
+        """Around a forward, whose entries have been reserved: rank 0 tells the others."""
+        return nullcontext()
+
+    def calling(self, name: str, rows: torch.Tensor) -> AbstractContextManager[None]:
+        """Around another method of the model."""
+        return nullcontext()
+
+    def _failed(self, error: RuntimeError) -> NoReturn:
+        raise RankError(f"rank {self.rank} has lost the others") from error
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Every library moves bytes; not every one moves every kind of number."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    """A group of this model's alone: a process may have several models."""
+    library: Any = dist
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        wishes = library.ProcessGroupNCCL.Options()
+        wishes._timeout = TIMEOUT
+        return library.ProcessGroupNCCL(store, rank, size, wishes)
+    options = library.ProcessGroupGloo._Options()
+    options._timeout = TIMEOUT
+    options._devices = [library.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # nobody else is to connect
+    return library.ProcessGroupGloo(store, rank, size, options)

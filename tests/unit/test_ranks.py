@@ -1,0 +1,225 @@
+"""A model's layers over several ranks: here two threads that swap their parts, so that every architecture is quick;
+``test_ranks_processes.py`` has the processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError
+from forerun.models.architectures.spec import bind
+from forerun.models.base import new_cache
+from forerun.models.formats.base import size
+from forerun.models.gguf_model import skeleton
+from forerun.models.invariance import self_test
+from forerun.models.load import load_model, read_config
+from forerun.models.mapped import CheckpointWeights
+from forerun.models.native import NativeModel
+from forerun.models.ranks import split
+from forerun.models.ranks.team import Team
+
+TOKENS, ROWS = 97, 40
+SIZES = {
+    "vocab_size": TOKENS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "intermediate_size": 72, "max_position_embeddings": 128,
+    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+TWO_BASES = {"rope_parameters": {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}}  # fmt: skip
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24}
+CASES = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", {**WINDOWS, **CAPS}),
+    "gemma3": ("gemma3_text", {**WINDOWS, **TWO_BASES, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "olmo2": ("olmo2", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+                                "norm_topk_prob": False, "mlp_only_layers": [1]}),
+}  # fmt: skip
+
+
+class Swap:
+    """What two threads' teams meet through."""
+
+    def __init__(self) -> None:
+        self.parts: list[torch.Tensor] = [torch.empty(0)] * 2
+        self.barrier = Barrier(2, timeout=20)
+
+
+class Thread(Team):
+    def __init__(self, rank: int, swap: Swap) -> None:
+        super().__init__(rank, 2)
+        self.leads, self.swap = rank == 0, swap
+
+    def parts(self, part: torch.Tensor) -> list[torch.Tensor]:
+        if self._apart:
+            return [part] * 2
+        self.swap.parts[self.rank] = part
+        self.swap.barrier.wait()
+        found = [each.clone() for each in self.swap.parts]
+        self.swap.barrier.wait()
+        return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Case name -> folder of a random checkpoint."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> str:
+        if name not in made:
+            kind, options = CASES[name]
+            torch.manual_seed(0)
+            module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
+            for part, parameter in module.named_parameters():
+                around_one = parameter.dim() == 1 and part.endswith("norm.weight") and "gemma" not in name
+                torch.nn.init.normal_(parameter, 1.0 if around_one else 0.0, 0.2)
+            module.tie_weights()
+            made[name] = tmp_path_factory.mktemp("ranks")
+            module.save_pretrained(made[name])
+        return made[name]
+
+    return get
+
+
+def two(folder: Path, dtype: torch.dtype = torch.float32, weights: str = "auto") -> list[NativeModel]:
+    """Both ranks' models."""
+    config, swap = read_config(folder), Swap()
+    models = []
+    for rank in range(2):
+        tensors = CheckpointWeights(folder, skeleton(config, torch.float32))
+        models.append(
+            NativeModel(
+                config, tensors, dtype=dtype, device=torch.device("cpu"), name="two", eos_ids=frozenset(),
+                invariant=True, weights=weights, team=Thread(rank, swap),
+            )
+        )  # fmt: skip
+    models[1].tiles = models[0].tiles
+    return models
+
+
+def together(models, work):
+    """``work`` of every rank's model at once: what rank 0 gets, and that rank 1 got the same."""
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(work, models)
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    return first
+
+
+def logits(model) -> torch.Tensor:
+    tokens = [(7 * place + 1) % TOKENS for place in range(ROWS)]
+    cache = new_cache(model, max_seqs=1, max_len=64, page_size=8)
+    return model.forward(Batch([Span(0, 0, tokens, logits=list(range(ROWS)))]), cache).logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_compute_what_one_does_and_each_row_by_itself(checkpoint, name):
+    folder = checkpoint(name)
+    one, ranks = load_model(folder, invariant=True), two(folder)
+    wanted, got = logits(one), together(ranks, logits)
+    assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert not together(ranks, lambda model: self_test(model, rows=30, page_size=8))
+    ids = torch.arange(TOKENS)
+    assert torch.equal(together(ranks, lambda model: model.embed(ids)), one.embed(ids))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_layers_that_torch_computes(checkpoint, name):
+    """Rank 0 finds row counts whose results agree; they hold for the others."""
+    ranks = two(checkpoint(name), weights="plain")
+    assert ranks[0].tiles is not None
+    assert (together(ranks, logits) - logits(load_model(checkpoint(name)))).abs().max() < 1e-3
+    assert not together(ranks, lambda model: self_test(model, rows=20, page_size=8, chunks=(3, 8)))
+
+
+def test_bfloat16(checkpoint):
+    folder = checkpoint("llama")
+    exact, ranks = load_model(folder), two(folder, torch.bfloat16)
+    one = (logits(load_model(folder, dtype="bfloat16", invariant=True)) - logits(exact)).norm()
+    assert (together(ranks, logits) - logits(exact)).norm() < 1.5 * one  # what rounding does to one rank
+    assert not together(ranks, lambda model: self_test(model, rows=20, page_size=8, chunks=(3, 8)))
+
+
+class Noting(CheckpointWeights):
+    """Remembers which tensors were asked for."""
+
+    def values(self, name):
+        self.__dict__.setdefault("asked", set()).add(name)
+        return super().values(name)
+
+
+def test_each_rank_asks_for_its_part(checkpoint):
+    folder = checkpoint("mixtral")
+    one, ranks = load_model(folder), two(folder)
+    routers = sum(layer.experts.router.nbytes for layer in one._layers)
+    assert size(one.linears()) + routers == pytest.approx(sum(size(model.linears()) for model in ranks), rel=0.01)
+    assert [model.info.kv_shapes[0].heads for model in (one, *ranks)] == [2, 1, 1]
+    config, weights = read_config(folder), Noting(folder, skeleton(read_config(folder), torch.float32))
+    NativeModel(
+        config, weights, dtype=torch.float32, device=torch.device("cpu"), name="two", eos_ids=frozenset(),
+        invariant=True, team=Thread(1, Swap()),
+    )  # fmt: skip
+    experts = {int(name.split(".experts.")[1][0]) for name in weights.asked if ".experts." in name}
+    assert experts == {2, 3}
+
+
+def test_parts_of_a_weight_make_the_whole():
+    whole = torch.arange(7 * 6).view(7, 6).float()
+    rows = [split.Part(whole, split.vocabulary(7, rank, 3), None)[:] for rank in range(3)]
+    assert torch.equal(torch.cat(rows), torch.cat([whole, torch.zeros(2, 6)]))
+    columns = [split.Part(whole, None, split.Cut(1, (3,)).places(6, rank, 3))[2:4] for rank in range(3)]
+    assert torch.equal(torch.cat(columns, 1), whole[2:4])
+    fused = split.Cut(0, (4, 2, 2))  # four heads, two of keys, two of values, three numbers each
+    assert fused.places(24, 1, 2).tolist() == [*range(6, 12), *range(15, 18), *range(21, 24)]
+    assert split.Cut(0, (2,)).places(4, 3, 4).tolist() == [2, 3]  # the second of two heads, on the last of four ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "reason"),
+    [
+        ("llama", 3, "does not divide the model's heads, 4"),
+        ("mixtral", 8, "does not divide the model's heads, 4"),
+        ("qwen3_moe", 4, "does not divide the model's number of experts, 6"),
+    ],
+)
+def test_ranks_that_cannot_have_equal_parts_are_refused(checkpoint, name, ranks, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load_model(checkpoint(name), tensor_parallel_size=ranks)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"intermediate_size": 71}, "does not divide the model's intermediate size, 71"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+            "neither divides the model's key-value heads, 3",
+        ),
+    ],
+)
+def test_sizes_that_two_do_not_divide(changed, reason):
+    config = AutoConfig.for_model("llama", **{**SIZES, **changed})
+    with pytest.raises(ConfigError, match=reason):
+        split.check(bind(config), config, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"model_path": "hf"}, "needs the native path"), ({"quantization": "int8"}, "leave int8 out")],
+)
+def test_what_is_not_split(checkpoint, options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load_model(checkpoint("llama"), tensor_parallel_size=2, **options)
