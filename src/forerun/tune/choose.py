@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from forerun.engine.config import NONE, SpeculativeConfig
@@ -24,12 +25,15 @@ PLAIN: dict[str, Any] = {"method": NONE}
 DEPTHS = (1, 2, 3, 4)
 """Tokens that the head drafts."""
 TURNS = 2
-"""Times that every way is measured, in turns."""
+"""Times that every way answers every prompt, in turns."""
+WARM_UP = 4
+"""Tokens before anything counts."""
 
 
 def choose(llm: LLM, head: Mapping[str, Any], prompts: Seq[Seq[int]], tokens: int, shown: bool) -> dict[str, Any]:
-    """``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round"}, ...]}``, one
-    request at a time at temperature 0: plain decoding, history, the head at several depths, and both together."""
+    """``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round", "speedup"},
+    ...]}``, one request at a time at temperature 0: plain decoding, history, the head at several depths, and both
+    together."""
     head = dict(head)
     if int8.ours(llm.model.info.device, llm.model.info.dtype):
         head["quantization"] = "int8_rows"
@@ -41,37 +45,45 @@ def choose(llm: LLM, head: Mapping[str, Any], prompts: Seq[Seq[int]], tokens: in
         {"method": "merged", "drafters": [best, history]},
         {"method": "cascade", "drafters": [history, best]},
     ]
-    rows = [*first, *_measured(llm, both, prompts, tokens, shown)]
-    quickest = max(rows, key=lambda row: row["tokens_per_second"])["config"]
+    rows = [*first, *_measured(llm, [PLAIN, *both], prompts, tokens, shown)[1:]]
+    quickest = max(rows, key=lambda row: row["speedup"])["config"]
     chosen = quickest if quickest["method"] == NONE else {**quickest, "length": "adaptive"}
     return {"chosen": chosen, "measured": rows}
 
 
 def _best(rows: Seq[Mapping[str, Any]], among: Seq[Mapping[str, Any]]) -> dict[str, Any]:
     found = [row for row in rows if row["config"] in among]
-    return dict(max(found, key=lambda row: row["tokens_per_second"])["config"])
+    return dict(max(found, key=lambda row: row["speedup"])["config"])
 
 
 def _measured(
     llm: LLM, configs: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, shown: bool
 ) -> list[dict[str, Any]]:
-    params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True) for _ in prompts]
+    """A row for each of ``configs``, of which the first is plain decoding: ``speedup`` is the median over prompts and
+    turns of its time a token over plain decoding's just before, so that a busy machine is busy for both."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     totals = [Measured() for _ in configs]
-    with progress("measuring", TURNS * len(configs), shown) as bar:
+    ratios: list[list[float]] = [[] for _ in configs]
+    with progress("measuring", TURNS * len(prompts), shown) as bar:
         for turn in range(TURNS):
-            for number, config in enumerate(configs):
-                engine = _engine(llm, config)
-                if not turn:
-                    measure(engine, prompts[:1], params[:1])
-                totals[number].extend(measure(engine, prompts, params))
-                bar.update(turn * len(configs) + number + 1, str(config["method"]))
+            engines = [_engine(llm, config) for config in configs]
+            for engine in engines:
+                measure(engine, prompts[:1], [replace(params, max_tokens=WARM_UP)])
+            for number, prompt in enumerate(prompts):
+                found = [measure(engine, [prompt], [params]) for engine in engines]
+                for total, times, here in zip(totals, ratios, found, strict=True):
+                    total.extend(here)
+                    if found[0].tokens_per_second:
+                        times.append(here.tokens_per_second / found[0].tokens_per_second)
+                bar.update(turn * len(prompts) + number + 1)
     return [
         {
             "config": dict(config),
             "tokens_per_second": total.tokens_per_second,
             "tokens_per_round": total.tokens / max(1, len(total.rounds)),
+            "speedup": median(times) if times else 1.0,
         }
-        for config, total in zip(configs, totals)
+        for config, total, times in zip(configs, totals, ratios, strict=True)
     ]
 
 
@@ -96,15 +108,14 @@ def check(llm: LLM, config: Mapping[str, Any], prompts: Seq[Seq[int]], tokens: i
 def verdict(found: Mapping[str, Any]) -> str:
     """One line: what was chosen, and what it brings."""
     rows = {str(row["config"]): row for row in found["measured"]}
-    plain = rows[str(PLAIN)]["tokens_per_second"]
     chosen = {key: value for key, value in found["chosen"].items() if key != "length"}
     row = rows[str(chosen)]
-    history = max(rows[str(config)]["tokens_per_second"] for config in HISTORY)
+    history = max(rows[str(config)]["speedup"] for config in HISTORY)
     if chosen["method"] == NONE:
         return "no way of drafting pays here: plain decoding is recommended"
     pays = "" if "head" in str(chosen) else "; the head does not pay, history does"
     return (
-        f"{chosen['method']}: {row['tokens_per_second'] / plain:.2f} times plain decoding, "
-        f"{row['tokens_per_second'] / history:.2f} times the best history drafter, {row['tokens_per_round']:.2f} "
+        f"{chosen['method']}: {row['speedup']:.2f} times plain decoding, "
+        f"{row['speedup'] / history:.2f} times the best history drafter, {row['tokens_per_round']:.2f} "
         f"tokens a round{pays}"
     )

@@ -13,10 +13,10 @@ from forerun.tune.state import State
 def page(model: str, state: State) -> str:
     """HTML, UTF-8."""
     found, wrote, trained = (state.results[name] for name in ("choose", "write", "train"))
-    most = max(row["tokens_per_second"] for row in found["measured"])
+    most = max(row["speedup"] for row in found["measured"])
     rows = [
-        [_name(row["config"]), f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_round']:.2f}",
-         bar(row["tokens_per_second"] / most)]
+        [_name(row["config"]), f"{row['speedup']:.2f}", f"{row['tokens_per_second']:.1f}",
+         f"{row['tokens_per_round']:.2f}", bar(row["speedup"] / most)]
         for row in found["measured"]
     ]  # fmt: skip
     kept = [
@@ -32,7 +32,7 @@ def page(model: str, state: State) -> str:
         f"<p>Chosen: <code>{escape(json.dumps(found['chosen']))}</code></p>",
         f"<p>{checked['answers']} held-out answers with and without speculation, {checked['different']} differ.</p>",
         "<h2>Speed, one request at a time, temperature 0</h2>",
-        table(["drafter", "tokens/s", "tokens a round", ""], rows),
+        table(["drafter", "over plain decoding", "tokens/s", "tokens a round", ""], rows),
         "<h2>Held-out drafts of the head that are kept up to each position, temperature 0</h2>",
         table(["position", "fitted", "trained", ""], kept),
         f"<p>{wrote['tokens']:,} tokens of the model's own text; trained on {trained['tokens']:,}; kept: "
