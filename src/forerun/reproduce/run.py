@@ -81,7 +81,7 @@ def written(parts: Iterable[tuple[Part, Mapping[str, Any]]]) -> str:
         notes = [part.why, *made["notes"]]
         lines += ["", " ".join(note for note in notes if note), ""]
         if not part.seconds:
-            lines += [f"Made in {made['seconds'] / 60:.0f} minutes on {made['processor']}.", ""]
+            lines += [f"Made in {made['seconds']:.0f} seconds on {made['processor']}.", ""]
     return "\n".join(line.rstrip() for line in lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 
