@@ -81,8 +81,7 @@ def written(parts: Iterable[tuple[Part, Mapping[str, Any]]]) -> str:
         notes = [part.why, *made["notes"]]
         lines += ["", " ".join(note for note in notes if note), ""]
         if not part.seconds:
-            took = f"in {made['seconds']:.0f} seconds" if made["seconds"] >= 1 else "of what another table had measured"
-            lines += [f"Made {took}, on {made['processor']}.", ""]
+            lines += [f"Made in {made['seconds']:.1f} seconds, on {made['processor']}.", ""]
     return "\n".join(line.rstrip() for line in lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 
