@@ -25,7 +25,7 @@ PAGE = "reproduction.md"
 HEAD = """# What the references print, made again
 
 Written by `forerun reproduce`; tables that were measured say where. Printed values stand beside ours, rows that
-disagree are kept.
+disagree are kept. Tables that share measurements were made by the first of them.
 """
 
 
