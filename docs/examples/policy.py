@@ -2,7 +2,8 @@
 
 The policy plays a pendulum forward for each torque and samples one, better ones more often (f). The torque is then
 simulated in fine steps (g). Both take tens of milliseconds; g needs f's draw. A cheap rule guesses what the policy will
-say, and the simulation starts on a draw from that. Run it: ``python docs/examples/policy.py``
+say, and the simulation starts on a draw from that. The last guess is a sound one and loses: it thinks longer than the
+policy does, and what was found out early is late. Run it: ``python docs/examples/policy.py``
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ def anything(state: State) -> dict[float, float]:
     return dict.fromkeys(TORQUES, 1.0 / len(TORQUES))
 
 
+def pondered(state: State) -> dict[float, float]:
+    """A guess that takes longer than what it guesses, as any drafter does that is dearer than its target."""
+    policy(state)
+    return policy(state)
+
+
 def measure(name: str, steps: int, guess, pool: ProcessPoolExecutor) -> None:
     """Both ways in turns, from the same states; seconds of f and g by themselves."""
     state: State = (0.4, 0.0)
@@ -100,3 +107,4 @@ if __name__ == "__main__":
         list(workers.map(abs, range(8)))  # processes are there before the clock runs
         measure("a rule of thumb", 40, habit, workers)
         measure("no idea", 40, anything, workers)
+        measure("a slow guess", 40, pondered, workers)

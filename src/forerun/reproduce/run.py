@@ -73,7 +73,7 @@ def _found(folder: Path, warn: Callable[[str], None]) -> Iterable[tuple[Part, Ma
 
 def written(parts: Iterable[tuple[Part, Mapping[str, Any]]]) -> str:
     """The page, in markdown."""
-    lines = [HEAD]
+    lines = [HEAD.rstrip(), ""]
     for part, made in parts:
         lines += [f"## {part.title}", "", f"{part.place} (`--only {part.name}`).", ""]
         lines += [_row(made["columns"]), _row(["---"] * len(made["columns"]))]
