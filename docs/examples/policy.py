@@ -68,7 +68,7 @@ def pondered(state: State) -> dict[float, float]:
 
 
 def measure(name: str, steps: int, guess, pool: ProcessPoolExecutor) -> None:
-    """Both ways in turns, from the same states; seconds of f and g by themselves."""
+    """Both ways in turns, from the same states; seconds of f, g and the guess by themselves."""
     state: State = (0.4, 0.0)
     after, ahead, slow, hits = [], [], [], 0
     for step in range(steps):
@@ -78,17 +78,19 @@ def measure(name: str, steps: int, guess, pool: ProcessPoolExecutor) -> None:
         middle = time.perf_counter()
         simulate(random.Random(step).choices(list(law), list(law.values()))[0])
         end = time.perf_counter()
+        guess(state)
+        guessed = time.perf_counter()
         run = speculate(policy, simulate, guess, state, seed=step, executor=pool)
-        ahead.append(time.perf_counter() - end)
+        ahead.append(time.perf_counter() - guessed)
         after.append(end - start)
-        slow.append((middle - start, end - middle))
+        slow.append((middle - start, end - middle, guessed - end))
         hits += run.hit
         state = run.value
-    f, g = (median(each) for each in zip(*slow))
+    f, g, q = (median(each) for each in zip(*slow))
     print(
-        f"{name}: f {f * 1e3:.0f} ms, g {g * 1e3:.0f} ms, guessed {hits} of {steps}; one after the other "
-        f"{median(after) * 1e3:.0f} ms, speculating {sum(ahead) / steps * 1e3:.0f} ms on average, "
-        f"theory {expected_latency(hits / steps, f, g) * 1e3:.0f} ms"
+        f"{name}: f {f * 1e3:.0f} ms, g {g * 1e3:.0f} ms, a guess {q * 1e3:.0f} ms, right {hits} of {steps}; "
+        f"one after the other {median(after) * 1e3:.0f} ms, speculating {sum(ahead) / steps * 1e3:.0f} ms on average, "
+        f"theory {expected_latency(hits / steps, f, g, q) * 1e3:.0f} ms"
     )
 
 
