@@ -15,6 +15,8 @@ from forerun.core.beams import Beams
 from forerun.core.sequence import Sequence
 from forerun.speculate.beams import Chosen, finished, step
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "the cat sat on the mat; the cat sat"
 SEARCH = BeamSearchParams(4, 20, ignore_eos=True)
 DRAFT: dict[str, Any] = {"method": "draft_model", "tree": [3, 2, 1]}

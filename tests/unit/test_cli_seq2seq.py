@@ -9,6 +9,8 @@ import pytest
 
 from forerun.cli.main import run
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "the cat sat on the mat; the cat"
 
 

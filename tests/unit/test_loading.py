@@ -26,6 +26,8 @@ from forerun.models.load import load_model
 from gguf_files import write_model
 from tiny import save_tokenizer
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CHILD = Path(__file__).parents[1] / "loading_child.py"
 

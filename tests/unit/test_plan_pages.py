@@ -15,6 +15,8 @@ from forerun.plan.report import interval
 from forerun.plan.trees import by_depth
 from forerun.theory import best_gamma, best_shape, walltime_improvement
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--prompts 1 --prompt-tokens 8 --max-tokens 8 --prompt-set random --longest 3"
 
 

@@ -22,6 +22,8 @@ from forerun.models.native import NativeModel
 from forerun.speculate.draft import drafters
 from modules import native
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 BACKENDS = ["ours", "fbgemm"] if int8.can_run() else ["fbgemm"]
 

@@ -24,6 +24,8 @@ from forerun.models.native import NativeModel
 from forerun.models.ranks import split
 from forerun.models.ranks.team import Team
 
+pytestmark = pytest.mark.slow
+
 TOKENS, ROWS = 97, 40
 SIZES = {
     "vocab_size": TOKENS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,

@@ -19,6 +19,8 @@ from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 from forerun.models.ranks import leader
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["the cat sat on the mat", "the cat sat on", "(a + b) * (a + b)", "x"]
 
 

@@ -15,6 +15,8 @@ from forerun.reproduce.laws import LENIENCE, Counts, Sums
 from forerun.reproduce.parts import Settings
 from forerun.reproduce.run import PARTS, reproduce
 
+pytestmark = pytest.mark.slow
+
 QUICK = [name for name, part in PARTS.items() if part.seconds]
 
 

@@ -14,6 +14,8 @@ from forerun.cache.sources import Sources
 from forerun.core.batch import Batch, Span
 from here import where
 
+pytestmark = pytest.mark.slow
+
 HEADS, WIDTH, LONGEST = 3, 16, 300
 SHAPE = KVShape(HEADS, WIDTH, WIDTH)
 CPU = torch.device("cpu")
