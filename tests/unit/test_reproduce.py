@@ -22,7 +22,7 @@ QUICK = [name for name, part in PARTS.items() if part.seconds]
 
 @pytest.fixture
 def settings(tmp_path) -> Settings:
-    return Settings(tmp_path / "out", tokens=64, minutes=0.02, threads=1)
+    return Settings(tmp_path / "out", tokens=64, minutes=0.02)
 
 
 def column(folder, name: str, title: str) -> list:
@@ -112,10 +112,10 @@ def test_functions_lose_their_docstrings():
 def test_training_goes_on_where_it_was(settings):
     end = 1
     task = pairs.Task("toy", pairs._word_tokenizer(["<pad>", "</s>", "a", "b"]), end, [([2, 3, 1], [3, 2, 1])] * 4, [])
-    first = Settings(settings.folder, 1, 0.02, 1)
+    first = Settings(settings.folder, 1, 0.02)
     folder = pairs.trained(task, "draft", first)
     steps = torch.load(folder / "training.pt", weights_only=True)["step"]
-    longer = Settings(settings.folder, 1, 0.04, 1)
+    longer = Settings(settings.folder, 1, 0.04)
     pairs.trained(task, "draft", longer)
     assert torch.load(folder / "training.pt", weights_only=True)["step"] > steps > 0
     found = pairs.batch([([2, 1], [3, 1]), ([2, 3, 1], [1])])

@@ -93,6 +93,12 @@ class EngineContender:
         del self.engine
 
 
+def peer_facts(about: str) -> dict[str, Any]:
+    """What a row says of another implementation: nothing of ours."""
+    ours = dict.fromkeys(("accept", "length", "num_speculative_tokens"))
+    return {**ours, "synthetic": False, "invariant": False, "model_path": about}
+
+
 def _tree(drafter: DrafterConfig | None) -> str | None:
     """How drafts branch: a shape, a number of nodes, ``yes`` where parts of the drafter say how; None: not at all."""
     if drafter is None or not drafter.branches:

@@ -37,7 +37,7 @@ def reproduce(
     names = [name.strip() for name in only.split(",") if name.strip()]
     if quick:
         names = [name for name in names or PARTS if name not in PARTS or PARTS[name].seconds]
-    settings = Settings(folder, tokens, minutes, threads, lambda note: print(note, file=sys.stderr, flush=True))
+    settings = Settings(folder, tokens, minutes, lambda note: print(note, file=sys.stderr, flush=True))
     try:
         page = run(settings, names, again)
     except KeyboardInterrupt:

@@ -29,7 +29,7 @@ SAID: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_chunked_prefill": ((True,), "prompts are always read in chunks: max_num_batched_tokens bounds them"),
     "disable_log_stats": ((True,), "nothing is logged: figures are in each output's metrics"),
     "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype"),
-    "load_format": (("auto", "safetensors"), "only safetensors are read"),
+    "load_format": (("auto", "safetensors"), "only safetensors and GGUF are read"),
     "tokenizer_mode": (("auto",), "the checkpoint's own tokenizer is used"),
     "skip_tokenizer_init": ((False,), "a tokenizer is always loaded; prompts may be token ids all the same"),
     "scheduling_policy": (("fcfs", "priority"), "requests come in the order of arrival, moved by their priority"),

@@ -18,7 +18,6 @@ class Settings:
     """Tokens of the target's own text over which an acceptance rate is a mean (reference 002, 4.2: 10,000)."""
     minutes: float
     """CPU minutes that each model of a pair may train."""
-    threads: int
     progress: Callable[[str], None] = lambda note: None
 
 

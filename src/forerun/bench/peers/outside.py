@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from forerun.bench.contenders import Contender
+from forerun.bench.contenders import Contender, peer_facts
 from forerun.bench.peers.gguf import write_gguf
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
@@ -89,14 +89,7 @@ class OutsideContender:
     eos_ids: frozenset[int]
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "accept": None,
-            "length": None,
-            "num_speculative_tokens": None,
-            "synthetic": False,
-            "invariant": False,
-            "model_path": self.about,
-        }
+        return peer_facts(self.about)
 
     def promises_identity(self, temperature: float) -> bool:
         return False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCriteria, StoppingCriteriaList
 
-from forerun.bench.contenders import Contender
+from forerun.bench.contenders import Contender, peer_facts
 from forerun.engine.llm import LLM
 from forerun.models.base import ModelInfo
 from forerun.models.load import read_config, read_module, resolve
@@ -42,14 +42,7 @@ class TransformersContender:
     options: dict[str, Any] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "accept": None,
-            "length": None,
-            "num_speculative_tokens": None,
-            "synthetic": False,
-            "invariant": False,
-            "model_path": f"transformers ({self.model.config._attn_implementation})",
-        }
+        return peer_facts(f"transformers ({self.model.config._attn_implementation})")
 
     def promises_identity(self, temperature: float) -> bool:
         return False
