@@ -11,7 +11,8 @@ from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.engine import tuned
 from forerun.models.chat import CallForm
-from forerun.models.load import read_config, read_module
+from forerun.models.load import read_config
+from forerun.models.modules import read_module
 from forerun.models.tokenizer import load_tokenizer
 from forerun.serve.schema import ChatRequest
 from forerun.serve.tool_choice import required_shape

@@ -14,7 +14,8 @@ from forerun import LLM, SamplingParams
 from forerun.bench.weights import logits
 from forerun.core.errors import ModelError
 from forerun.models.formats import blocks
-from forerun.models.load import load_model, read_config, read_module
+from forerun.models.load import load_model, read_config
+from forerun.models.modules import read_module
 from forerun.models.quantize import error
 from gguf_files import TOKENS, VOCABULARY, add, finish
 from here import where

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.bench.weights import logits
 from forerun.models.formats import blocks
-from forerun.models.gguf_model import skeleton
 from forerun.models.load import load_model, read_config
 from forerun.models.mapped import CheckpointWeights
 from forerun.models.quantize import error
@@ -157,7 +156,7 @@ def write(folder: Path, name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_values_are_those_that_were_written(tmp_path, name):
     meant = write(tmp_path, name)
-    found = CheckpointWeights(tmp_path, skeleton(read_config(tmp_path), torch.float32))
+    found = CheckpointWeights(tmp_path, read_config(tmp_path))
     for tensor, wanted in meant.items():
         assert torch.equal(found.values(tensor)[:], wanted), tensor
         assert torch.equal(found.values(tensor)[3:7], wanted[3:7])
@@ -168,7 +167,7 @@ def test_the_layers_hold_them(tmp_path, name):
     """Exact, but for minima rounded to float16; the model's own error is that of inputs in 8 bits."""
     meant = write(tmp_path / "packed", name)
     path = CASES[name][2]
-    found = CheckpointWeights(tmp_path / "packed", skeleton(read_config(tmp_path / "packed"), torch.float32))
+    found = CheckpointWeights(tmp_path / "packed", read_config(tmp_path / "packed"))
     for tensor, wanted in meant.items():
         held = found.blocks(tensor)
         if held is None:

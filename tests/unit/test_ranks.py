@@ -16,7 +16,6 @@ from forerun.core.errors import ConfigError
 from forerun.models.architectures.spec import bind
 from forerun.models.base import new_cache
 from forerun.models.formats.base import size
-from forerun.models.gguf_model import skeleton
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model, read_config
 from forerun.models.mapped import CheckpointWeights
@@ -101,7 +100,7 @@ def two(folder: Path, dtype: torch.dtype = torch.float32, weights: str = "auto")
     config, swap = read_config(folder), Swap()
     models = []
     for rank in range(2):
-        tensors = CheckpointWeights(folder, skeleton(config, torch.float32))
+        tensors = CheckpointWeights(folder, config)
         models.append(
             NativeModel(
                 config, tensors, dtype=dtype, device=torch.device("cpu"), name="two", eos_ids=frozenset(),
@@ -169,7 +168,7 @@ def test_each_rank_asks_for_its_part(checkpoint):
     routers = sum(layer.experts.router.nbytes for layer in one._layers)
     assert size(one.linears()) + routers == pytest.approx(sum(size(model.linears()) for model in ranks), rel=0.01)
     assert [model.info.kv_shapes[0].heads for model in (one, *ranks)] == [2, 1, 1]
-    config, weights = read_config(folder), Noting(folder, skeleton(read_config(folder), torch.float32))
+    config, weights = read_config(folder), Noting(folder, read_config(folder))
     NativeModel(
         config, weights, dtype=torch.float32, device=torch.device("cpu"), name="two", eos_ids=frozenset(),
         invariant=True, team=Thread(1, Swap()),

@@ -14,6 +14,7 @@ from forerun.models import checkpoint
 from forerun.models.architectures import seq2seq
 from forerun.models.encdec import EncoderDecoder
 from forerun.models.formats.base import Rows
+from forerun.models.modules import read_module
 
 
 class ModuleWeights:
@@ -43,19 +44,25 @@ class ModuleWeights:
         return self.found[one].data_ptr() == self.found[other].data_ptr()
 
 
-def check_wishes(folder: Path, config: Any, dtype: torch.dtype, *, model_path: str, lora: Any) -> None:
+def check_wishes(folder: Path, config: Any, dtype: torch.dtype, *, model_path: str, lora: Any, ranks: int) -> None:
     """Raise ConfigError for what cannot be had of an encoder-decoder."""
     if model_path == "hf":
         raise ConfigError(f"{folder} is an encoder-decoder, which the native path alone runs: leave model_path out")
     if lora:
         raise ConfigError(f"{folder} is an encoder-decoder: adapters (lora) are merged into decoders")
+    if ranks != 1:
+        raise ConfigError(
+            f"tensor_parallel_size {ranks} splits decoders: encoder-decoders such as {folder} run in one process"
+        )
     if dtype is torch.float16 and config.model_type != "bart":
         raise ConfigError(f"{config.model_type} overflows float16: use float32 or bfloat16")
 
 
 def load_encoder_decoder(
     folder: Path,
-    module: PreTrainedModel,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
     *,
     name: str,
     eos_ids: frozenset[int],
@@ -66,6 +73,7 @@ def load_encoder_decoder(
 ) -> EncoderDecoder:
     """``invariant`` None: bit-equal logits on CPU where they can be had, and a warning where they cannot; True raises
     ConfigError instead. Raises ModelError."""
+    module: Any = read_module(folder, config, dtype, attention="sdpa").to(device)  # type: ignore[arg-type]
     on_cpu = module.device.type == "cpu"
     bias = getattr(module, "final_logits_bias", None)
     model = EncoderDecoder(

@@ -13,15 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedModel,
-    logging,
-)
-from transformers.utils import logging as hf_logging
+from transformers import CONFIG_MAPPING, AutoConfig, logging
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
@@ -30,9 +22,7 @@ from forerun.models import checkpoint, gguf_config, gguf_model, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.spec import applies, bind
 from forerun.models.base import Model
-from forerun.models.encdec_load import check_wishes, load_encoder_decoder
 from forerun.models.fetch import SOURCES, fetched
-from forerun.models.hf import NAME, HFModel
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
@@ -177,67 +167,6 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
         )
 
 
-def read_module(
-    folder: Path,
-    config: Any,
-    dtype: torch.dtype,
-    *,
-    attention: str | None = NAME,
-    lora: Sequence[str] | str | None = None,
-) -> PreTrainedModel:
-    """The checkpoint as a module of transformers', every weight from its safetensors files, or those of a GGUF file,
-    dequantized; with LoRA adapters merged. Raises ModelError."""
-    adapters = [adapter.read(*each) for each in adapter.parse(lora)]
-    read = _gguf_module if gguf_model.is_gguf(folder) else _checkpoint_module
-    module = read(folder, config, dtype, attention)
-    adapter.merge_into(module, adapters, str(folder))
-    return module
-
-
-def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    path = folder / checkpoint.CONFIG
-    packed = getattr(config, "quantization_config", None)
-    if packed is not None:
-        raise ModelError(
-            f"{folder} holds weights quantized with {sanity.scheme(packed)}, which only the native path reads: that "
-            "is not used here: take the checkpoint they were made from"
-        )
-    tensors = checkpoint.read_headers(checkpoint.weight_files(folder))
-    sanity.check_fit(config, tensors, path)
-    hf_logging.disable_progress_bar()
-    kind: Any = AutoModelForSeq2SeqLM if sanity.has_encoder(config) else AutoModelForCausalLM
-    read = kind.from_pretrained
-    with checkpoint.library(f"{folder} cannot be loaded"), quiet():
-        module, info = read(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    for name, found, wanted in sorted(info["mismatched_keys"]):
-        raise ModelError(f"{folder}: {name} has shape {list(found)}; its config asks for {list(wanted)}")
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")
-    extra = sanity.misplaced(info["unexpected_keys"], (name for name, _ in module.named_parameters()))
-    if extra:
-        raise ModelError(f"{folder} has {len(extra)} weights that its config leaves out, {extra[0]} among them")
-    return module
-
-
-def _gguf_module(path: Path, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    weights = gguf_model.read_weights(gguf_model.open_gguf(path), config, dtype)
-    with checkpoint.library(f"{path} cannot be loaded"), quiet():
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        module.load_state_dict(weights, strict=False)  # a tied output layer has no weights of its own
-    return module.eval()
-
-
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -304,17 +233,16 @@ def load_model(
     config = read_config(folder)
     _check_rope(config, max_model_len)
     where = parse_device(device)
-    wish = f"tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size != 1 else None
     kind, ids, name = parse_dtype(dtype, config), eos_ids(folder, config), str(path_or_id)
     if sanity.has_encoder(config):
-        check_wishes(folder, config, kind, model_path=model_path, lora=lora)
-        if wish is not None:
-            raise ConfigError(f"{wish} splits decoders: encoder-decoders such as {folder} run in one process")
-        return load_encoder_decoder(
-            folder, read_module(folder, config, kind, attention="sdpa").to(where),  # type: ignore[arg-type]
-            name=name, eos_ids=ids, invariant=invariant, weights=weights, quantization=quantization,
-            max_model_len=max_model_len,
+        from forerun.models import encdec_load  # modules of transformers' take as long to import as torch
+
+        encdec_load.check_wishes(folder, config, kind, model_path=model_path, lora=lora, ranks=tensor_parallel_size)
+        return encdec_load.load_encoder_decoder(
+            folder, config, kind, where, name=name, eos_ids=ids, invariant=invariant, weights=weights,
+            quantization=quantization, max_model_len=max_model_len,
         )  # fmt: skip
+    wish = f"tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size != 1 else None
     wish = f"quantization {quantization!r} of {path_or_id}" if quantization else wish
     native = _goes_native(config, folder, model_path, wish)
     wanted = invariant if invariant is not None else where.type == "cpu"
@@ -324,8 +252,10 @@ def load_model(
         part = Wanted(folder, kind, where.type, name, ids, wanted, weights, quantization, numbers, lora)
         model = _share(part, config, where, tensor_parallel_size)
     else:
-        module: Any = read_module(folder, config, kind, lora=lora)
-        model = HFModel(module.to(where), name=name, eos_ids=ids, invariant=wanted, weights=weights)
+        from forerun.models import modules
+
+        module: Any = modules.read_module(folder, config, kind, lora=lora)
+        model = modules.HFModel(module.to(where), name=name, eos_ids=ids, invariant=wanted, weights=weights)
     model.info = replace(model.info, lora=(lora,) if isinstance(lora, str) else tuple(lora or ()))
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
         warnings.warn(
@@ -389,7 +319,5 @@ def _tensors(folder: Path, config: Any, *, numbers: bool, lora: Sequence[str] | 
     if gguf_model.is_gguf(folder):
         tensors = gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
     else:
-        with checkpoint.library(f"{folder} cannot be loaded"), quiet():
-            skeleton = gguf_model.skeleton(config, torch.float32)
-        tensors = CheckpointWeights(folder, skeleton, numbers=numbers)
+        tensors = CheckpointWeights(folder, config, numbers=numbers)
     return adapter.MergedWeights(tensors, adapters, str(folder)) if adapters else tensors

@@ -6,12 +6,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from forerun.core.errors import ModelError
 from forerun.models import checkpoint, sanity
+from forerun.models.architectures.shapes import Shape, shapes
 from forerun.models.architectures.spec import bind
 from forerun.models.checkpoint import DTYPES, Tensor
 from forerun.models.formats.base import Rows
@@ -50,27 +51,27 @@ class Files:
 
 
 class CheckpointWeights:
-    """The weights of a folder for the model that ``skeleton`` lays out.
+    """The weights of a folder for a decoder of ``config``, which a description covers.
 
     Raises ModelError for a tensor that is missing, has another shape or no floating-point numbers, or belongs to a part
     that the config leaves out.
     """
 
-    def __init__(self, folder: Path, skeleton: PreTrainedModel, *, numbers: bool = False) -> None:
+    def __init__(self, folder: Path, config: Any, *, numbers: bool = False) -> None:
         self.numbers = numbers  # as which all of them are to be had
-        scheme = getattr(skeleton.config, "quantization_config", None)
+        scheme = getattr(config, "quantization_config", None)
         headers = checkpoint.read_headers(checkpoint.weight_files(folder), packed=scheme is not None)
-        sanity.check_fit(skeleton.config, headers, folder / checkpoint.CONFIG)
-        self.files, spec = Files(), bind(skeleton.config)
+        sanity.check_fit(config, headers, folder / checkpoint.CONFIG)
+        self.files = Files()
         known = {_full(name): tensor for name, tensor in headers.items() if tensor.kind in DTYPES}
         self.read = Read()
         self.opened: list[Grouped] = []
         """Those that hold what they have unpacked, since the last release."""
         views = {name: self.files.tensor(tensor) for name, tensor in known.items()}
-        views = unstacked(views, spec)
+        views = unstacked(views, bind(config))
         self.found: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
         self.nbytes = sum(part.nbytes for part in self.found.values())
-        _check(folder, self.found, unstacked(dict(skeleton.named_parameters()), spec))
+        _check(folder, self.found, shapes(config))
 
     def __contains__(self, name: str) -> bool:
         return name in self.found
@@ -97,10 +98,10 @@ def _full(name: str) -> str:
     return name if name.startswith((BASE, "lm_head.")) else f"{BASE}{name}"
 
 
-def _check(folder: Path, found: Mapping[str, Rows], wanted: Mapping[str, torch.Tensor]) -> None:
+def _check(folder: Path, found: Mapping[str, Rows], wanted: Mapping[str, Shape]) -> None:
     for name in sorted(wanted.keys() & found.keys()):
-        if found[name].shape != wanted[name].shape:
-            shapes = [*found[name].shape], [*wanted[name].shape]
+        if tuple(found[name].shape) != wanted[name]:
+            shapes = [*found[name].shape], [*wanted[name]]
             raise ModelError(f"{folder}: {name} has shape {shapes[0]}; its config asks for {shapes[1]}")
         if not found[name].dtype.is_floating_point:
             raise ModelError(f"{folder}: {name} holds {found[name].dtype} numbers")

@@ -14,7 +14,6 @@ from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     PretrainedConfig,
 )
-from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.core.errors import ModelError, shown
@@ -36,6 +35,7 @@ SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
     "embedding_multiplier", "residual_multiplier", "logits_scaling",
 )  # fmt: skip
+USUAL = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 ROPE_NUMBERS = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow",
@@ -133,7 +133,7 @@ def check_config(config: Any, path: Path) -> None:
         if _is_count(experts) and chosen is not None and not (_is_count(chosen) and chosen <= experts):
             refuse("num_experts_per_tok", f"an integer from 1 to {name} ({experts})")
     for name in ACTIVATIONS:
-        if getattr(text, name, None) is not None and getattr(text, name) not in ACT2FN:
+        if getattr(text, name, None) is not None and not _is_activation(getattr(text, name)):
             refuse(name, "an activation that transformers knows")
     window = getattr(text, "sliding_window", None)
     if window is not None and not _is_count(window):
@@ -204,6 +204,14 @@ def check_ids(found: Any, vocabulary: int, path: Path) -> frozenset[int]:
         if not _is_integer(token) or token < 0:
             raise ModelError(f"{path} cannot be used: eos_token_id {shown(token)} is no token id")
     return frozenset(token for token in ids if token < vocabulary)
+
+
+def _is_activation(name: Any) -> bool:
+    if name in USUAL:
+        return True
+    from transformers.activations import ACT2FN  # takes as long as torch to import
+
+    return name in ACT2FN
 
 
 def _each(value: Any) -> list[Any]:

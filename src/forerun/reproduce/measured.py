@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from forerun.engine.llm import LLM
-from forerun.models.load import read_config, read_module, resolve
+from forerun.models.load import read_config, resolve
+from forerun.models.modules import read_module
 from forerun.reproduce.laws import LENIENCE, Counts, Rates, Sums
 from forerun.reproduce.parts import Cell, Part, Settings, Table
 from forerun.sampling.params import SamplingParams

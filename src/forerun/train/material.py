@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ModelError
 from forerun.models import sanity
-from forerun.models.load import read_config, read_module
+from forerun.models.load import read_config
+from forerun.models.modules import read_module
 from forerun.models.tokenizer import load_tokenizer
 from forerun.train import corpus as corpora
 from forerun.train import loop

@@ -25,8 +25,7 @@ def gguf_name(name: str) -> str:
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of a query or key projection in llama.cpp's order: rotated pairs side by side, not half a head apart."""
-    rows, columns = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return weight.reshape(heads, 2, len(weight) // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
 def weights(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,7 +24,8 @@ from forerun.bench.contenders import Contender, peer_facts
 from forerun.bench.peers.gguf import write_gguf
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
-from forerun.models.load import read_config, read_module, resolve
+from forerun.models.load import read_config, resolve
+from forerun.models.modules import read_module
 from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
 

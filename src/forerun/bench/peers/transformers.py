@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCr
 from forerun.bench.contenders import Contender, peer_facts
 from forerun.engine.llm import LLM
 from forerun.models.base import ModelInfo
-from forerun.models.load import read_config, read_module, resolve
+from forerun.models.load import read_config, resolve
+from forerun.models.modules import read_module
 from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
 

@@ -1,0 +1,34 @@
+"""The tensors that a description asks for, against the modules that transformers makes of the same config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.architectures.shapes import shapes
+from forerun.models.architectures.spec import bind
+from forerun.models.weights import unstacked
+
+SIZES = {
+    "vocab_size": 51, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 40, "moe_intermediate_size": 24, "pad_token_id": 0, "num_experts": 4,
+    "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_they_are_transformers_own(kind, options):
+    known = AutoConfig.for_model(kind)
+    given = {name: value for name, value in {**SIZES, **options}.items() if hasattr(known, name)}
+    config = AutoConfig.for_model(kind, tie_word_embeddings=False) if not options else known
+    for name, value in given.items():
+        setattr(config, name, value)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:3]
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    wanted = unstacked(dict(module.named_parameters()), bind(config))
+    assert shapes(config) == {name: tuple(part.shape) for name, part in wanted.items()}
