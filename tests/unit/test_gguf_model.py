@@ -23,12 +23,14 @@ from forerun.models.gguf import GGUFFile
 from forerun.models.gguf_config import read_config as read_keys
 from forerun.models.gguf_model import read_weights
 from forerun.models.kinds import BLOCKS
-from forerun.models.load import read_config, read_module
+from forerun.models.load import read_config
+from forerun.models.modules import read_module
 from forerun.models.quantize import error
 from forerun.speculate.draft import drafters
 from gguf_files import write_model
 from here import where
 
+EXPERTS = {"llama.expert_count": 4, "llama.expert_used_count": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 MIXED = {"attn_v": Kinds.Q6_K, "ffn_down": Kinds.Q5_K, "token_embd": Kinds.Q6_K, "attn_output": Kinds.F16}
 PACKED = where(
@@ -59,7 +61,7 @@ def test_a_llama_comes_back_as_it_went(tmp_path):
     keys = read_keys(file)
     config = LlamaConfig.from_dict(keys)
     assert keys.pop("dtype") == "float32"
-    theta = keys.pop("rope_theta")
+    theta = keys.pop("rope_parameters")["rope_theta"]
     for name in keys.keys() - {"architectures", "bos_token_id", "eos_token_id"}:
         assert keys[name] == getattr(wanted.config, name), name
     assert theta == wanted.config.rope_parameters["rope_theta"]
@@ -204,17 +206,20 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "extra", "message"),
     [
-        ({"general.architecture": "qwen2"}, None, "architecture 'qwen2'; only llama, gemma3 are read"),
+        ({"general.architecture": "mamba"}, None, r"architecture 'mamba'; only .*llama.* are read from GGUF"),
         ({"llama.block_count": None}, None, "None as llama.block_count"),
         ({"llama.attention.head_count": [4, 4]}, None, r"\[4, 4\] as llama.attention.head_count"),
-        ({"llama.expert_count": 8}, None, "mixture of experts"),
+        ({"llama.expert_count": 8}, None, "None as llama.expert_used_count"),
+        (EXPERTS, None, "a tensor blk.0.ffn_gate.weight, which its metadata leave out"),
+        (EXPERTS, {"blk.0.ffn_gate_exps.weight": (3, 64, 32)}, r"shape \[3, 64, 32\].* leave out|which its metadata"),
         ({"llama.rope.scaling.type": "yarn"}, None, "scales its rotary frequencies"),
-        ({}, {"rope_freqs.weight": (4,)}, "scales its rotary frequencies"),
+        ({}, {"rope_freqs.weight": (4,)}, "divides its rotary frequencies .* in another way than Llama 3"),
+        ({}, {"rope_freqs.weight": (3,)}, "divides its rotary frequencies .* in another way than Llama 3"),
         ({"llama.rope.dimension_count": 4}, None, "heads of 8 numbers, but 4"),
         ({"llama.attention.head_count": 32}, None, "heads of 1 numbers"),
         ({"llama.attention.layer_norm_rms_epsilon": 0.0}, None, "0.0 as llama.attention.layer_norm_rms_epsilon"),
         ({"llama.attention.head_count": 2}, None, "blk.0.attn_q.weight has shape|blk.0.attn_k.weight has shape"),
-        ({}, {"blk.0.attn_q.bias": (32,)}, "a tensor blk.0.attn_q.bias, which LlamaForCausalLM does not have"),
+        ({}, {"blk.0.attn_q.bias": (32,)}, "a tensor blk.0.attn_q.bias, which its metadata leave out"),
         ({"tokenizer.ggml.eot_token_id": 999}, None, "999 as tokenizer.ggml.eot_token_id"),
         ({}, {"blk.2.attn_q.weight": (32, 32)}, "a tensor blk.2.attn_q.weight, which its metadata leave out"),
         ({"llama.block_count": 3}, None, "lacks 9 weights, model.layers.2.self_attn.q_proj.weight among them"),

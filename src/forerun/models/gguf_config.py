@@ -7,19 +7,33 @@ from typing import Any
 import torch
 
 from forerun.core.errors import ModelError, shown
-from forerun.models.architectures.families import GEMMA3, LLAMA
+from forerun.models.architectures.families import (
+    ARCHITECTURES,
+    GEMMA2,
+    GEMMA3,
+    LLAMA,
+    MIXTRAL,
+    PHI3,
+    QWEN3_MOE,
+)
 from forerun.models.architectures.spec import FULL, SLIDING
 from forerun.models.gguf import GGUFFile
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Kinds of tensors that are numbers."""
-READ = {each.gguf: each for each in (LLAMA, GEMMA3)}
-"""By ``general.architecture``."""
-SCALINGS = {LLAMA.gguf: ("none",), GEMMA3.gguf: ("none", "linear")}
-"""Kinds of rotary scaling that are read."""
-GEMMA3_PERIOD, GEMMA3_LOCAL_BASE, GEMMA3_LARGEST = 6, 10000.0, 62
-"""Of llama.cpp's Gemma 3, which its files leave out: every so many layers one without a window, the rotary base of
-those with one, and the depth of the one (27B) whose scores are scaled by another width than a head's."""
+READ = {each.gguf: each for each in ARCHITECTURES.values() if each.gguf != LLAMA.gguf} | {LLAMA.gguf: LLAMA}
+"""By ``general.architecture``; Mistral and Mixtral are Llamas there."""
+FREQUENCIES = "rope_freqs.weight"
+"""By what Llama 3 divides its rotary frequencies."""
+LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXTS = 1.0, 4.0, (8192, *(2**power for power in range(11, 18)))
+"""Its other parameters, which files leave out, and the lengths of a text that it may have been stretched from."""
+LARGEST = {GEMMA2.gguf: 46, GEMMA3.gguf: 62}
+"""The depth of the Gemma (27B) whose scores are scaled by another width than a head's."""
+BIASES = {"attention_bias": "attn_output", "mlp_bias": "ffn_gate"}
+"""Config keys, and a projection that has a bias where they hold."""
+GEMMA2_PERIOD, GEMMA3_PERIOD, GEMMA3_LOCAL_BASE = 2, 6, 10000.0
+"""Of llama.cpp's Gemmas, which their files leave out: every so many layers one without a window, and the rotary base of
+those with one."""
 
 
 class Keys:
@@ -55,12 +69,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         raise ModelError(f"{file.path} holds a model of architecture {shown(architecture)}; only {', '.join(READ)} "
                          "are read from GGUF")  # fmt: skip
     keys = Keys(file)
-    if keys.get("expert_count"):
-        raise ModelError(f"{file.path} holds a mixture of experts, which is not read from GGUF")
-    if (keys.get("rope.scaling.type") or "none") not in SCALINGS[architecture] or "rope_freqs.weight" in file.tensors:
-        raise ModelError(f"{file.path} scales its rotary frequencies, which is not read from GGUF")
     vocabulary, (hidden, heads, width) = _vocabulary(file), _widths(file, keys)
-    config = {
+    config: dict[str, Any] = {
         "architectures": [READ[architecture].causal],
         "model_type": READ[architecture].model_type,
         "hidden_size": hidden,
@@ -75,11 +85,76 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
     }
-    config |= _gemma3(file, keys, config) if architecture == GEMMA3.gguf else {
-        "rope_theta": keys.positive("rope.freq_base", 10000.0)
-    }  # fmt: skip
+    config |= {name: f"blk.0.{part}.bias" in file.tensors for name, part in BIASES.items()}
+    config["rope_parameters"] = _rope(file, keys, width)
+    config |= _further(file, keys, config)
     absent = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # transformers has defaults
     return config | absent | _special_ids(file, vocabulary)
+
+
+def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """What one architecture alone has."""
+    kind = keys.architecture
+    if kind == GEMMA2.gguf:
+        return _gemma(keys, config, GEMMA2_PERIOD) | {
+            "attn_logit_softcapping": _cap(keys, "attn_logit_softcapping"),
+        }
+    if kind == GEMMA3.gguf:
+        local = keys.positive("rope.freq_base_swa", GEMMA3_LOCAL_BASE)
+        base = {**config["rope_parameters"], "rope_theta": keys.positive("rope.freq_base", 1e6)}
+        rope = {FULL: base, SLIDING: {"rope_type": "default", "rope_theta": local}}
+        return _gemma(keys, config, GEMMA3_PERIOD) | {"rope_parameters": rope}
+    if kind == PHI3.gguf:
+        window = keys.get("attention.sliding_window")
+        return {"sliding_window": keys.whole("attention.sliding_window") if window else None}
+    if kind == QWEN3_MOE.gguf:
+        return _experts(keys, "num_experts") | {
+            "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
+    if kind == LLAMA.gguf and keys.get("expert_count"):
+        found = {"architectures": [MIXTRAL.causal], "model_type": MIXTRAL.model_type, "sliding_window": None}
+        return found | _experts(keys, "num_local_experts")
+    return {}
+
+
+def _experts(keys: Keys, count: str) -> dict[str, Any]:
+    return {count: keys.whole("expert_count"), "num_experts_per_tok": keys.whole("expert_used_count")}
+
+
+def _rope(file: GGUFFile, keys: Keys, width: int) -> dict[str, Any]:
+    """Rotary parameters of all layers. Raises ModelError for a scaling that is not read."""
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base", 10000.0)}
+    turned = keys.whole("rope.dimension_count", width)
+    if turned != width:
+        if keys.architecture != PHI3.gguf or turned > width or turned % 2:
+            other = f"{shown(turned)} as {keys.architecture}.rope.dimension_count"
+            raise ModelError(f"{file.path} has heads of {width} numbers, but {other}")
+        found["partial_rotary_factor"] = turned / width
+    kind = keys.get("rope.scaling.type") or "none"
+    factors = any(name.startswith("rope_factors") for name in file.tensors)
+    if kind not in ("none", "linear") or factors or (FREQUENCIES in file.tensors and kind == "linear"):
+        how = "longrope" if factors else shown(kind)
+        raise ModelError(f"{file.path} scales its rotary frequencies ({how}), which is not read from GGUF")
+    if kind == "linear":
+        return found | {"rope_type": "linear", "factor": keys.positive("rope.scaling.factor")}
+    return found | _llama3(file, found["rope_theta"], width) if FREQUENCIES in file.tensors else found
+
+
+def _llama3(file: GGUFFile, theta: float, width: int) -> dict[str, Any]:
+    """The parameters of Llama 3's formula that give the divisors in the file."""
+    given = file.values(FREQUENCIES).double()
+    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    factor = float(f"{given.max().item():.7g}") if given.shape == frequencies.shape else 0.0
+    for context in LLAMA3_CONTEXTS:
+        turns = context * frequencies / (2 * torch.pi)  # in a text of that length
+        smooth = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
+        if factor >= 1 and torch.allclose(1 / ((1 - smooth) / factor + smooth), given, rtol=1e-4, atol=0):
+            return {
+                "rope_type": "llama3", "factor": factor, "low_freq_factor": LLAMA3_LOW,
+                "high_freq_factor": LLAMA3_HIGH, "original_max_position_embeddings": context,
+            }  # fmt: skip
+    raise ModelError(f"{file.path} divides its rotary frequencies ({FREQUENCIES}) in another way than Llama 3 does")
 
 
 def _widths(file: GGUFFile, keys: Keys) -> tuple[int, int, int]:
@@ -88,36 +163,33 @@ def _widths(file: GGUFFile, keys: Keys) -> tuple[int, int, int]:
     width = keys.whole("attention.key_length", hidden // heads or None)
     if width < 2 or width % 2:
         raise ModelError(f"{file.path} has heads of {width} numbers, which cannot be rotated in pairs")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if keys.whole(key, width) != width:
-            other = f"{shown(keys.get(key))} as {keys.architecture}.{key}"
-            raise ModelError(f"{file.path} has heads of {width} numbers, but {other}")
+    if keys.whole("attention.value_length", width) != width:
+        other = f"{shown(keys.get('attention.value_length'))} as {keys.architecture}.attention.value_length"
+        raise ModelError(f"{file.path} has heads of {width} numbers, but {other}")
     return hidden, heads, width
 
 
-def _gemma3(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma(keys: Keys, config: dict[str, Any], period: int) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
-    if layers > len(file.tensors):
-        raise ModelError(f"{file.path} has {layers} layers in {len(file.tensors)} tensors")
-    base, local = keys.positive("rope.freq_base", 1e6), keys.positive("rope.freq_base_swa", GEMMA3_LOCAL_BASE)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
-    if keys.get("rope.scaling.type") == "linear":
-        rope = {"rope_type": "linear", "rope_theta": base, "factor": keys.positive("rope.scaling.factor")}
+    if layers > len(keys.file.tensors):
+        raise ModelError(f"{keys.file.path} has {layers} layers in {len(keys.file.tensors)} tensors")
     width = config["hidden_size"] // config["num_attention_heads"]
-    cap = keys.get("final_logit_softcapping")
     return {
-        "rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": local}},
         "sliding_window": keys.whole("attention.sliding_window"),
-        "layer_types": _sliding(keys, layers),
-        "query_pre_attn_scalar": width if layers == GEMMA3_LARGEST else config["head_dim"],
-        "final_logit_softcapping": None if cap is None else keys.positive("final_logit_softcapping"),
+        "layer_types": _sliding(keys, layers, period),
+        "query_pre_attn_scalar": width if layers == LARGEST[keys.architecture] else config["head_dim"],
+        "final_logit_softcapping": _cap(keys, "final_logit_softcapping"),
     }
 
 
-def _sliding(keys: Keys, layers: int) -> list[str]:
+def _cap(keys: Keys, name: str) -> float | None:
+    return None if keys.get(name) is None else keys.positive(name)
+
+
+def _sliding(keys: Keys, layers: int, usual: int) -> list[str]:
     pattern = keys.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
-        period = keys.whole("attention.sliding_window_pattern", GEMMA3_PERIOD)
+        period = keys.whole("attention.sliding_window_pattern", usual)
         pattern = [bool((index + 1) % period) for index in range(layers)]
     if len(pattern) != layers:
         raise ModelError(f"{keys.file.path} has {layers} layers, but says of {len(pattern)} whether they have a window")

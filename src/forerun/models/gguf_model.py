@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from gguf.quants import dequantize
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forerun.core.errors import ModelError
 from forerun.models import gguf_split
 from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.architectures.shapes import shapes
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import UNPACK, Blocks
 from forerun.models.gguf import GGUFFile, GGUFTensor
-from forerun.models.gguf_config import FLOATS
+from forerun.models.gguf_config import FLOATS, FREQUENCIES
 from forerun.models.weights import Read
 
 SUFFIX = ".gguf"
@@ -54,18 +55,31 @@ def rows_as_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
+class Held(NamedTuple):
+    """What a checkpoint has as one tensor: a whole one of the file, or one expert of a stack."""
+
+    tensor: GGUFTensor
+    shape: tuple[int, ...]
+    place: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.tensor.size * math.prod(self.shape) // math.prod(self.tensor.shape)
+
+
 class Dequantized:
     """Rows of a tensor [rows, numbers], in another order where one is given: exact, in the dtype of numbers that are
     not quantized, else in float32."""
 
     device = torch.device("cpu")
 
-    def __init__(self, file: GGUFFile, tensor: GGUFTensor, order: torch.Tensor | None) -> None:
-        self.file, self.kind, self.order = file, tensor.kind, order
-        self.raw = file.rows(tensor.name)
-        self.shape = torch.Size(tensor.shape)
-        self.dtype = FLOATS.get(tensor.kind.name, torch.float32)
-        self.nbytes = tensor.size
+    def __init__(self, file: GGUFFile, held: Held, order: torch.Tensor | None) -> None:
+        self.file, self.kind, self.order = file, held.tensor.kind, order
+        self.shape = torch.Size(held.shape)
+        first = held.place * self.shape[0]
+        self.raw = file.rows(held.tensor.name)[first : first + self.shape[0]]
+        self.dtype = FLOATS.get(held.tensor.kind.name, torch.float32)
+        self.nbytes = held.size
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
         places = rows if self.order is None else self.order[rows]
@@ -97,21 +111,25 @@ class GGUFWeights:
         self.plus = architecture.norms.plus
         self.nbytes = sum(tensor.size for tensor in file.tensors.values())
         self.read = Read()
-        self.tensors: dict[str, GGUFTensor] = {}
-        wanted = {name: tuple(part.shape) for name, part in skeleton(config, torch.float32).named_parameters()}
+        self.tensors: dict[str, Held] = {}
+        wanted = shapes(config)
         for name, tensor in file.tensors.items():
+            if name == FREQUENCIES:
+                continue  # the config has what they say
             to = architecture.checkpoint_name(name)
             if to is None:
                 raise ModelError(f"{file.path} has a tensor {name}, which {architecture.causal} does not have")
-            if to not in wanted:
-                raise ModelError(f"{file.path} has a tensor {name}, which its metadata leave out")
-            if tensor.shape != wanted[to]:
-                raise ModelError(f"{file.path}: {name} has shape {list(tensor.shape)}, which its metadata contradict: "
-                                 f"they ask for {list(wanted[to])}")  # fmt: skip
+            for own, held in _parts(to, tensor):
+                if own not in wanted:
+                    raise ModelError(f"{file.path} has a tensor {name}, which its metadata leave out")
+                if held.shape != wanted[own]:
+                    asked = [*tensor.shape[: len(tensor.shape) - len(held.shape)], *wanted[own]]
+                    raise ModelError(f"{file.path}: {name} has shape {list(tensor.shape)}, which its metadata "
+                                     f"contradict: they ask for {asked}")  # fmt: skip
+                self.tensors[own] = held
             if tensor.kind.name not in FLOATS and tensor.kind.name.lower() not in UNPACK:
                 served = ", ".join([*FLOATS, *map(str.upper, UNPACK)])
                 raise ModelError(f"{file.path}: {name} is of type {tensor.kind.name}; {served} are read")
-            self.tensors[to] = tensor
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
             raise ModelError(f"{file.path} lacks {len(missing)} weights, {missing[0]} among them")
@@ -120,34 +138,44 @@ class GGUFWeights:
         return name in self.tensors
 
     def values(self, name: str) -> Rows:
-        tensor = self.tensors[name]
-        self.read.add(name, tensor.size)
-        if len(tensor.shape) > 1:
+        held = self.tensors[name]
+        self.read.add(name, held.size)
+        if len(held.shape) > 1:
             return self._matrix(name)
-        found = self.file.values(tensor.name)
-        found = found - self.plus if self.plus else found  # norms alone are vectors
-        return found.to(FLOATS.get(tensor.kind.name, torch.float32))
+        found = self.file.values(held.tensor.name)
+        if name.endswith(".bias"):
+            order = self._order(name)
+            found = found if order is None else found[order]
+        elif self.plus:
+            found = found - self.plus
+        return found.to(FLOATS.get(held.tensor.kind.name, torch.float32))
 
     def blocks(self, name: str) -> Blocks | None:
         self.read.add(name, self.tensors[name].size)
         return None if self.numbers else self._matrix(name).blocks()
 
     def _matrix(self, name: str) -> Dequantized:
-        tensor, part = self.tensors[name], name.split(".")[-2]
-        order = None
-        if part in self.heads:
-            order = rows_as_halves(torch.arange(tensor.shape[0])[:, None], self.heads[part])[:, 0]
-        return Dequantized(self.file, tensor, order)
+        return Dequantized(self.file, self.tensors[name], self._order(name))
+
+    def _order(self, name: str) -> torch.Tensor | None:
+        """Of the rows, where the file has another."""
+        heads = self.heads.get(name.split(".")[-2])
+        return (
+            None if heads is None else rows_as_halves(torch.arange(self.tensors[name].shape[0])[:, None], heads)[:, 0]
+        )
 
     def release(self) -> int:
         self.file.release()
         return self.read.done()
 
 
-def skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without its weights. Takes no memory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+def _parts(name: str, tensor: GGUFTensor) -> Iterator[tuple[str, Held]]:
+    """By their names in a checkpoint."""
+    if "{}" not in name:
+        yield name, Held(tensor, tensor.shape)
+        return
+    for expert in range(tensor.shape[0]):
+        yield name.format(expert), Held(tensor, tensor.shape[1:], expert)
 
 
 def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:

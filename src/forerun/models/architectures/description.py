@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
+KINDS = ("weight", "bias")
+"""How a tensor's name ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Name:
@@ -42,6 +45,8 @@ class Attention:
     )  # fmt: skip
     """Three projections, or one that holds them end to end."""
     out: Name = Name("self_attn.o_proj", "attn_output")
+    bias: str | None = None
+    """A config key that says whether projections have biases; ``inputs``: all but ``out`` do."""
     scale: str | None = None
     """Scores are multiplied by its power of -1/2; None: by that of a head's width."""
     softcap: str | None = None
@@ -63,17 +68,20 @@ class Mlp:
     down: Name = Name("mlp.down_proj", "ffn_down")
     activation: str = "hidden_act"
     """The config key that names it."""
+    bias: str | None = None
+    """A config key that says whether projections have biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Instead of the MLP: those experts whose router scores are highest, added up with weights that are the softmax of
-    all scores. The last three fields name config keys."""
+    all scores. All other fields but ``placed`` name config keys."""
 
     router: Name
     gate_up: tuple[Name, Name]
     down: Name
     count: str
+    width: str = "intermediate_size"
     chosen: str = "num_experts_per_tok"
     normalised: str | None = None
     """Whether the chosen experts' weights are divided by their sum; None: always."""
@@ -108,28 +116,28 @@ class Architecture:
     experts: Experts | None = None
 
     def checkpoint_name(self, gguf: str) -> str | None:
-        """A weight of a GGUF file in a checkpoint; None for one that such a model does not have. Experts, which GGUF
-        stacks, are left out."""
+        """A weight or bias of a GGUF file in a checkpoint; None for one that such a model does not have. GGUF stacks
+        experts: their names have ``{}`` for the number of one."""
         stem, _, kind = gguf.rpartition(".")
         ends = {name.gguf: name.checkpoint for name in (self.embedding, self.norm, self.head)}
-        if kind != "weight" or stem in ends:
+        if stem in ends:
             return f"{ends[stem]}.weight" if kind == "weight" else None
         block, _, rest = stem.partition(".")
         place, _, part = rest.partition(".")
-        inside = {name.gguf: name.checkpoint for name in self.names() if "{}" not in name.checkpoint}
-        if block != self.layers.gguf or not place.isdecimal() or part not in inside:
+        inside = {name.gguf: name.checkpoint for name in self.names()}
+        if block != self.layers.gguf or not place.isdecimal() or part not in inside or kind not in KINDS:
             return None
-        return f"{self.layers.checkpoint}.{place}.{inside[part]}.weight"
+        return f"{self.layers.checkpoint}.{place}.{inside[part]}.{kind}"
 
     def gguf_name(self, checkpoint: str) -> str | None:
-        """The other way."""
+        """The other way, for what is not stacked."""
         stem, _, kind = checkpoint.rpartition(".")
         ends = {name.checkpoint: name.gguf for name in (self.embedding, self.norm, self.head)}
-        if kind != "weight" or stem in ends:
+        if stem in ends:
             return f"{ends[stem]}.weight" if kind == "weight" else None
         place, _, part = stem.removeprefix(f"{self.layers.checkpoint}.").partition(".")
         inside = {name.checkpoint: name.gguf for name in self.names() if "{}" not in name.checkpoint}
-        return f"{self.layers.gguf}.{place}.{inside[part]}.weight" if part in inside else None
+        return f"{self.layers.gguf}.{place}.{inside[part]}.{kind}" if part in inside and kind in KINDS else None
 
     def names(self) -> Iterator[Name]:
         """Of every tensor of a layer."""

@@ -14,25 +14,38 @@ SANDWICH = Norms(
     plus=1.0,
 )  # fmt: skip
 
-LLAMA = Architecture(model_type="llama", causal="LlamaForCausalLM", gguf="llama", interleaved=True)
-MISTRAL = replace(LLAMA, model_type="mistral", causal="MistralForCausalLM", attention=Attention(window="every"))
-QWEN2 = Architecture(
-    model_type="qwen2", causal="Qwen2ForCausalLM", gguf="qwen2", attention=Attention(window="typed")
+BIAS = "attention_bias"
+
+LLAMA = Architecture(
+    model_type="llama", causal="LlamaForCausalLM", gguf="llama", interleaved=True, attention=Attention(bias=BIAS),
+    mlp=Mlp(bias="mlp_bias"),
 )  # fmt: skip
-QWEN3 = replace(QWEN2, model_type="qwen3", causal="Qwen3ForCausalLM", gguf="qwen3", norms=HEAD_NORMS)
+MISTRAL = replace(
+    LLAMA, model_type="mistral", causal="MistralForCausalLM", attention=Attention(window="every"), mlp=Mlp()
+)  # fmt: skip
+QWEN2 = Architecture(
+    model_type="qwen2", causal="Qwen2ForCausalLM", gguf="qwen2",
+    attention=Attention(bias="inputs", window="typed"),
+)  # fmt: skip
+QWEN3 = replace(
+    QWEN2, model_type="qwen3", causal="Qwen3ForCausalLM", gguf="qwen3", norms=HEAD_NORMS,
+    attention=Attention(bias=BIAS, window="typed"),
+)  # fmt: skip
 SMOLLM3 = Architecture(
     model_type="smollm3", causal="SmolLM3ForCausalLM", gguf="smollm3", interleaved=True,
-    attention=Attention(window="typed", rotary="listed"),
+    attention=Attention(bias=BIAS, window="typed", rotary="listed"), mlp=Mlp(bias="mlp_bias"),
 )  # fmt: skip
 GEMMA2 = Architecture(
     model_type="gemma2", causal="Gemma2ForCausalLM", gguf="gemma2", embedding_scale="root",
     logits_softcap="final_logit_softcapping", norms=SANDWICH, mlp=Mlp(activation="hidden_activation"),
-    attention=Attention(scale="query_pre_attn_scalar", softcap="attn_logit_softcapping", window="typed"),
+    attention=Attention(
+        bias=BIAS, scale="query_pre_attn_scalar", softcap="attn_logit_softcapping", window="typed"
+    ),
 )  # fmt: skip
 GEMMA3 = replace(
     GEMMA2, model_type="gemma3_text", causal="Gemma3ForCausalLM", gguf="gemma3",
     norms=replace(SANDWICH, query=HEAD_NORMS.query, key=HEAD_NORMS.key),
-    attention=Attention(scale="query_pre_attn_scalar", window="typed", rotary="typed"),
+    attention=Attention(bias=BIAS, scale="query_pre_attn_scalar", window="typed", rotary="typed"),
 )  # fmt: skip
 PHI3 = Architecture(
     model_type="phi3", causal="Phi3ForCausalLM", gguf="phi3",
@@ -40,7 +53,7 @@ PHI3 = Architecture(
     mlp=Mlp(gate_up=(Name("mlp.gate_up_proj", "ffn_up"),)),
 )  # fmt: skip
 OLMO2 = Architecture(
-    model_type="olmo2", causal="Olmo2ForCausalLM", gguf="olmo2",
+    model_type="olmo2", causal="Olmo2ForCausalLM", gguf="olmo2", attention=Attention(bias=BIAS),
     norms=replace(
         HEAD_NORMS, before_attention=None, after_attention=AFTER_ATTENTION, before_mlp=None, after_mlp=AFTER_MLP,
         whole=True,
@@ -59,7 +72,8 @@ MIXTRAL = replace(
     ),
 )  # fmt: skip
 QWEN3_MOE = replace(
-    QWEN3, model_type="qwen3_moe", causal="Qwen3MoeForCausalLM", gguf="qwen3moe", attention=Attention(window="every"),
+    QWEN3, model_type="qwen3_moe", causal="Qwen3MoeForCausalLM", gguf="qwen3moe",
+    attention=Attention(bias=BIAS, window="every"),
     experts=Experts(
         router=Name("mlp.gate", "ffn_gate_inp"),
         gate_up=(
@@ -67,6 +81,7 @@ QWEN3_MOE = replace(
         ),
         down=Name("mlp.experts.{}.down_proj", "ffn_down_exps"),
         count="num_experts",
+        width="moe_intermediate_size",
         normalised="norm_topk_prob",
         placed="stepped",
     ),

@@ -1,0 +1,209 @@
+"""Every described architecture out of a GGUF file: written here from a checkpoint by the names that the gguf package
+gives, and with the order of rows and the numbers in norms that llama.cpp's converter has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kinds
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from forerun import LLM, SamplingParams
+from forerun.core.errors import ModelError
+from forerun.models.gguf_config import FREQUENCIES
+from forerun.models.load import load_model, read_config
+from forerun.models.modules import read_module
+from gguf_files import TOKENS, VOCABULARY, add, finish
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+SIZES = {
+    "vocab_size": len(TOKENS), "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256, "bos_token_id": 1,
+    "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "llama-3.2": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("qwen2", {"head_dim": 16}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
+                                "norm_topk_prob": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32, "sliding_window": 7, "attn_logit_softcapping": 5.0,
+                          "final_logit_softcapping": 3.0}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                  "partial_rotary_factor": 0.5}}),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+}  # fmt: skip
+NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}
+SIDE_BY_SIDE = ("llama", "mixtral", "smollm3")
+"""Whose rotated pairs the converter puts side by side."""
+IDS = torch.randint(3, len(TOKENS), (40,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def make(kind: str, options: dict[str, Any]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options})).eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1 and kind != "gemma2"), std=0.2)
+    module.tie_weights()
+    return module
+
+
+def converted(module: PreTrainedModel):
+    """Name of a tensor in llama.cpp, and its numbers."""
+    config, kind = module.config, module.config.model_type
+    arch = getattr(gguf.MODEL_ARCH, NAMES.get(kind, kind).upper())
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, weight in module.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        if heads and kind in SIDE_BY_SIDE:
+            weight = weight.reshape(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
+        if kind == "gemma2" and name.endswith("norm.weight"):
+            weight = weight + 1
+        if name.endswith("mlp.experts.gate_up_proj"):
+            at = f"blk.{name.split('.')[2]}."
+            gate, up = weight.chunk(2, dim=1)
+            yield f"{at}ffn_gate_exps.weight", gate
+            yield f"{at}ffn_up_exps.weight", up
+        elif name.endswith("mlp.experts.down_proj"):
+            yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", weight
+        else:
+            yield names.get_name(name, (".weight", ".bias")), weight
+    rope = config.rope_parameters
+    if rope["rope_type"] == "llama3":
+        yield FREQUENCIES, divisors(rope, config.head_dim)
+
+
+def divisors(rope: dict[str, Any], width: int) -> torch.Tensor:
+    """By wavelengths, as the model's authors published it."""
+    found = []
+    for pair in range(width // 2):
+        wavelength = 2 * torch.pi * rope["rope_theta"] ** (2 * pair / width)
+        long = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+        short = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+        if wavelength < short:
+            found.append(1.0)
+        elif wavelength > long:
+            found.append(rope["factor"])
+        else:
+            share = (rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]) / (
+                rope["high_freq_factor"] - rope["low_freq_factor"]
+            )
+            found.append(1 / ((1 - share) / rope["factor"] + share))
+    return torch.tensor(found)
+
+
+def write(module: PreTrainedModel, path: Path, changes: dict[str, Any] | None = None) -> Path:
+    config, kind = module.config, module.config.model_type
+    name = NAMES.get(kind, kind)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    turned = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(turned)
+    if width != config.hidden_size // config.num_attention_heads:
+        writer.add_key_length(width)
+        writer.add_value_length(width)
+    if kind in ("gemma2", "phi3") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if kind in ("mixtral", "qwen3_moe"):
+        writer.add_expert_count(config.num_local_experts if kind == "mixtral" else config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if kind == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    for key, value in {**VOCABULARY, **(changes or {})}.items():
+        if key in writer.kv_data[0]:
+            writer.kv_data[0][key].value = value
+        else:
+            add(writer, key, value)
+    for to, weight in converted(module):
+        writer.add_tensor(to, weight.detach().float().contiguous().numpy(), raw_dtype=Kinds.F32)
+    return finish(writer, path)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Case -> the module, and the GGUF file of it."""
+    made: dict[str, tuple[PreTrainedModel, Path]] = {}
+
+    def get(case: str) -> tuple[PreTrainedModel, Path]:
+        if case not in made:
+            module = make(*CASES[case])
+            made[case] = module, write(module, tmp_path_factory.mktemp(case) / "model.gguf")
+        return made[case]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_logits_are_those_of_the_checkpoint(models, case):
+    module, path = models(case)
+    llm = LLM(str(path))
+    assert llm.model.info.path.startswith("native")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
+    with torch.inference_mode():
+        wanted = module(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
+    for place, found in enumerate(llm.generate({"prompt_token_ids": IDS}, params)[0].prompt_logprobs[1:]):
+        for token, given in found.items():
+            assert given.logprob == pytest.approx(float(wanted[place, token]), abs=2e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_and_weights_are_those_of_the_checkpoint(models, case):
+    module, path = models(case)
+    config = read_config(path)
+    assert type(config) is type(module.config)
+    if case in ("mixtral", "qwen3_moe"):
+        return  # the transformers path does not read stacked experts
+    found = dict(read_module(path, config, torch.float32, attention=None).named_parameters())
+    for name, weight in module.named_parameters():
+        assert torch.allclose(found.pop(name), weight, atol=1e-6), name
+    assert found == {}
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gemma2", "qwen3_moe"])
+def test_drafts_change_no_token(models, case):
+    _, path = models(case)
+    llm = LLM(str(path), speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
+    drafted, plain = (llm.generate({"prompt_token_ids": IDS}, params, speculate=on)[0] for on in (True, False))
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert llm.engine.identity
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("qwen2", {"qwen2.rope.scaling.type": "yarn"}, "scales its rotary frequencies .'yarn'."),
+        ("qwen3_moe", {"qwen3moe.expert_used_count": 9}, "num_experts_per_tok must be an integer"),
+        ("gemma2", {"gemma2.attention.sliding_window_pattern": [True]}, "has 3 layers, but says of 1"),
+        ("phi3", {"phi3.rope.dimension_count": 7}, "heads of 32 numbers, but 7"),
+    ],
+)
+def test_what_is_not_read_is_named(tmp_path, models, case, changes, message):
+    path = write(models(case)[0], tmp_path / "model.gguf", changes)
+    with pytest.raises(ModelError, match=message):
+        load_model(path)
