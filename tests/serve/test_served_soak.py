@@ -27,7 +27,7 @@ from held import Held, held
 
 CONCURRENCY = 32
 LONGEST = 208
-POOL = {"page_size": 8, "num_pages": 60}
+POOL = {"page_size": 4, "num_pages": 92}
 NOISE_ROWS = 256
 """Kept by each engine: what is remembered is bounded, and should be full before memory is looked at."""
 CHOSEN = 0.42
