@@ -19,7 +19,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from forerun.cli.serve import served_drafters
+from forerun.cli.serve import key_of, served_drafters
+from forerun.core.errors import ConfigError
+from forerun.serve.app import ServerOptions
 
 COMMAND = [sys.executable, "-c", "from forerun.cli.main import main; main()", "serve"]
 KEY = {"Authorization": "Bearer s3cret"}
@@ -193,17 +195,20 @@ def test_a_signal_once_all_answers_are_made_ends_it_too() -> None:
         assert server.stdout.read() == "closed\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "variable"),
-    [(["--api-key", ""], "s3cret"), ([], ""), ([], "s3cret\n")],
-)
-def test_a_key_that_protects_nothing_is_refused(options: list[str], variable: str) -> None:
-    """``Authorization: Bearer`` alone would be enough, or nothing would; and it is said before a model is loaded."""
-    environment = {**ENVIRONMENT, "FORERUN_API_KEY": variable}
-    command = [*COMMAND, "--port", "0", "--model", "/nonexistent", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+def test_a_key_that_protects_nothing_is_refused() -> None:
+    """Before a model is loaded."""
+    command = [*COMMAND, "--port", "0", "--model", "/nonexistent", "--api-key", ""]
+    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("error: the API key is empty, or begins or ends with white space")
+
+
+@pytest.mark.parametrize("variable", ["", "s3cret\n"])
+def test_a_variable_that_protects_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """``Authorization: Bearer`` alone would be enough, or nothing would."""
+    monkeypatch.setenv("FORERUN_API_KEY", variable)
+    with pytest.raises(ConfigError, match="empty, or begins or ends"):
+        ServerOptions(api_key=key_of(None))
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def serve(
     listener = open_socket(host, port)
     local = is_loopback(listener.getsockname()[0])
     options = ServerOptions(
-        api_key=_key(api_key),
+        api_key=key_of(api_key),
         allowed_hosts=[host.partition("%")[0], *(allowed_host or [])] if local or allowed_host else None,
         chat_template=None if chat_template is None else read_file(chat_template),
         max_body_bytes=max_body_bytes,
@@ -201,8 +201,9 @@ def _warn_if_open(host: str, key: str | None, *, local: bool) -> None:
         warn(f"{host} can be reached from outside and there is no --api-key")
 
 
-def _key(given: str | None) -> str | None:
-    """Click takes a variable that is empty for one that is not set; whoever sets it wants a key."""
+def key_of(given: str | None) -> str | None:
+    """Of ``--api-key`` and its variable. Click takes a variable that is empty for one that is not set; whoever sets it
+    wants a key."""
     return os.environ.get(KEY_VARIABLE) if given is None else given
 
 
