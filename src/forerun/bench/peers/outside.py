@@ -3,7 +3,8 @@
 A worker (``workers/``) is a script that imports nothing of Forerun's. It reads one JSON object per line and answers
 each with one: first ``{"model", "threads", "context"}``, answered by ``{"version", "rows", "about"}``; then
 ``{"row", "prompt", "max_tokens", "temperature", "seed", "ends"}``, answered by ``{"tokens", "seconds"}``, where seconds
-begin when the first token is there; ``ends`` are the ids that end an answer.
+begin when the first token is there; ``ends`` are the ids that end an answer. llama.cpp's, told ``"scores": true`` with
+the model, takes ``{"score"}``, token ids, instead: ``{"logprobs", "choices"}``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,6 +143,21 @@ def outside_contenders(peer: str, python: str | None, llm: LLM) -> list[Contende
     worker.rows = len(about["rows"])
     told = f"{about['about']} ({PACKAGES[peer]} {about['version']})"
     return [OutsideContender(row, worker, told, llm.model.info.eos_ids) for row in about["rows"]]
+
+
+@contextmanager
+def scorer(python: str, model: str, context: int, threads: int) -> Iterator[Callable[[Seq[int]], dict[str, Any]]]:
+    """What llama.cpp thinks of token ids, under the interpreter ``python``: ``logprobs`` of all but the first, and
+    the likeliest next token of each as ``choices``. Takes GGUF files. Raises ConfigError."""
+    path = resolve(model)
+    if not path.is_file():
+        raise ConfigError(f"{model} is no GGUF file, which llama.cpp needs")
+    worker = _started("llama-cpp", python, threads, tempfile.TemporaryDirectory(prefix="forerun-peer-"))
+    try:
+        worker.ask({"model": str(path), "threads": threads, "context": context, "scores": True})
+        yield lambda ids: worker.ask({"score": list(ids)})
+    finally:
+        worker.end()
 
 
 def _started(peer: str, python: str, threads: int, folder: tempfile.TemporaryDirectory[str]) -> Worker:

@@ -21,6 +21,18 @@ def answer(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": tokens, "seconds": perf_counter() - began}
 
 
+def score(model: Any, ids: list[int]) -> dict[str, Any]:
+    import numpy
+
+    model.reset()
+    model.eval(ids)
+    logits = model.scores[: len(ids)].astype(numpy.float64)
+    logits -= logits.max(axis=-1, keepdims=True)
+    logprobs = logits - numpy.log(numpy.exp(logits).sum(axis=-1, keepdims=True))
+    text = logprobs[numpy.arange(len(ids) - 1), ids[1:]]
+    return {"logprobs": text.tolist(), "choices": logits.argmax(axis=-1).tolist()}
+
+
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes beside the answers
@@ -30,16 +42,17 @@ def main() -> None:
     about = json.loads(sys.stdin.readline())
     options = {"n_ctx": about["context"], "n_threads": about["threads"], "n_threads_batch": about["threads"]}
     load = {"model_path": about["model"], "verbose": False, **options}
-    rows = {
-        "llama_cpp": llama_cpp.Llama(**load),
-        "llama_cpp_lookup": llama_cpp.Llama(**load, draft_model=LlamaPromptLookupDecoding(LOOKUP_TOKENS)),
-    }
+    scores = about.get("scores", False)
+    rows = {"llama_cpp": llama_cpp.Llama(**load, logits_all=scores)}
+    if not scores:
+        rows["llama_cpp_lookup"] = llama_cpp.Llama(**load, draft_model=LlamaPromptLookupDecoding(LOOKUP_TOKENS))
     flags = llama_cpp.llama_print_system_info().decode().strip()
     told = {"version": llama_cpp.__version__, "rows": list(rows), "about": f"llama.cpp [{flags}]"}
     print(json.dumps(told), file=replies, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps(answer(rows[asked["row"]], asked)), file=replies, flush=True)
+        found = score(rows["llama_cpp"], asked["score"]) if scores else answer(rows[asked["row"]], asked)
+        print(json.dumps(found), file=replies, flush=True)
 
 
 main()
