@@ -39,10 +39,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32, "sliding_window": 7, "attn_logit_softcapping": 5.0,
                           "final_logit_softcapping": 3.0}),
-    "phi3": ("phi3", {"sliding_window": 9}),
-    "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+    "phi3": ("phi3", {"sliding_window": 9, "head_dim": 16}),
+    "phi3-partial": ("phi3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                                                   "partial_rotary_factor": 0.5}}),
-    "olmo2": ("olmo2", {}),
+    "olmo2": ("olmo2", {"head_dim": 16}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
 }  # fmt: skip
 NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}
@@ -200,7 +200,7 @@ def test_drafts_change_no_token(models, case):
         ("qwen2", {"qwen2.rope.scaling.type": "yarn"}, "scales its rotary frequencies .'yarn'."),
         ("qwen3_moe", {"qwen3moe.expert_used_count": 9}, "num_experts_per_tok must be an integer"),
         ("gemma2", {"gemma2.attention.sliding_window_pattern": [True]}, "has 3 layers, but says of 1"),
-        ("phi3", {"phi3.rope.dimension_count": 7}, "heads of 32 numbers, but 7"),
+        ("phi3", {"phi3.rope.dimension_count": 7}, "heads of 16 numbers, but 7"),
     ],
 )
 def test_what_is_not_read_is_named(tmp_path, models, case, changes, message):
