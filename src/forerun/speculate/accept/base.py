@@ -210,14 +210,13 @@ def fetch(*tensors: torch.Tensor) -> list[list]:
 
 
 def measure(verdict: Verdict, scores: Scores, index: int, overlap: dict[int, float]) -> None:
-    """Fill a verdict's ``tested``, ``matched`` and ``overlap`` along its path. A row with a fault tests nothing."""
+    """Fill a verdict's ``tested`` and ``overlap`` along its path. A row with a fault tests nothing."""
     nodes = [-1, *verdict.path]
     for node in nodes[:-1] if verdict.error is not None else nodes:
         value = overlap.get(scores.row(index, node))
         if value is not None:
             verdict.tested += 1
             verdict.overlap += value
-    verdict.matched = len(verdict.path)
 
 
 def fault(value: float) -> str | None:

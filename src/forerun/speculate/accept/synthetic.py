@@ -110,5 +110,4 @@ class Synthetic(Rule):
                 break
             verdict.path.append(child)
             before = rate
-        verdict.matched = len(verdict.path)
         return verdict
