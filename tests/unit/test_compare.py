@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import pytest
 import torch
@@ -12,8 +14,7 @@ from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import rules
-from forerun.speculate.accept.base import Decision, RatioRule, flatten, row_contexts
-from forerun.speculate.accept.left import reduce_rows
+from forerun.speculate.accept.compare import Comparison, CompiledComparison, compare
 from forerun.speculate.accept.token import Token
 from here import where
 
@@ -28,17 +29,20 @@ def test_rows_are_reduced_and_the_others_stay(dtype: torch.dtype, size: int, sca
     rows = [0, 1, 3]
     q[1] = p[1] * 1.001  # nothing is left there
     factor = torch.tensor([[0.5], [0.9], [1.0]], dtype=torch.float64) if scaled else None
-    given = p.to(dtype)
-    kept = given.clone()
-    residual, mass = reduce_rows(given, q.to(dtype), rows, 1.0 if factor is None else factor.to(dtype))
-    assert torch.equal(given, kept)
+    sequences = [Sequence(i, [1], 1, SamplingParams(temperature=1.0), seed=i) for i in range(5)]
+    sampler = Sampler(size)
+    sampler.compiled = None
+    compared = Comparison(Scores(sequences, [Draft() for _ in range(5)], [*range(5)], p.log().to(dtype)), sampler)
+    kept = compared.p.clone()
+    mass = compared.take_out(rows, q.to(dtype), 1.0 if factor is None else factor.to(dtype))
+    assert torch.equal(compared.p, kept)
     wanted = p.numpy().copy()
     for place, row in enumerate(rows):
         left = numpy.maximum(0.0, wanted[row] * (factor[place, 0].item() if scaled else 1.0) - q[place].numpy())
         assert abs(mass[place, 0].item() - left.sum()) < 1e-5
         if place != 1:
             wanted[row] = left
-    assert numpy.allclose(residual.double().numpy(), wanted, atol=1e-6)
+    assert numpy.allclose(compared.residual.double().numpy(), wanted, atol=1e-6)
 
 
 def draws(size: int, temperatures: list[float], drawn: list[bool], depth: int = 3) -> tuple[Scores, numpy.ndarray]:
@@ -72,28 +76,28 @@ def draws(size: int, temperatures: list[float], drawn: list[bool], depth: int = 
 def test_the_kernel_weighs_chains_as_the_definition_does(name: str, size: int) -> None:
     temperatures, drawn = [1.0, 1.0, 0.0, 1.0, 1.0], [True, True, True, False, False]
     scores, p = draws(size, temperatures, drawn)
-    rule, trials, rows = rules[name](), flatten(scores), row_contexts(scores)
-    compiled = Sampler(size).compiled
-    assert compiled is not None
-    weighed, accept = rule.weigh(scores, trials, rows, compiled)
-    wanted = rule.decide(torch.tensor(p), scores, trials)
-    assert numpy.allclose(accept, wanted.accept.numpy(), atol=2e-4)
-    assert numpy.allclose(weighed.tops, scores.warped.amax(dim=1).numpy())
-    for ours, theirs in zip(weighed.residual.double().numpy(), wanted.residual.numpy()):
+    rule, compared = rules[name](), compare(scores, Sampler(size))
+    assert isinstance(compared, CompiledComparison)
+    accept, trials = rule.decide(compared), compared.trials
+    exact = Sampler(size)
+    exact.compiled = None
+    wanted = Comparison(replace(scores, warped=torch.tensor(p).log()), exact)
+    assert numpy.allclose(accept, rule.decide(wanted), atol=2e-4)
+    assert numpy.allclose(compared.tops, scores.warped.amax(dim=1).numpy())
+    for ours, theirs in zip(compared.residual.double().numpy(), wanted.residual.numpy()):
         if theirs.sum() > 1e-4:  # below, rounding decides whether anything is left
             assert numpy.allclose(ours / ours.sum(), theirs / theirs.sum(), atol=2e-3)
+    overlaps = compared.overlaps()
     for trial, (row, token, index) in enumerate(zip(trials.row, trials.token, trials.index)):
         q = scores.drafts[index].q
         q_row = numpy.eye(size)[token] if q is None else q[trials.q_row[trial]].double().numpy()
-        assert abs(weighed.shared[trial] - numpy.minimum(p[row], q_row).sum()) < 1e-4
+        assert abs(overlaps[row] - numpy.minimum(p[row], q_row).sum()) < 1e-4
 
 
-def test_a_rule_that_decides_by_itself_is_not_weighed_by_its_parent() -> None:
+def test_a_rule_decides_for_itself_and_not_as_its_parent() -> None:
     class Sceptic(Token):
-        def decide(self, p, scores, trials):
-            decision = super().decide(p, scores, trials)
-            return Decision(torch.zeros_like(decision.accept), decision.residual)
+        def decide(self, compared: Comparison) -> list[float]:
+            return [0.0] * len(super().decide(compared))
 
     scores, _ = draws(50, [1.0], [True])
-    assert Sceptic.weigh is RatioRule.weigh
     assert all(not verdict.path for verdict in Sceptic().accept(scores, Sampler(50)))
