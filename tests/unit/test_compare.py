@@ -22,7 +22,7 @@ from here import where
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("size", [5, 300, 4097])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_rows_are_reduced_and_the_others_stay(dtype: torch.dtype, size: int, scaled: bool) -> None:
+def test_what_is_left_of_rows(dtype: torch.dtype, size: int, scaled: bool) -> None:
     generator = torch.Generator().manual_seed(size)
     p, q = (torch.rand(count, size, generator=generator, dtype=torch.float64) ** 4 for count in (5, 3))
     p, q = p / p.sum(dim=1, keepdim=True), q / q.sum(dim=1, keepdim=True)
@@ -34,15 +34,14 @@ def test_rows_are_reduced_and_the_others_stay(dtype: torch.dtype, size: int, sca
     sampler.compiled = None
     compared = Comparison(Scores(sequences, [Draft() for _ in range(5)], [*range(5)], p.log().to(dtype)), sampler)
     kept = compared.p.clone()
-    mass = compared.take_out(rows, q.to(dtype), 1.0 if factor is None else factor.to(dtype))
+    left, mass = compared.left(rows, q.to(dtype), 1.0 if factor is None else factor.to(dtype))
     assert torch.equal(compared.p, kept)
-    wanted = p.numpy().copy()
+    assert torch.equal(compared.residual, kept)
     for place, row in enumerate(rows):
-        left = numpy.maximum(0.0, wanted[row] * (factor[place, 0].item() if scaled else 1.0) - q[place].numpy())
-        assert abs(mass[place, 0].item() - left.sum()) < 1e-5
-        if place != 1:
-            wanted[row] = left
-    assert numpy.allclose(compared.residual.double().numpy(), wanted, atol=1e-6)
+        wanted = numpy.maximum(0.0, p[row].numpy() * (factor[place, 0].item() if scaled else 1.0) - q[place].numpy())
+        assert abs(mass[place, 0].item() - wanted.sum()) < 1e-5
+        wanted = p[row].numpy() if place == 1 else wanted
+        assert numpy.allclose(left[place].double().numpy(), wanted, atol=1e-6)
 
 
 def draws(size: int, temperatures: list[float], drawn: list[bool], depth: int = 3) -> tuple[Scores, numpy.ndarray]:

@@ -142,15 +142,16 @@ class Comparison:
             out[places] = rows(places)
         return out
 
-    def take_out(self, rows: Seq[int], q: torch.Tensor, factor: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """Make each of ``rows``, all different, of the residual max(0, factor * it - q), for ``q`` [rows, vocabulary]
-        and ``factor`` [rows, 1]; it stays where nothing is left but rounding put a draw there. The masses of what is
-        left, [rows, 1]."""
+    def left(
+        self, rows: Seq[int], q: torch.Tensor, factor: torch.Tensor | float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """max(0, factor * p - q) of ``rows``, all different, of the residual, for ``q`` [rows, vocabulary] and
+        ``factor`` [rows, 1], not normalised; and its mass, [rows, 1]. A row stays where nothing is left but rounding
+        put a draw there."""
         at = take(self.residual, rows)
         left = (factor * at - q).clamp_(min=0.0)
         mass = left.sum(dim=1, keepdim=True)
-        self.residual[slots(rows)] = torch.addcmul(left, at, (mass <= 0.0).to(at.dtype), out=left)
-        return mass
+        return torch.addcmul(left, at, (mass <= 0.0).to(at.dtype), out=left), mass
 
     def laws(self, ends: Seq[tuple[int, bool]]) -> torch.Tensor:
         """For each end of a walk, a row and whether p itself is asked for there instead of the residual: the law, not
@@ -169,8 +170,10 @@ class Comparison:
         q, tokens = self.gather_q(range(len(trials.row)), self.p), column(trials.token, self.p)
         ratio = take(self.p, trials.row).gather(1, tokens) / (q.gather(1, tokens) * lenience)
         weights, factor = self._link(ratio) if linked else (ratio.clamp_(max=1.0), 1.0)
-        weight, left = fetch(weights[:, 0], self.take_out(trials.row, q, factor)[:, 0])
-        return weight, left
+        left, mass = self.left(trials.row, q, factor)
+        self.residual[slots(trials.row)] = left
+        found, masses = fetch(weights[:, 0], mass[:, 0])
+        return found, masses
 
     def _link(self, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The product of every chain's ratios up to each trial, never above 1; with and without its own, [trials, 1]

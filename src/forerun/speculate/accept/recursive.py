@@ -79,9 +79,9 @@ class TreeRule(RatioRule):
         """Take a turn's trials out of ``factor`` times their rows, which sum to 1 again. For each, min(1, factor *
         p / q) of its token and the mass that it leaves, [n, 1]."""
         at = take(compared.residual, turn.rows).gather(1, turn.tokens)
-        chance = (factor * at / turn.q.gather(1, turn.tokens)).clamp_(max=1.0).nan_to_num_(0.0)
-        mass = compared.take_out(turn.rows, turn.q, factor)
-        compared.residual[slots(turn.rows)] /= mass.where(mass > 0.0, 1.0)
+        chance = (factor * at / turn.q.gather(1, turn.tokens)).clamp_(max=1.0)
+        left, mass = compared.left(turn.rows, turn.q, factor)
+        compared.residual[slots(turn.rows)] = left.div_(left.sum(dim=1, keepdim=True))
         return chance, mass
 
     @staticmethod

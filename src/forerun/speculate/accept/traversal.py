@@ -36,7 +36,7 @@ class Traversal(TreeRule):
             for turn in self.turns(compared, level):
                 a = take(budget, turn.rows)
                 chance, mass = self.reject(compared, turn, a)
-                accept[slots(turn.trials)] = chance
+                accept[slots(turn.trials)] = chance.nan_to_num_(0.0)
                 budget[slots(turn.rows)] = torch.where(a < 1.0, mass / (mass + 1.0 - a), 1.0)
                 news = [(t, trials.below[t]) for t in turn.trials if self._first(trials, t)]
                 if news:
