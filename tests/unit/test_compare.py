@@ -100,3 +100,16 @@ def test_a_rule_decides_for_itself_and_not_as_its_parent() -> None:
 
     scores, _ = draws(50, [1.0], [True])
     assert all(not verdict.path for verdict in Sceptic().accept(scores, Sampler(50)))
+
+
+@pytest.mark.parametrize("name", ["recursive", "traversal"])
+def test_the_q_of_drafts_stays_as_it_was(name: str) -> None:
+    """Draws without replacement change a rule's own rows alone; in inference mode a view does not tell its base."""
+    with torch.inference_mode():
+        draft = Draft(q=torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]))
+        for token, parent, row in ((0, -1, 0), (1, -1, 0), (2, 0, 1), (1, 0, 1)):
+            draft.add(token, parent, row)
+        kept = draft.q.clone()
+        sequence = Sequence(0, [1], 1, SamplingParams(temperature=1.0), seed=3)
+        rules[name]().accept(Scores([sequence], [draft], [0], torch.zeros(5, 3)), Sampler(3))
+        assert torch.equal(draft.q, kept)

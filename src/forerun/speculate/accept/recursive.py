@@ -62,8 +62,7 @@ class TreeRule(RatioRule):
             q = compared.gather_q(members, compared.p)
             gone = [] if self.replacement or rank == 0 else self._earlier(trials, members)
             if gone:
-                if q._base is not None or q is compared.scores.drafts[trials.index[members[0]]].q:
-                    q = q.clone()
+                q = q.clone()  # it may be the drafts' own
                 q[[place for place, _ in gone], [token for _, token in gone]] = 0.0
                 mass = q.sum(dim=1, keepdim=True)
                 kept = [place for place, share in enumerate(mass[:, 0].tolist()) if share > _TINY]
