@@ -13,7 +13,7 @@ from forerun.core.scores import Scores
 from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import Sampler
-from forerun.speculate.accept import rules
+from forerun.speculate.accept import base, rules
 from forerun.speculate.accept.compare import Comparison, CompiledComparison, compare
 from forerun.speculate.accept.token import Token
 from here import where
@@ -93,13 +93,27 @@ def test_the_kernel_weighs_chains_as_the_definition_does(name: str, size: int) -
         assert abs(overlaps[row] - numpy.minimum(p[row], q_row).sum()) < 1e-4
 
 
-def test_a_rule_decides_for_itself_and_not_as_its_parent() -> None:
-    class Sceptic(Token):
-        def decide(self, compared: Comparison) -> list[float]:
-            return [0.0] * len(super().decide(compared))
+class Sceptic(Token):
+    """Asks for nothing."""
 
-    scores, _ = draws(50, [1.0], [True])
-    assert all(not verdict.path for verdict in Sceptic().accept(scores, Sampler(50)))
+    def decide(self, compared: Comparison) -> list[float]:
+        return [0.0] * len(compared.trials.row)
+
+
+@pytest.mark.parametrize("form", where(lambda form: form is Comparison or kernels.has("weigh"), [Comparison, compare]))
+@pytest.mark.parametrize("rule", [Sceptic, *(rules[name] for name in ("token", "block", "recursive", "traversal"))])
+def test_rounds_with_and_without_drafts(form, rule, monkeypatch) -> None:
+    """A rule decides for itself and not as its parent does, whatever it asks for."""
+    monkeypatch.setattr(base, "compare", form)
+    scores, _ = draws(50, [1.0, 0.0], [True, False])
+    drafted = rule().accept(scores, Sampler(50))
+    assert rule is not Sceptic or not any(verdict.path for verdict in drafted)
+    plain = replace(scores, drafts=[Draft(), Draft()], first=[0, 1], warped=scores.warped[[0, 4]], contexts=None)
+    one, other = rule().accept(plain, Sampler(50))
+    assert one.path == other.path == []
+    assert other.token == int(scores.warped[4].argmax())
+    assert 0 <= one.token < 50
+    assert one.tested == other.tested == 0
 
 
 @pytest.mark.parametrize("name", ["recursive", "traversal"])

@@ -86,16 +86,16 @@ def unspoilt(tops: Seq[float]) -> tuple[int, str | None]:
 def follow(compared: Comparison) -> list[Verdict]:
     """Every row's token is the best of its scores and the noise of its position (greedy rows: no noise); from the
     root, the child that carries it is followed while there is one."""
-    scores, tokens = compared.scores, compared.pick()
+    scores, tokens, tops = compared.scores, compared.pick(), compared.tops
     overlap, verdicts = compared.overlaps(), []
     for index, draft in enumerate(scores.drafts):
         path: list[int] = []
         row = scores.row(index, -1)
-        error = fault(compared.tops[row])
+        error = fault(tops[row])
         while error is None and (child := draft.child(path[-1] if path else -1, tokens[row])) is not None:
             path.append(child)
             row = scores.row(index, child)
-            error = fault(compared.tops[row])
+            error = fault(tops[row])
         verdicts.append(judged(scores, index, path, tokens[row], error, overlap))
     return verdicts
 
@@ -131,7 +131,7 @@ class RatioRule(Rule):
         self._check(scores, compared.trials)
         if self.lossless and all(row.heat == 0.0 for row in compared.rows):
             return follow(compared)  # what p against q comes to, where p is a point mass
-        chances, overlap = self.decide(compared), compared.overlaps()
+        chances, tops, overlap = self.decide(compared), compared.tops, compared.overlaps()
         found, laws, keys = [], [], []
         cursor = 0
         for index, (sequence, draft) in enumerate(zip(scores.sequences, scores.drafts)):
@@ -139,7 +139,7 @@ class RatioRule(Rule):
             path, again = self.walk(draft, self._test(scores, index, chances[cursor : cursor + count]))
             cursor += count
             visited = [scores.row(index, node) for node in [-1, *path]]
-            good, error = unspoilt([compared.tops[row] for row in visited])
+            good, error = unspoilt([tops[row] for row in visited])
             found.append((path[:good], error))
             laws.append((visited[good], again))
             keys.append(fold(sequence.seed, RESIDUAL, len(sequence.tokens), visited[good] - visited[0] - 1))

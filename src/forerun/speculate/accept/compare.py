@@ -77,32 +77,36 @@ def column(values: Seq[int], like: torch.Tensor) -> torch.Tensor:
 
 
 class Comparison:
-    """A round's rows and trials, in torch, in the dtype of its scores and on their device.
-
-    ``p`` or ``pick``, whichever a rule asks for, fills ``tops`` and ``best``, each row's largest score and the first id
-    that has it.
-    """
-
-    tops: list[float]
-    best: list[int]
+    """A round's rows and trials, in torch, in the dtype of its scores and on their device."""
 
     def __init__(self, scores: Scores, sampler: Sampler) -> None:
         self.scores, self.sampler = scores, sampler
         self.rows, self.trials = row_contexts(scores), flatten(scores)
         self._p: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None
+        self._tops: list[float] | None = None
+        self._best: list[int] = []
+        """Each row's first id of the largest score, with noise behind ``pick``."""
 
     @property
     def p(self) -> torch.Tensor:
         """[rows, vocabulary], read only; a greedy row is all on its best id."""
         if self._p is None:
-            p, self.tops, self.best = self.sampler.law(self.scores.warped)
+            p, self._tops, self._best = self.sampler.law(self.scores.warped)
             greedy = [i for i, row in enumerate(self.rows) if row.heat == 0.0]
             if greedy:
                 p[greedy] = 0.0
-                p[greedy, [self.best[i] for i in greedy]] = 1.0
+                p[greedy, [self._best[i] for i in greedy]] = 1.0
             self._p = p
         return self._p
+
+    @property
+    def tops(self) -> list[float]:
+        """Each row's largest score, with noise behind ``pick``; NaN if it has one."""
+        if self._tops is None:
+            _ = self.p
+        assert self._tops is not None
+        return self._tops
 
     @property
     def residual(self) -> torch.Tensor:
@@ -113,8 +117,8 @@ class Comparison:
 
     def pick(self) -> list[int]:
         """Each row's token with the noise of its position."""
-        self.tops, self.best, _ = self.sampler.pick(self.scores.warped, self.rows)
-        return self.best
+        self._tops, self._best, _ = self.sampler.pick(self.scores.warped, self.rows)
+        return self._best
 
     def gather_q(self, chosen: Seq[int], like: torch.Tensor) -> torch.Tensor:
         """[len(chosen), vocabulary] in ``like``'s dtype: the exact q of each chosen trial; a point mass is one-hot.
@@ -190,13 +194,13 @@ class Comparison:
 
     def overlaps(self) -> dict[int, float]:
         """By row that holds trials, sum_x min(p, q) against its first trial (Leviathan et al. 2023, theorem 3.5): a
-        point mass counts p(x), and a greedy row whether the trial is its best id."""
+        point mass counts p(x), and a greedy row whether the trial is its best id. To be asked behind ``tops``."""
         trials, found = self.trials, {}
         asked = []
         for t, rank in enumerate(trials.rank):
             row = trials.row[t]
             if rank == 0 and self.rows[row].heat == 0.0:
-                found[row] = float(self.best[row] == trials.token[t])
+                found[row] = float(self._best[row] == trials.token[t])
             elif rank == 0:
                 asked.append(t)
         if asked:
@@ -246,7 +250,7 @@ class CompiledComparison(Comparison):
         greedy = [row.heat == 0.0 for row in self.rows]
         follows = [linked and parent >= 0 for parent in trials.parent]
         weighed = self.kernels.weigh(self.scores.warped, greedy, trials.row, trials.token, qs, follows, lenience)
-        self._residual, self.tops, self._shared = weighed.residual, weighed.tops, weighed.shared
+        self._residual, self._tops, self._shared = weighed.residual, weighed.tops, weighed.shared
         return weighed.weights, weighed.left
 
     def overlaps(self) -> dict[int, float]:
