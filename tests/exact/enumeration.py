@@ -1,7 +1,7 @@
-"""Every draft that a drafter could draw, every outcome of every test: laws by enumeration, in float64.
+"""Every draft that a drafter could draw, every outcome of every test: laws by enumeration.
 
-Nothing here knows how a rule works. A rule is used through its two halves alone: ``decide`` (probabilities of the
-tests, residuals) and ``walk`` (which path the tests' results keep).
+Nothing here knows how a rule works. A rule is used as ``accept`` uses it, through its two halves: ``decide`` over a
+comparison of p with q (probabilities of the tests, residuals), and ``walk`` (which path the tests' results keep).
 """
 
 from __future__ import annotations
@@ -17,12 +17,36 @@ from forerun import SamplingParams
 from forerun.core.scores import Scores
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
-from forerun.speculate.accept.base import RatioRule, flatten
+from forerun.sampling.draw import Sampler
+from forerun.speculate.accept import RatioRule
+from forerun.speculate.accept.compare import Comparison, CompiledComparison, compare
 
 Prefix = tuple[int, ...]
 Law = dict[Prefix, float]
 HOT = SamplingParams(temperature=1.0)
 GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How p is compared with q."""
+
+    name: str
+    dtype: torch.dtype
+    exact: float
+    """What rounding may do to a probability."""
+
+    def compare(self, scores: Scores) -> Comparison:
+        sampler = Sampler(scores.warped.shape[1])
+        if self is TORCH:
+            sampler.compiled = None
+        compared = compare(scores, sampler)
+        assert isinstance(compared, CompiledComparison) == (self is COMPILED)
+        return compared
+
+
+TORCH = Form("torch", torch.float64, 1e-9)
+COMPILED = Form("compiled", torch.float32, 2e-6)
 
 
 class Tables:
@@ -112,20 +136,19 @@ def target_rows(target: Tables, prefix: Prefix, draft: Draft) -> numpy.ndarray:
     return numpy.stack([target((*prefix, *draft.path_tokens(node))) for node in range(-1, len(draft))])
 
 
-def round_law(rule: RatioRule, program: Program, target: Tables, prefix: Prefix, params: SamplingParams = HOT) -> Law:
+def round_law(
+    form: Form, rule: RatioRule, program: Program, target: Tables, prefix: Prefix, params: SamplingParams = HOT
+) -> Law:
     """Law of the tokens that one round emits behind ``prefix``. All drafts go through ``decide`` as one batch."""
     found = list(drafts(program, prefix))
     rows = [target_rows(target, prefix, draft) for _, draft in found]
     first = list(itertools.accumulate((len(r) for r in rows[:-1]), initial=0))
-    p = torch.tensor(numpy.concatenate(rows), dtype=torch.float64)
+    logits = torch.tensor(numpy.concatenate(rows)).log().to(form.dtype)
     sequences = [Sequence(i, list(prefix), len(prefix), params, seed=i) for i in range(len(found))]
-    scores = Scores(sequences, [draft for _, draft in found], first, p.log())
-    trials = flatten(scores)
-    if params.greedy:
-        p = torch.nn.functional.one_hot(p.argmax(dim=1), p.shape[1]).double()
-    decision = rule.decide(p, scores, trials)
-    assert decision.accept.dtype == decision.residual.dtype == torch.float64
-    accept = decision.accept.tolist()
+    scores = Scores(sequences, [draft for _, draft in found], first, logits)
+    compared = form.compare(scores)
+    accept = rule.decide(compared)
+    assert compared.residual.dtype == form.dtype
     law: Law = {}
     cursor = 0
     for index, (probability, draft) in enumerate(found):
@@ -139,7 +162,7 @@ def round_law(rule: RatioRule, program: Program, target: Tables, prefix: Prefix,
             results = iter(outcome)
             path, fresh = rule.walk(draft, [[next(results) for _ in range(count)] for count in counts])
             row = scores.row(index, path[-1] if path else -1)
-            weights = (p if fresh else decision.residual)[row].numpy()
+            weights = compared.laws([(row, fresh)])[0].double().numpy()
             for token in weights.nonzero()[0]:
                 emitted = (*(draft.tokens[node] for node in path), int(token))
                 law[emitted] = law.get(emitted, 0.0) + mass * weights[token] / weights.sum()

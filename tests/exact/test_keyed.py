@@ -92,8 +92,7 @@ def decode(
         scores.warped = warp(TARGET[last].log(), rows)
         for sequence, draft, verdict in zip(running, drafts, rule.accept(scores, sampler)):
             assert verdict.error is None
-            assert verdict.token is not None
-            sequence.tokens += [*(draft.tokens[node] for node in verdict.path), verdict.token]
+            sequence.tokens += verdict.decided(draft)
     return [tuple(s.tokens[1 : 1 + length]) for s in sequences]
 
 

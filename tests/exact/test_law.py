@@ -8,17 +8,36 @@ import numpy
 import programs
 import pytest
 import torch
-from enumeration import GREEDY, HOT, Law, Program, Sketch, Tables, distance, plain_law, round_law, rounds_law
+from enumeration import (
+    COMPILED,
+    GREEDY,
+    HOT,
+    TORCH,
+    Form,
+    Law,
+    Program,
+    Sketch,
+    Tables,
+    distance,
+    plain_law,
+    round_law,
+    rounds_law,
+)
 
-from forerun import theory
+from forerun import kernels, theory
 from forerun.core.errors import ConfigError
 from forerun.speculate.accept import RatioRule, rules
 from forerun.speculate.accept.lenient import Lenient, LenientConfig
+from here import where
 
 RATIO = [name for name in rules if issubclass(rules[name], RatioRule)]
 LOSSLESS = [name for name in RATIO if rules[name].lossless]
 TREES = [name for name in LOSSLESS if rules[name].trees]
-EXACT = 1e-9
+
+
+@pytest.fixture(params=[TORCH, *where(kernels.has("weigh"), [COMPILED])], ids=lambda form: form.name)
+def form(request: pytest.FixtureRequest) -> Form:
+    return request.param
 
 
 def variants(name: str) -> list[RatioRule]:
@@ -29,10 +48,10 @@ def variants(name: str) -> list[RatioRule]:
     return [kind()]
 
 
-def error(rule: RatioRule, program: Program, target: Tables, length: int, rounds: int, params=HOT) -> float:
+def error(form: Form, rule: RatioRule, program: Program, target: Tables, length: int, rounds: int, params=HOT) -> float:
     """How far ``rounds`` rounds in a row are from the law of ``length`` tokens."""
     prefix = (0,)
-    step = functools.cache(lambda before: round_law(rule, program, target, before, params))
+    step = functools.cache(lambda before: round_law(form, rule, program, target, before, params))
     aim = target
     if params.greedy:
         aim = Tables(0, target.vocab)
@@ -46,114 +65,120 @@ def one_hot(row: numpy.ndarray) -> numpy.ndarray:
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("vocab", [2, 3])
-def test_chains(name: str, vocab: int) -> None:
+def test_chains(form: Form, name: str, vocab: int) -> None:
     for seed in range(3):
         target, draft = Tables(seed, vocab), Tables(seed + 100, vocab)
         for rule in variants(name):
             for depth in (1, 2, 3):
-                assert error(rule, programs.chain(draft, depth), target, depth + 1, 1) < EXACT
+                assert error(form, rule, programs.chain(draft, depth), target, depth + 1, 1) < form.exact
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("make", [programs.stopping_chain, programs.point_chain, programs.half_point_chain])
-def test_other_chains(name: str, make) -> None:
+def test_other_chains(form: Form, name: str, make) -> None:
     for seed in range(4):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3, sharpness=2.0)
         for rule in variants(name):
-            assert error(rule, make(draft, 3), target, 4, 1) < EXACT
+            assert error(form, rule, make(draft, 3), target, 4, 1) < form.exact
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_several_rounds(name: str) -> None:
+def test_several_rounds(form: Form, name: str) -> None:
     target, draft = Tables(7, 2), Tables(107, 2)
     for rule in variants(name):
-        assert error(rule, programs.chain(draft, 2), target, 5, 3) < EXACT
+        assert error(form, rule, programs.chain(draft, 2), target, 5, 3) < form.exact
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_no_draft_is_plain_decoding(name: str) -> None:
+def test_no_draft_is_plain_decoding(form: Form, name: str) -> None:
     target = Tables(1, 3)
     for rule in variants(name):
-        law = round_law(rule, programs.nothing, target, (0,))
-        assert distance(law, plain_law(target, (0,), 1)) < EXACT
+        law = round_law(form, rule, programs.nothing, target, (0,))
+        assert distance(law, plain_law(target, (0,), 1)) < form.exact
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_greedy(name: str) -> None:
+def test_greedy(form: Form, name: str) -> None:
     """At temperature 0 the emitted tokens are the argmax, whether the drafter was right or not."""
     for seed in range(4):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
         for rule in variants(name):
-            assert error(rule, programs.point_chain(draft, 3), target, 4, 2, GREEDY) < EXACT
+            assert error(form, rule, programs.point_chain(draft, 3), target, 4, 2, GREEDY) < form.exact
             if rule.trees:
-                assert error(rule, programs.point_tree(draft, 2, 2), target, 4, 2, GREEDY) < EXACT
+                assert error(form, rule, programs.point_tree(draft, 2, 2), target, 4, 2, GREEDY) < form.exact
 
 
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("widths", [(2,), (3,), (2, 1), (1, 2), (2, 2)])
-def test_trees(name: str, widths: tuple[int, ...]) -> None:
+def test_trees(form: Form, name: str, widths: tuple[int, ...]) -> None:
     for seed in range(2):
         target, draft = Tables(seed, 3 if len(widths) == 1 else 2), Tables(seed + 100, 3 if len(widths) == 1 else 2)
         for rule in variants(name):
             program = programs.tree(draft, widths, replacement=rule.replacement)
-            assert error(rule, program, target, len(widths) + 1, 1) < EXACT
+            assert error(form, rule, program, target, len(widths) + 1, 1) < form.exact
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_wider_vocabulary(name: str) -> None:
+def test_wider_vocabulary(form: Form, name: str) -> None:
     target, draft = Tables(3, 3), Tables(103, 3)
     for rule in variants(name):
-        assert error(rule, programs.tree(draft, (2, 1), replacement=rule.replacement), target, 3, 1) < EXACT
+        assert error(form, rule, programs.tree(draft, (2, 1), replacement=rule.replacement), target, 3, 1) < form.exact
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_uneven_trees_over_rounds(name: str) -> None:
+def test_uneven_trees_over_rounds(form: Form, name: str) -> None:
     for seed in range(2):
         target, draft = Tables(seed, 2), Tables(seed + 100, 2)
         for rule in variants(name):
             program = programs.uneven(draft, replacement=rule.replacement)
-            assert error(rule, program, target, 4, 3) < EXACT
+            assert error(form, rule, program, target, 4, 3) < form.exact
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_several_drafters_in_one_tree(name: str) -> None:
+def test_several_drafters_in_one_tree(form: Form, name: str) -> None:
     for seed in range(2):
         target, draft = Tables(seed, 2), Tables(seed + 100, 2)
         for rule in variants(name):
-            assert error(rule, programs.several(draft, 3, 1), target, 2, 1) < EXACT
-            assert error(rule, programs.several(draft, 2, 2), target, 4, 2) < EXACT
+            assert error(form, rule, programs.several(draft, 3, 1), target, 2, 1) < form.exact
+            assert error(form, rule, programs.several(draft, 2, 2), target, 4, 2) < form.exact
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_draws_beside_point_masses(name: str) -> None:
+def test_draws_beside_point_masses(form: Form, name: str) -> None:
     for seed in range(2):
         target, draft = Tables(seed, 2), Tables(seed + 100, 2)
         for rule in variants(name):
-            assert error(rule, programs.model_and_guess(draft), target, 3, 1) < EXACT
-            assert error(rule, programs.point_tree(draft, 2, 2), target, 3, 1) < EXACT
+            assert error(form, rule, programs.model_and_guess(draft), target, 3, 1) < form.exact
+            assert error(form, rule, programs.point_tree(draft, 2, 2), target, 3, 1) < form.exact
 
 
-def accepted(rule: RatioRule, program: Program, target: Tables) -> float:
+def accepted(form: Form, rule: RatioRule, program: Program, target: Tables) -> float:
     """Mean drafted tokens that one round keeps."""
-    return sum(mass * (len(tokens) - 1) for tokens, mass in round_law(rule, program, target, (0,)).items())
+    return sum(mass * (len(tokens) - 1) for tokens, mass in round_law(form, rule, program, target, (0,)).items())
 
 
-def test_published_orderings() -> None:
+def test_published_orderings(form: Form) -> None:
     """Block keeps at least as much as token, traversal as recursive; traversal on a chain is block."""
     token, block = rules["token"](), rules["block"]()
     for seed in range(6):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
         line = programs.chain(draft, 3)
-        assert accepted(block, line, target) >= accepted(token, line, target) - EXACT
+        assert accepted(form, block, line, target) >= accepted(form, token, line, target) - form.exact
         for one, other in zip(variants("traversal"), variants("recursive")):
-            assert distance(round_law(one, line, target, (0,)), round_law(block, line, target, (0,))) < EXACT
-            assert distance(round_law(other, line, target, (0,)), round_law(token, line, target, (0,))) < EXACT
+            assert (
+                distance(round_law(form, one, line, target, (0,)), round_law(form, block, line, target, (0,)))
+                < form.exact
+            )
+            assert (
+                distance(round_law(form, other, line, target, (0,)), round_law(form, token, line, target, (0,)))
+                < form.exact
+            )
             if seed < 3:
                 fork = programs.tree(draft, (2, 1), replacement=one.replacement)
-                assert accepted(one, fork, target) >= accepted(other, fork, target) - EXACT
+                assert accepted(form, one, fork, target) >= accepted(form, other, fork, target) - form.exact
 
 
-def test_block_verification_example() -> None:
+def test_block_verification_example(form: Form) -> None:
     """The motivating example of arXiv 2403.10444: p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 against 11/9."""
 
     class Fixed(Tables):
@@ -162,24 +187,24 @@ def test_block_verification_example() -> None:
 
     tables = Fixed(0, 2)
     line = programs.chain(tables, 2)
-    assert accepted(rules["token"](), line, tables) == pytest.approx(10 / 9, abs=1e-12)
-    assert accepted(rules["block"](), line, tables) == pytest.approx(11 / 9, abs=1e-12)
+    assert accepted(form, rules["token"](), line, tables) == pytest.approx(10 / 9, abs=form.exact)
+    assert accepted(form, rules["block"](), line, tables) == pytest.approx(11 / 9, abs=form.exact)
 
 
-def test_without_replacement_keeps_more() -> None:
+def test_without_replacement_keeps_more(form: Form) -> None:
     gains = []
     for seed in range(6):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
         without, repeated = variants("recursive")
         gains.append(
-            accepted(without, programs.tree(draft, (3,), replacement=False), target)
-            - accepted(repeated, programs.tree(draft, (3,), replacement=True), target)
+            accepted(form, without, programs.tree(draft, (3,), replacement=False), target)
+            - accepted(form, repeated, programs.tree(draft, (3,), replacement=True), target)
         )
-    assert min(gains) > -EXACT
+    assert min(gains) > -form.exact
     assert max(gains) > 0.01
 
 
-def test_merged_trials_would_be_noticed() -> None:
+def test_merged_trials_would_be_noticed(form: Form) -> None:
     """The check can fail: repeated draws that collapse into one trial bias the law of recursive rejection."""
 
     def merged(sketch: Sketch) -> None:
@@ -189,11 +214,11 @@ def test_merged_trials_would_be_noticed() -> None:
     worst = 0.0
     for seed in range(6):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
-        worst = max(worst, error(variants("recursive")[1], merged, target, 2, 1))
+        worst = max(worst, error(form, variants("recursive")[1], merged, target, 2, 1))
     assert worst > 0.01
 
 
-def test_dropping_tokens_by_value_would_be_noticed() -> None:
+def test_dropping_tokens_by_value_would_be_noticed(form: Form) -> None:
     def choosy(sketch: Sketch) -> None:
         trial = Sketch(sketch.choices, sketch.prefix)
         programs.chain(draft, 1)(trial)
@@ -201,52 +226,52 @@ def test_dropping_tokens_by_value_would_be_noticed() -> None:
             sketch.draft, sketch.rows = trial.draft, trial.rows
 
     target, draft = Tables(3, 2), Tables(103, 2)
-    assert error(rules["token"](), choosy, target, 2, 1) > 0.01
+    assert error(form, rules["token"](), choosy, target, 2, 1) > 0.01
 
 
 # ---------------------------------------------------------------------------------------------------- lenient
 
 
 @pytest.mark.parametrize("lenience", [0.1, 0.5, 0.8, 1.0])
-def test_lenient_law(lenience: float) -> None:
+def test_lenient_law(form: Form, lenience: float) -> None:
     """One step is A.5's law; the bound p / l holds for every token."""
     rule = Lenient(LenientConfig(lenience))
     for seed in range(6):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
         p, q = torch.tensor(target((0,))), torch.tensor(draft((0,), 1))
         emitted = torch.zeros(3, dtype=torch.float64)
-        for tokens, mass in round_law(rule, programs.chain(draft, 1), target, (0,)).items():
+        for tokens, mass in round_law(form, rule, programs.chain(draft, 1), target, (0,)).items():
             emitted[tokens[0]] += mass
-        assert torch.allclose(emitted, theory.lenient_token_law(p, q, lenience), atol=1e-12)
-        assert (emitted <= p / lenience + 1e-12).all()
+        assert torch.allclose(emitted, theory.lenient_token_law(p, q, lenience), rtol=0.0, atol=form.exact)
+        assert (emitted <= p / lenience + form.exact).all()
 
 
-def test_lenient_chain_stays_within_its_bound() -> None:
+def test_lenient_chain_stays_within_its_bound(form: Form) -> None:
     lenience = 0.4
     rule = Lenient(LenientConfig(lenience))
     for seed in range(4):
         target, program = Tables(seed, 2), programs.chain(Tables(seed + 100, 2), 2)
-        step = functools.partial(round_law, rule, program, target)
+        step = functools.partial(round_law, form, rule, program, target)
         plain = plain_law(target, (0,), 3)
         for tokens, mass in rounds_law(step, target, (0,), 3, 2).items():
-            assert mass <= plain[tokens] / lenience**3 + EXACT
+            assert mass <= plain[tokens] / lenience**3 + form.exact
 
 
-def test_strict_lenience_is_the_token_rule() -> None:
+def test_strict_lenience_is_the_token_rule(form: Form) -> None:
     target, draft = Tables(5, 3), Tables(105, 3)
     line = programs.chain(draft, 3)
-    strict = round_law(Lenient(LenientConfig(1.0)), line, target, (0,))
-    assert distance(strict, round_law(rules["token"](), line, target, (0,))) < EXACT
+    strict = round_law(form, Lenient(LenientConfig(1.0)), line, target, (0,))
+    assert distance(strict, round_law(form, rules["token"](), line, target, (0,))) < form.exact
 
 
 @pytest.mark.parametrize("lenience", [0.2, 0.5, 1.0])
-def test_lenient_at_temperature_zero(lenience: float) -> None:
+def test_lenient_at_temperature_zero(form: Form, lenience: float) -> None:
     """A drafted token stays where p(x) >= l max p; the argmax replaces a rejected one."""
     rule = Lenient(LenientConfig(lenience))
     for seed in range(8):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
         drafted = int(draft((0,), 1).argmax())
-        law: Law = round_law(rule, programs.point_chain(draft, 1), target, (0,), GREEDY)
+        law: Law = round_law(form, rule, programs.point_chain(draft, 1), target, (0,), GREEDY)
         p = target((0,))
         mask = theory.lenient_argmax_mask(torch.tensor(p), lenience)
         expected = (drafted, int(target((0, drafted)).argmax())) if mask[drafted] else (int(p.argmax()),)

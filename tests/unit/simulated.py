@@ -157,7 +157,7 @@ def _verdict(sequence: Sequence, draft: Draft, accepts: Callable[[int, int], flo
     matched = 0
     while matched < len(draft) and draw.random() < accepts(sequence.id, sequence.num_output + matched):
         matched += 1
-    verdict = Verdict(path=list(range(matched)), token=0, accepted=matched, matched=matched, fed=1)
+    verdict = Verdict(path=list(range(matched)), token=0, fed=1)
     verdict.tested = min(matched + 1, len(draft))
     verdict.tokens = [0] * min(matched + 1, sequence.remaining)
     return verdict

@@ -24,7 +24,8 @@ from forerun.cli.main import run
 from forerun.engine import engine
 from forerun.models.native import NativeModel
 from forerun.speculate import round as rounds
-from forerun.speculate.accept.base import Decision, RatioRule
+from forerun.speculate.accept import base
+from forerun.speculate.accept.compare import Comparison, compare
 from forerun.speculate.accept.coupled import Coupled
 from forerun.speculate.accept.token import Token
 from forerun.speculate.draft import drafters
@@ -175,25 +176,20 @@ def test_a_rule_that_likes_its_drafts_too_much_is_found(check, monkeypatch):
     assert failures(result) == {"same-seed identity", "law"}
 
 
-def forgetful_decision(self, p, scores, trials, correct=Token.decide):
-    return Decision(correct(self, p, scores, trials).accept, p.clone())
+def forgetful(self, compared, correct=Token.decide):
+    accept = correct(self, compared)
+    compared._residual = torch.softmax(compared.scores.warped, dim=-1)
+    return accept
 
 
-def forgetful_kernel(self, scores, trials, rows, compiled, correct=Token.weigh):
-    weighed, accept = correct(self, scores, trials, rows, compiled)
-    return replace(weighed, residual=torch.softmax(scores.warped, dim=-1)), accept
-
-
-@pytest.mark.parametrize("kernel", [False, True] if kernels.has("weigh") else [False])
-def test_the_law_finds_a_residual_that_forgets_q(llm, tiny_draft, monkeypatch, kernel):
+@pytest.mark.parametrize("form", [Comparison, compare] if kernels.has("weigh") else [Comparison])
+def test_the_law_finds_a_residual_that_forgets_q(llm, tiny_draft, monkeypatch, form):
     """The classic mistake: after a rejection, a token of p instead of max(0, p - q)."""
-    mistake = ("weigh", forgetful_kernel) if kernel else ("decide", forgetful_decision)
-    if not kernel:
-        monkeypatch.setattr(Token, "weigh", RatioRule.weigh)
+    monkeypatch.setattr(base, "compare", form)
     options = {"method": "draft_model", "model": tiny_draft, "accept": "token"}
     prompt = [10, 20, 30, 10, 20, 30, 10]
     assert check_law(llm(), options, prompt, seed=1).passed
-    monkeypatch.setattr(Token, *mistake)
+    monkeypatch.setattr(Token, "decide", forgetful)
     found = check_law(llm(), options, prompt, seed=1)
     assert not found.passed
     assert found.p_value < 1e-8

@@ -116,7 +116,7 @@ def test_a_merged_part_sees_its_own_nodes_of_the_accepted_path() -> None:
     for token in (5, 6, 7):
         node = tree.children(node)[token]
         path.append(node)
-    verdict = Verdict(path=path, token=9, tokens=[5, 6, 7, 9], accepted=3)
+    verdict = Verdict(path=path, token=9, tokens=[5, 6, 7, 9])
     merged.observe([sequence(1)], [tree], [verdict], SimpleNamespace())
     assert [(v.path, v.accepted) for _, v in first.seen] == [([1, 2], 2)]
     assert [(v.path, v.accepted) for _, v in second.seen] == [([0, 1, 2], 3)]

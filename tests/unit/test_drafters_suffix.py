@@ -145,7 +145,7 @@ def test_past_outputs_stay_within_their_bounds_and_useful_ones_stay_longer() -> 
         reader = sequence([3, 41, 42], key=1000 + key)
         draft = drafter.propose([reader], [2])[0]
         assert draft.tokens == [43, 44], key
-        drafter.observe([reader], [draft], [Verdict(path=[0], accepted=1)], SimpleNamespace())
+        drafter.observe([reader], [draft], [Verdict(path=[0], tokens=[0])], SimpleNamespace())
         drafter.indices.pop(reader.id)
         drafter.past.forget(reader.id)
     forgotten = build("suffix", suffix_decoding_max_cached_tokens=80)

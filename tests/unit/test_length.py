@@ -135,7 +135,7 @@ def test_each_sequence_has_its_own_budget() -> None:
         given.append(budgets)
         kept = [budget if sequence.id < 4 else 0 for sequence, budget in zip(sequences, budgets)]
         verdicts = [
-            Verdict(tokens=[0] * (n + 1), token=0, fed=1, matched=n, tested=min(budget, n + 1))
+            Verdict(list(range(n)), 0, tokens=[0] * (n + 1), fed=1, tested=min(budget, n + 1))
             for n, budget in zip(kept, budgets)
         ]
         for sequence, verdict in zip(sequences, verdicts):
@@ -272,7 +272,7 @@ def test_newcomers_draft_as_soon_as_their_prompt_is_read() -> None:
             sequence.room = None if reads else policy.longest_nodes(sequence)
         budgets = policy.budgets(sequences)
         verdicts = [
-            Verdict(tokens=[0] * (n + 1), token=0, fed=s.scheduled, matched=n, tested=n)
+            Verdict(list(range(n)), 0, tokens=[0] * (n + 1), fed=s.scheduled, tested=n)
             for s, n in zip(sequences, budgets)
         ]
         for sequence, verdict in zip(sequences, verdicts):

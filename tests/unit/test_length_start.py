@@ -48,7 +48,7 @@ def drive(policy: LengthPolicy, running: list[Sequence], count: int) -> list[obj
         verdicts = []
         for one, draft in zip(running, drafts):
             made = len(draft)
-            verdict = Verdict(path=list(range(made)), token=0, accepted=made, matched=made, fed=one.scheduled)
+            verdict = Verdict(path=list(range(made)), token=0, fed=one.scheduled)
             verdict.tested, verdict.tokens = made, [0] * (made + 1)
             one.tokens.extend(verdict.tokens)
             verdicts.append(verdict)
@@ -114,7 +114,7 @@ def test_evidence_in_one_piece_counts_as_if_it_came_one_by_one() -> None:
     """Of drafts that all fared alike, against a loop."""
     beliefs = Beliefs({"m": MethodBelief(3, 0.6, 3.0)}, 0.97, 0.9)
     method, own = MethodBelief(3, 0.6, 3.0), Belief(3)
-    fate = News(sequence(7), 3, Draft.chain([0, 0, 0]), Verdict(tested=2, matched=1))
+    fate = News(sequence(7), 3, Draft.chain([0, 0, 0]), Verdict([0], tested=2))
     for _ in range(2):
         beliefs.learn([(["m"], [fate])] * 5, known={7})
         for _ in range(5):
@@ -131,7 +131,7 @@ def test_evidence_in_one_piece_counts_as_if_it_came_one_by_one() -> None:
 
 def test_those_who_have_left_are_not_learnt_about() -> None:
     beliefs = Beliefs({"m": MethodBelief(1, 0.6, 3.0)}, 0.97, 0.9)
-    beliefs.learn([(["m"], [News(sequence(7), 1, Draft.chain([0]), Verdict(tested=1, matched=1))])], known=set())
+    beliefs.learn([(["m"], [News(sequence(7), 1, Draft.chain([0]), Verdict([0], tested=1))])], known=set())
     assert not beliefs.own
     assert beliefs.methods["m"].tested[0] > 3.0
 

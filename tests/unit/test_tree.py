@@ -138,7 +138,7 @@ def test_rolling_back_keeps_the_accepted_path(paths, data):
     entries = torch.arange(end, dtype=torch.float32)[:, None, None]
     pool.write(0, pool.places(0, range(end)), entries, entries)
     pool.advance(0, end)
-    roll_back(pool, [who], [draft], [Verdict(path=path, accepted=accepted)])
+    roll_back(pool, [who], [draft], [Verdict(path=path, tokens=[0] * accepted)])
     keys, _ = pool.gather(0, torch.tensor(pool.tables[0]))
     wanted = [*range(6), *[6 + step for step in path[:accepted]]]
     assert keys.flatten()[: pool.length(0)].tolist() == wanted

@@ -116,26 +116,37 @@ class Draft:
 
 @dataclass(slots=True)
 class Verdict:
-    """What the round decided for one sequence: the accepted path and the token that follows it.
+    """What became of one sequence's draft in a round.
 
-    ``tested`` counts drafted positions whose drafted prefix was accepted (the first rejected one included),
-    ``matched`` how many of them were accepted, and ``overlap`` sums sum_x min(p, q) over them (Leviathan et al.
-    2023, corollary 3.6; a point mass counts p(x)).
+    Who decides, a rule or a beam search, says all of ``path``, the accepted nodes, ``token``, which follows them (None:
+    the sequence only read), and ``error``, what is wrong with the row behind the path. ``tested`` counts drafted
+    positions whose drafted prefix was accepted (the first rejected one included), and ``overlap`` sums sum_x min(p, q)
+    over them (Leviathan et al. 2023, corollary 3.6; a point mass counts p(x)). The round adds the rest.
     """
 
     path: list[int] = field(default_factory=list)
     token: int | None = None
-    tested: int = 0
-    matched: int = 0
-    overlap: float = 0.0
     error: str | None = None
+    tested: int = 0
+    overlap: float = 0.0
     tokens: list[int] = field(default_factory=list)
-    """The tokens to emit: the path's, then ``token``; shorter after a stop inside."""
-    accepted: int = 0
-    """How many of ``tokens`` were drafted."""
+    """The tokens to emit: the path's, then ``token``; fewer after a stop or an error inside."""
     fed: int = 0
     """Committed tokens that the target read this round: 1 in plain decoding, more in prefill."""
-    stop: object = None
     hidden: dict[int, torch.Tensor] | None = None
     """Per layer that a drafter needs: [tokens, hidden size] of every token that stays in the cache, in order."""
-    logprobs: list | None = None
+
+    @property
+    def matched(self) -> int:
+        """How many of the tested positions were accepted."""
+        return len(self.path)
+
+    @property
+    def accepted(self) -> int:
+        """How many of ``tokens`` were drafted."""
+        return min(len(self.tokens), len(self.path))
+
+    def decided(self, draft: Draft) -> list[int]:
+        """The tokens that it comes to if nothing ends the answer before."""
+        tokens = [draft.tokens[node] for node in self.path]
+        return tokens if self.error is not None or self.token is None else [*tokens, self.token]

@@ -92,7 +92,7 @@ def publish(engine: Engine, group: Beams, prefilling: set[int], result: Round, n
     job = engine.jobs[group.root.id]
     scores = result.verification.scores
     nodes = sum(len(draft) for sequence, draft in zip(scores.sequences, scores.drafts) if sequence.group is group)
-    taken = Verdict(tokens=[0] * group.steps, accepted=max(0, group.steps - 1))
+    taken = Verdict(path=[*range(group.steps - 1)], tokens=[0] * group.steps)
     engine.count(job, Draft([0] * nodes), taken, group.root.id in prefilling, now)
     errors = (engine.router.failures.get(part.id) for part in group.members + group.dropped)
     job.metrics.draft_error = next(filter(None, errors), job.metrics.draft_error)

@@ -256,8 +256,10 @@ class Engine:
             self.on_round(result)
         return updates
 
-    def _clip(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
-        self.jobs[sequence.id].stopper.clip(draft, verdict)
+    def _clip(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
+        if sequence.group is not None:  # its search looks for ends
+            return verdict.decided(draft)
+        return self.jobs[sequence.id].stopper.clip(draft, verdict)
 
     def _publish(self, sequences: Seq[Sequence], prefilling: set[int], result: Round) -> list[Update]:
         now = self.clock()
@@ -277,7 +279,7 @@ class Engine:
             if sequence.params.logprobs is not None and verdict.tokens:
                 job.logprobs.extend(emitted_logprobs(result.verification, index, verdict, self.config.logprobs_mode))
             self.count(job, draft, verdict, sequence.id in prefilling, now)
-            if verdict.stop is not None:
+            if job.stopper.finish is not None:
                 self.end(job, job.stopper.finish, now)
             updates.append(Update(job, verdict.tokens, verdict.accepted, job.finish))
         return updates

@@ -39,28 +39,23 @@ class Stopper:
         self.emitted: list[int] = []
         self.finish: Finish | None = None
 
-    def clip(self, draft: Draft, verdict: Verdict) -> None:
-        """Fill ``verdict.tokens`` with what is emitted: the path's tokens and the next one, up to a stop. What is wrong
-        with the row behind the path is an error only where nothing before it has ended the answer."""
-        drafted = [draft.tokens[node] for node in verdict.path]
-        fresh = drafted
-        if verdict.error is None:
-            assert verdict.token is not None
-            fresh = [*drafted, verdict.token]
-        for count, token in enumerate(fresh, start=1):
-            verdict.tokens.append(token)
-            self.finish = self._check(token, self.sequence.num_output + count)
+    def clip(self, draft: Draft, verdict: Verdict) -> list[int]:
+        """What is emitted: the path's tokens and the next one, up to a stop. What is wrong with the row behind the path
+        is an error only where nothing before it has ended the answer."""
+        decided = verdict.decided(draft)
+        tokens: list[int] = []
+        for token in decided:
+            tokens.append(token)
+            self.finish = self._check(token, self.sequence.num_output + len(tokens))
             if self.finish is not None:
                 break
         if self.finish is None and verdict.error is not None:
             constraint = self.sequence.constraint
-            broken = constraint.fault(self.sequence, drafted) if constraint is not None else None
+            broken = constraint.fault(self.sequence, decided) if constraint is not None else None
             self.finish = Finish(ERROR, broken or verdict.error)
         if self.detokenizer is not None and not self.sequence.params.stop:
-            said = verdict.tokens if self.finish is None else self.finish.spoken(verdict.tokens)
-            self.detokenizer.add(said)
-        verdict.accepted = min(len(verdict.tokens), len(drafted))
-        verdict.stop = self.finish
+            self.detokenizer.add(tokens if self.finish is None else self.finish.spoken(tokens))
+        return tokens
 
     def _check(self, token: int, num_output: int) -> Finish | None:
         params = self.sequence.params

@@ -8,7 +8,7 @@ import torch
 
 from forerun.core.scores import Scores
 from forerun.core.sequence import Sequence
-from forerun.core.tree import Draft, Verdict
+from forerun.core.tree import Draft
 from forerun.reproduce.parts import Cell, Part, Settings, Table
 from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams
@@ -44,12 +44,7 @@ def decide(rule: str, logits: Seq[Seq[float]], drafts: Seq[Draft], heat: float, 
     first = list(range(0, len(rows) * len(seeds), len(rows)))
     scores = Scores(sequences, list(drafts), first, rows.repeat(len(seeds), 1))
     found = rules[rule]().accept(scores, Sampler(rows.shape[1]))
-    return [verdict_tokens(draft, verdict) for draft, verdict in zip(drafts, found, strict=True)]
-
-
-def verdict_tokens(draft: Draft, verdict: Verdict) -> list[int]:
-    assert verdict.token is not None
-    return [*(draft.tokens[node] for node in verdict.path), verdict.token]
+    return [verdict.decided(draft) for draft, verdict in zip(drafts, found, strict=True)]
 
 
 def reference_000(settings: Settings) -> Table:

@@ -51,8 +51,8 @@ class Sampler:
         if self.compiled is not None:
             keys = [target_key(row.sequence.seed, row.position) if row.heat != 0.0 else None for row in rows]
             return self.compiled.choose(warped, keys, law)
-        top, ids = best(self.shared(warped, rows))
-        return top.tolist(), ids.tolist(), probabilities(warped) if law else None
+        top, ids = fetch(*best(self.shared(warped, rows)))
+        return top, ids, probabilities(warped) if law else None
 
     def law(self, warped: torch.Tensor) -> tuple[torch.Tensor, list[float], list[int]]:
         """Softmax of each row, and its ``best`` on the host."""
@@ -60,8 +60,8 @@ class Sampler:
             tops, ids, law = self.compiled.choose(warped, [None] * len(warped), law=True)
             assert law is not None
             return law, tops, ids
-        top, places = best(warped)
-        return probabilities(warped), top.tolist(), places.tolist()
+        top, places = fetch(*best(warped))
+        return probabilities(warped), top, places
 
     def rank(self, scores: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """Per row of ``scores`` [rows, vocabulary] the best ``count`` ids, best first, and the logs of their softmax;
@@ -160,6 +160,18 @@ def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     inside = scores.gather(1, ids)
     ids = ids.gather(1, inside.argmax(dim=1, keepdim=True))
     return tops.gather(1, block)[:, 0], ids[:, 0]
+
+
+def fetch(*tensors: torch.Tensor) -> list[list]:
+    """The values of several vectors, brought to the host in one transfer."""
+    if tensors[0].device.type == "cpu":
+        return [tensor.tolist() for tensor in tensors]
+    values = torch.cat([tensor.double() for tensor in tensors]).tolist()
+    result = []
+    for tensor in tensors:
+        part, values = values[: len(tensor)], values[len(tensor) :]
+        result.append(part if tensor.is_floating_point() else [int(value) for value in part])
+    return result
 
 
 def node_key(purpose: int, row: Row, root: int, parent: int, trial: int = 0) -> int:

@@ -96,7 +96,7 @@ def split(scores: Scores) -> tuple[list[int], dict[Beams, list[int]]]:
 
 
 def search(
-    result: Verification, groups: dict[Beams, list[int]], sampler: Sampler, verdicts: Seq[Verdict]
+    result: Verification, groups: dict[Beams, list[int]], sampler: Sampler, verdicts: list[Verdict]
 ) -> list[Twin]:
     """Replay every group's plain beam steps over what was scored. The first beam behind a member goes on as that
     member, further ones are twins; members without any are ``dropped``. ``verdicts`` [round's sequences] are filled."""
@@ -111,20 +111,18 @@ def search(
         taken: set[int] = set()
         for beam, token in live:
             index, draft, source = result.deciding[beam.place], scores.drafts[beam.place], scores.sequences[beam.place]
-            verdict = verdicts[index]
+            verdict = Verdict(draft.path(beam.node), token)
             if source is beams.root or beam.place in taken:
-                verdict = Verdict()
                 source = replace(source, id=beams.new_id(), tokens=list(source.tokens))
                 twins.append(Twin(index, source, verdict))
+            else:
+                verdicts[index] = verdict
             taken.add(beam.place)
-            verdict.path, verdict.token = draft.path(beam.node), token
-            verdict.accepted = len(verdict.path)
-            verdict.tokens = [*(draft.tokens[node] for node in verdict.path), token]
             beams.members.append(source)
             beams.logs.append(beam.log)
         beams.dropped = [member for member in members if member not in beams.members]
         for place in places if beams.error is not None else ():
-            verdicts[result.deciding[place]].error = beams.error
+            verdicts[result.deciding[place]] = Verdict(error=beams.error)
     return twins
 
 
@@ -200,4 +198,4 @@ def told(sequence: Sequence, draft: Draft, verdict: Verdict) -> Verdict:
     if sequence.group is None or not sequence.group.steps:
         return verdict
     steps, depth = sequence.group.steps, draft.depth
-    return replace(verdict, tokens=[0] * steps, tested=min(depth, steps), matched=min(depth, steps - 1))
+    return replace(verdict, path=[*range(min(depth, steps - 1))], tokens=[0] * steps, tested=min(depth, steps))

@@ -35,7 +35,7 @@ class Round:
     """Those whose beams took steps."""
 
 
-Clip = Callable[[Sequence, Draft, Verdict], None]
+Clip = Callable[[Sequence, Draft, Verdict], list[int]]
 
 
 def speculate(
@@ -48,7 +48,7 @@ def speculate(
     clip: Clip,
 ) -> Round:
     """One round. Every sequence has ``scheduled`` uncached tokens to feed; those that reach their last token
-    decode. ``clip`` turns a verdict's path and token into the tokens to emit, ending at a stop inside."""
+    decode. ``clip`` turns a verdict's path and token into the tokens to emit, up to a stop inside."""
     began = perf_counter()
     budgets = policy.budgets(sequences)  # 0 rows = plain decoding
     drafts = drafter.propose(sequences, budgets)  # 1 draft
@@ -58,11 +58,13 @@ def speculate(
     verdicts = [Verdict() for _ in sequences]
     alone, groups = split(result.scores)
     decided = rule.accept(result.scores.of(alone), sampler) if alone else []  # 3 accept, lossless
-    for index, verdict in zip([result.deciding[place] for place in alone], decided):
-        verdicts[index] = verdict
-        clip(sequences[index], drafts[index], verdict)
+    for place, verdict in zip(alone, decided):
+        verdicts[result.deciding[place]] = verdict
     twins = search(result, groups, sampler, verdicts)  # beams: plain steps as far as drafts reach
     everyone = _join(groups, twins, target, drafter, policy, sequences, drafts, verdicts)
+    for sequence, draft, verdict in zip(*everyone):
+        if verdict.token is not None:
+            verdict.tokens = clip(sequence, draft, verdict)
     kept = roll_back(target.cache.pool, *everyone)  # 4 keep the path, drop the rest
     _keep_hidden(target, result, everyone, [*range(len(sequences)), *(twin.source for twin in twins)], kept)
     for sequence, _, verdict in zip(*everyone):

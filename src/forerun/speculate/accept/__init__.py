@@ -1,10 +1,9 @@
 """Acceptance rules. Importing this package fills the registry."""
 
 from forerun.speculate.accept import block, coupled, lenient, recursive, token, traversal
-from forerun.speculate.accept.base import Decision, RatioRule, Rule, RuleConfig, rules
+from forerun.speculate.accept.base import RatioRule, Rule, RuleConfig, rules
 
 __all__ = [
-    "Decision",
     "RatioRule",
     "Rule",
     "RuleConfig",

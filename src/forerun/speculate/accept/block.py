@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
-import torch
-
-from forerun.core.scores import Scores
 from forerun.core.tree import Draft
-from forerun.sampling.compiled import Compiled, Weighed
-from forerun.sampling.warp import Row
-from forerun.speculate.accept.base import Decision, RatioRule, Trials, column, gather_q, rules, slots, take
-from forerun.speculate.accept.left import reduce_rows, weigh_chains
+from forerun.speculate.accept.base import RatioRule, rules
+from forerun.speculate.accept.compare import Comparison
 
 
 @rules.register("block")
@@ -27,46 +20,18 @@ class Block(RatioRule):
     name = "block"
     trees = False
 
-    def decide(self, p: torch.Tensor, scores: Scores, trials: Trials) -> Decision:
-        count = len(trials.row)
-        if not count:
-            return Decision(p.new_empty(0), p)
-        q = gather_q(scores, trials, range(count), p)
-        tokens = column(trials.token, p)
-        at = take(p, trials.row)
-        weight, before = self._weights(at.gather(1, tokens) / q.gather(1, tokens), trials)
-        residual, mass = reduce_rows(p, q, trials.row, before)
-        # S of a prefix is the mass left where the next token was drafted; a chain's last prefix has none.
-        rest = torch.cat([mass[1:], mass[:1]])
-        room = rest + 1.0 - weight
-        last = column([t + 1 == count or trials.parent[t + 1] < 0 for t in range(count)], p) > 0
-        accept = torch.where(room > 0.0, rest / room, 1.0)
-        return Decision(torch.where(last, weight, accept)[:, 0], residual)
-
-    def weigh(self, scores: Scores, trials: Trials, rows: Seq[Row], compiled: Compiled) -> tuple[Weighed, list[float]]:
-        follows = [parent >= 0 for parent in trials.parent]
-        weighed = weigh_chains(scores, trials, rows, compiled, follows)
+    def decide(self, compared: Comparison) -> list[float]:
+        weights, left = compared.chains(linked=True)
+        follows = [parent >= 0 for parent in compared.trials.parent]
         accept = []
-        for t, weight in enumerate(weighed.weights):
+        for t, weight in enumerate(weights):
             if t + 1 < len(follows) and follows[t + 1]:
-                rest = weighed.left[t + 1]
+                rest = left[t + 1]  # S of a prefix: the mass left where the next token was drafted
                 room = rest + 1.0 - weight
                 accept.append(rest / room if room > 0.0 else 1.0)
             else:
                 accept.append(weight)
-        return weighed, accept
-
-    @staticmethod
-    def _weights(ratio: torch.Tensor, trials: Trials) -> tuple[torch.Tensor, torch.Tensor]:
-        """w of every trial's prefix with and without its own token, [trials, 1] each."""
-        depth = max(trials.parent) + 1
-        grid = ratio.new_ones(trials.index[-1] + 1, depth + 2)
-        places = [index * (depth + 2) + parent + 2 for index, parent in zip(trials.index, trials.parent)]
-        flat = grid.view(-1, 1)
-        flat[slots(places)] = ratio
-        for length in range(1, depth + 2):
-            grid[:, length] = (grid[:, length - 1] * grid[:, length]).clamp_(max=1.0)
-        return take(flat, places), take(flat, [spot - 1 for spot in places])
+        return accept
 
     def walk(self, draft: Draft, passed: list[list[bool]]) -> tuple[list[int], bool]:
         """The longest prefix that passes."""

@@ -11,6 +11,7 @@ from forerun.core.scores import Scores
 from forerun.core.tree import Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import Rule, follow, rules
+from forerun.speculate.accept.compare import compare
 
 
 @rules.register("coupled")
@@ -20,4 +21,4 @@ class Coupled(Rule):
     needs_q = False
 
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
-        return follow(scores, sampler)
+        return follow(compare(scores, sampler))

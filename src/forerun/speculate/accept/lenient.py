@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
-
 from forerun.core.errors import ConfigError
-from forerun.core.scores import Scores
-from forerun.sampling.compiled import Compiled, Weighed
-from forerun.sampling.warp import Row
-from forerun.speculate.accept.base import Decision, RuleConfig, Trials, column, rules, take
+from forerun.speculate.accept.base import RuleConfig, rules
+from forerun.speculate.accept.compare import Comparison, column, take
 from forerun.speculate.accept.token import Token
 
 
@@ -49,19 +44,13 @@ class Lenient(Token):
     def lenience(self) -> float:  # type: ignore[override]
         return self.config.lenience
 
-    def decide(self, p: torch.Tensor, scores: Scores, trials: Trials) -> Decision:
-        decision = super().decide(p, scores, trials)
-        greedy = [t for t, index in enumerate(trials.index) if scores.sequences[index].params.greedy]
+    def decide(self, compared: Comparison) -> list[float]:
+        accept = super().decide(compared)
+        trials, rows = compared.trials, compared.rows
+        greedy = [t for t, row in enumerate(trials.row) if rows[row].heat == 0.0]
         if greedy:
-            logits = take(scores.warped, [trials.row[t] for t in greedy])
-            drafted = logits.gather(1, column([trials.token[t] for t in greedy], logits))[:, 0]
-            enough = drafted >= logits.amax(dim=1) + math.log(self.lenience)
-            decision.accept[greedy] = enough.to(decision.accept.dtype)
-        return decision
-
-    def weigh(self, scores: Scores, trials: Trials, rows: Seq[Row], compiled: Compiled) -> tuple[Weighed, list[float]]:
-        weighed, accept = super().weigh(scores, trials, rows, compiled)
-        for t, (row, token) in enumerate(zip(trials.row, trials.token)):
-            if rows[row].heat == 0.0:
-                accept[t] = float(float(scores.warped[row, token]) >= weighed.tops[row] + math.log(self.lenience))
-        return weighed, accept
+            logits = take(compared.scores.warped, [trials.row[t] for t in greedy])
+            drafted = logits.gather(1, column([trials.token[t] for t in greedy], logits))[:, 0].tolist()
+            for t, value in zip(greedy, drafted):
+                accept[t] = float(value >= compared.tops[trials.row[t]] + math.log(self.lenience))
+        return accept

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from forerun.core.errors import ConfigError
-from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS
-from forerun.speculate.accept.base import Decision, RatioRule, RuleConfig, Trials, column, gather_q, rules, slots, take
-from forerun.speculate.accept.left import reduce
+from forerun.speculate.accept.base import RatioRule, RuleConfig, rules
+from forerun.speculate.accept.compare import Comparison, Trials, column, slots, take
 
 _TINY = 1e-30
 """What is left of q after earlier draws were taken out must be above this for float32 to hold its shape."""
@@ -29,17 +29,14 @@ class TreeRuleConfig(RuleConfig):
             raise ConfigError(f"replacement must be true or false, not {self.replacement!r}")
 
 
-@dataclass(slots=True)
-class Turn:
-    """The trials that are the rank-th of their parents, with the q that each was drawn from given the draws before
-    it. ``valid`` [n, 1] is False where float32 cannot tell that q; such a trial counts as rejected unseen, which is
-    lossless, since the draws before it decide so and its own token does not."""
+class Turn(NamedTuple):
+    """The trials that are the rank-th of their parents, with the q [n, vocabulary] that each was drawn from given the
+    draws before it."""
 
     trials: list[int]
     rows: list[int]
     tokens: torch.Tensor
     q: torch.Tensor
-    valid: torch.Tensor | None
 
 
 class TreeRule(RatioRule):
@@ -52,24 +49,39 @@ class TreeRule(RatioRule):
     def replacement(self) -> bool:  # type: ignore[override]
         return self.config.replacement
 
-    def turns(self, p: torch.Tensor, scores: Scores, trials: Trials, chosen: Seq[int]) -> Iterator[Turn]:
-        """The chosen trials by rank. Without replacement, a token leaves its row of q once it is drawn."""
+    def turns(self, compared: Comparison, chosen: Seq[int]) -> Iterator[Turn]:
+        """The chosen trials by rank. Without replacement, a token leaves its row of q once it is drawn. Where float32
+        cannot tell what is left of q, a trial has no turn and is rejected unseen, which is lossless, since the draws
+        before it decide so and its own token does not."""
+        trials = compared.trials
         by_rank: dict[int, list[int]] = {}
         for t in chosen:
             by_rank.setdefault(trials.rank[t], []).append(t)
         for rank in sorted(by_rank):
             members = by_rank[rank]
-            q, valid = gather_q(scores, trials, members, p), None
+            q = compared.gather_q(members, compared.p)
             gone = [] if self.replacement or rank == 0 else self._earlier(trials, members)
             if gone:
-                if q._base is not None or q is scores.drafts[trials.index[members[0]]].q:
-                    q = q.clone()
+                q = q.clone()  # it may be the drafts' own
                 q[[place for place, _ in gone], [token for _, token in gone]] = 0.0
                 mass = q.sum(dim=1, keepdim=True)
-                valid = mass > _TINY
-                q = q.div_(mass)
-            tokens = column([trials.token[t] for t in members], p)
-            yield Turn(members, [trials.row[t] for t in members], tokens, q, valid)
+                kept = [place for place, share in enumerate(mass[:, 0].tolist()) if share > _TINY]
+                q, members = take(q.div_(mass), kept) if kept else q, [members[place] for place in kept]
+            if members:
+                tokens = column([trials.token[t] for t in members], q)
+                yield Turn(members, [trials.row[t] for t in members], tokens, q)
+
+    @staticmethod
+    def reject(
+        compared: Comparison, turn: Turn, factor: torch.Tensor | float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a turn's trials out of ``factor`` times their rows, which sum to 1 again. For each, min(1, factor *
+        p / q) of its token and the mass that it leaves, [n, 1]."""
+        at = take(compared.residual, turn.rows).gather(1, turn.tokens)
+        chance = (factor * at / turn.q.gather(1, turn.tokens)).clamp_(max=1.0)
+        left, mass = compared.left(turn.rows, turn.q, factor)
+        compared.residual[slots(turn.rows)] = left.div_(left.sum(dim=1, keepdim=True))
+        return chance, mass
 
     @staticmethod
     def _earlier(trials: Trials, members: Seq[int]) -> list[tuple[int, int]]:
@@ -90,17 +102,9 @@ class Recursive(TreeRule):
 
     name = "recursive"
 
-    def decide(self, p: torch.Tensor, scores: Scores, trials: Trials) -> Decision:
-        residual = p.clone()
-        accept = p.new_zeros(len(trials.row))
-        for turn in self.turns(p, scores, trials, range(len(trials.row))):
-            at = take(residual, turn.rows)
-            chance = at.gather(1, turn.tokens) / turn.q.gather(1, turn.tokens)
-            left, _ = reduce(at, turn.q)
-            left /= left.sum(dim=1, keepdim=True)
-            if turn.valid is not None:
-                chance = chance.where(turn.valid, 0.0)
-                left = left.where(turn.valid, at)
-            accept[slots(turn.trials)] = chance.clamp_(max=1.0)[:, 0]
-            residual[slots(turn.rows)] = left
-        return Decision(accept, residual)
+    def decide(self, compared: Comparison) -> list[float]:
+        accept = compared.p.new_zeros(len(compared.trials.row), 1)
+        for turn in self.turns(compared, range(len(accept))):
+            accept[slots(turn.trials)], _ = self.reject(compared, turn)
+        chances: list[float] = accept[:, 0].tolist()
+        return chances

@@ -14,9 +14,10 @@ from typing import Any
 from forerun.core.errors import ConfigError
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
-from forerun.sampling.draw import Sampler, best
+from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import ACCEPT, fold, uniform
-from forerun.speculate.accept.base import Rule, fetch, row_contexts, unspoilt
+from forerun.speculate.accept.base import Rule, unspoilt
+from forerun.speculate.accept.compare import compare
 from forerun.speculate.names import PROFILES
 
 RATES, LENGTH = "synthetic_acceptance_rates", "synthetic_acceptance_length"
@@ -83,32 +84,27 @@ class Synthetic(Rule):
 
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
         self.inner.accept(scores, sampler)  # for its price
-        tops, tokens = fetch(*best(sampler.shared(scores.warped, row_contexts(scores))))
-        verdicts = []
-        for index, draft in enumerate(scores.drafts):
-            sequence = scores.sequences[index]
-            verdict = self._walk(draft, fold(sequence.seed, ACCEPT, len(sequence.tokens)))
-            rows = [scores.row(index, node) for node in [-1, *verdict.path]]
-            good, verdict.error = unspoilt([tops[row] for row in rows])
-            verdict.path = verdict.path[:good]
-            verdict.token = tokens[rows[good]]
-            verdicts.append(verdict)
+        compared = compare(scores, sampler)
+        tokens, verdicts = compared.pick(), []
+        for index, (sequence, draft) in enumerate(zip(scores.sequences, scores.drafts)):
+            path, chances = self._walk(draft, fold(sequence.seed, ACCEPT, len(sequence.tokens)))
+            rows = [scores.row(index, node) for node in [-1, *path]]
+            good, error = unspoilt([compared.tops[row] for row in rows])
+            verdicts.append(Verdict(path[:good], tokens[rows[good]], error, len(chances), sum(chances)))
         return verdicts
 
-    def _walk(self, draft: Draft, key: int) -> Verdict:
-        """A path accepted at the given rates, and its measures: ``overlap`` sums the rates, not min(p, q)."""
-        verdict = Verdict()
+    def _walk(self, draft: Draft, key: int) -> tuple[list[int], list[float]]:
+        """A path accepted at the given rates, and the chances of every test: ``overlap`` sums these, not min(p, q)."""
+        path: list[int] = []
+        chances = []
         before = 1.0
         for depth, rate in enumerate(self.rates):
-            child = next(iter(draft.children(verdict.path[-1] if verdict.path else -1).values()), None)
+            child = next(iter(draft.children(path[-1] if path else -1).values()), None)
             if child is None:
                 break
-            chance = rate / before if before > 0 else 0.0
-            verdict.tested += 1
-            verdict.overlap += chance
-            if uniform(fold(key, depth)) >= chance:
+            chances.append(rate / before if before > 0 else 0.0)
+            if uniform(fold(key, depth)) >= chances[-1]:
                 break
-            verdict.path.append(child)
+            path.append(child)
             before = rate
-        verdict.matched = len(verdict.path)
-        return verdict
+        return path, chances

@@ -6,7 +6,8 @@ import torch
 
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft
-from forerun.speculate.accept.base import Decision, Trials, rules, slots, take
+from forerun.speculate.accept.base import rules
+from forerun.speculate.accept.compare import Comparison, Trials, slots, take
 from forerun.speculate.accept.recursive import TreeRule
 
 
@@ -25,31 +26,26 @@ class Traversal(TreeRule):
 
     name = "traversal"
 
-    def decide(self, p: torch.Tensor, scores: Scores, trials: Trials) -> Decision:
+    def decide(self, compared: Comparison) -> list[float]:
         """Budgets do not depend on the tests, so a level of all trees is computed at once."""
-        residual = p.clone()
-        budget = p.new_ones(len(p), 1)
+        trials, p = compared.trials, compared.p
+        budget = p.new_zeros(len(p), 1)
+        budget[compared.scores.first] = 1.0
         accept = p.new_zeros(len(trials.row), 1)
-        for level in self._levels(scores, trials):
-            for turn in self.turns(p, scores, trials, level):
-                a, at = budget[slots(turn.rows)], take(residual, turn.rows)
-                chance = (a * at.gather(1, turn.tokens) / turn.q.gather(1, turn.tokens)).clamp_(max=1.0)
-                left = (a * at - turn.q).clamp_(min=0.0)
-                mass = left.sum(dim=1, keepdim=True)
-                good = mass > 0.0 if turn.valid is None else (mass > 0.0) & turn.valid
-                rest = torch.where(a < 1.0, mass / (mass + 1.0 - a), 1.0)
-                if turn.valid is not None:
-                    chance, rest = chance.where(turn.valid, 0.0), rest.where(turn.valid, a)
+        for level in self._levels(compared.scores, trials):
+            for turn in self.turns(compared, level):
+                a = take(budget, turn.rows)
+                chance, mass = self.reject(compared, turn, a)
                 accept[slots(turn.trials)] = chance.nan_to_num_(0.0)
-                residual[slots(turn.rows)] = torch.where(good, left / mass, at)
-                budget[slots(turn.rows)] = rest
+                budget[slots(turn.rows)] = torch.where(a < 1.0, mass / (mass + 1.0 - a), 1.0)
                 news = [(t, trials.below[t]) for t in turn.trials if self._first(trials, t)]
                 if news:
                     budget[slots([row for _, row in news])] = accept[slots([t for t, _ in news])]
         ends = [t for t in range(len(trials.row)) if self._first(trials, t)]
         if ends:
             accept[slots(ends)] = budget[slots([trials.below[t] for t in ends])]
-        return Decision(accept[:, 0], residual)
+        chances: list[float] = accept[:, 0].tolist()
+        return chances
 
     @staticmethod
     def _first(trials: Trials, t: int) -> bool:

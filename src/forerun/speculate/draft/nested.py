@@ -144,4 +144,4 @@ def _own_verdict(own: Draft, draft: Draft, verdict: Verdict) -> Verdict:
         if mine is None:
             break
         path.append(mine)
-    return replace(verdict, path=path, accepted=min(len(path), verdict.accepted))
+    return replace(verdict, path=path)

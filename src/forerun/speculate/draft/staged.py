@@ -215,13 +215,9 @@ class Staged(Drafter[StagedConfig]):
             copy.tentative += len(verdict.tokens)
         return result
 
-    def _clip(self, copy: Sequence, draft: Draft, verdict: Verdict) -> None:
+    def _clip(self, copy: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
         """Keep no more tokens than are wanted. A row without a permitted token ends the draft there."""
-        tokens = [draft.tokens[node] for node in verdict.path]
-        if verdict.error is None and verdict.token is not None:
-            tokens.append(verdict.token)
-        verdict.tokens = tokens[: self.policy.missing[copy.id]]
-        verdict.accepted = min(len(verdict.tokens), len(verdict.path))
+        return verdict.decided(draft)[: self.policy.missing[copy.id]]
 
     def _collect(self, active: Seq[Sequence], result: Round, rows: dict[int, list[torch.Tensor]]) -> None:
         """The exact q of every token that the inner round emitted."""

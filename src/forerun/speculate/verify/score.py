@@ -13,7 +13,7 @@ from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.models.base import Model
 from forerun.sampling.warp import warp
-from forerun.speculate.accept.base import row_contexts
+from forerun.speculate.accept.compare import row_contexts
 from forerun.speculate.verify.pack import pack
 
 

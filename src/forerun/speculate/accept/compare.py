@@ -1,0 +1,273 @@
+"""What acceptance rules are made of: p of a round's rows, the q that tokens were drawn from, and what is left of p
+beside q; in torch, and through ``kernels/sampling.cpp``. Noise and draws are ``Sampler``'s, in both forms too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from forerun.core.scores import Scores
+from forerun.core.tree import POINT_MASS
+from forerun.sampling.compiled import Compiled
+from forerun.sampling.draw import Sampler, fetch, probabilities
+from forerun.sampling.warp import Row
+
+
+def row_contexts(scores: Scores) -> list[Row]:
+    """The context of every row of ``scores``, in row order."""
+    if scores.contexts is None:
+        rows: list[Row] = []
+        for sequence, draft in zip(scores.sequences, scores.drafts):
+            root = len(rows)
+            rows.append(Row(sequence))
+            for token, parent in zip(draft.tokens, draft.parents):
+                rows.append(Row(sequence, [*rows[root + 1 + parent].path, token]))
+        scores.contexts = rows
+    return scores.contexts
+
+
+@dataclass(slots=True)
+class Trials:
+    """All trials of a round, flat: their row of p (the parent's), token, sequence, parent node, rank under the
+    parent, row of q (the sequence's own), and the row of p behind their node."""
+
+    row: list[int]
+    token: list[int]
+    index: list[int]
+    parent: list[int]
+    rank: list[int]
+    q_row: list[int]
+    below: list[int]
+
+
+def flatten(scores: Scores) -> Trials:
+    flat = Trials([], [], [], [], [], [], [])
+    for index, draft in enumerate(scores.drafts):
+        root = scores.first[index]
+        for parent, trials in enumerate(draft.trials, start=-1):
+            for rank, trial in enumerate(trials):
+                flat.row.append(root + 1 + parent)
+                flat.token.append(draft.tokens[trial.node])
+                flat.index.append(index)
+                flat.parent.append(parent)
+                flat.rank.append(rank)
+                flat.q_row.append(trial.row)
+                flat.below.append(root + 1 + trial.node)
+    return flat
+
+
+def slots(chosen: Seq[int]) -> slice | list[int]:
+    """An index for rows ``chosen``: a slice where they lie side by side, which copies nothing and costs a fifth."""
+    first, count = chosen[0], len(chosen)
+    if chosen[-1] == first + count - 1 and list(chosen) == list(range(first, first + count)):
+        return slice(first, first + count)
+    return list(chosen)
+
+
+def take(rows: torch.Tensor, chosen: Seq[int]) -> torch.Tensor:
+    """``rows[chosen]``; a view where they lie side by side."""
+    return rows[slots(chosen)]
+
+
+def column(values: Seq[int], like: torch.Tensor) -> torch.Tensor:
+    """Indices as [n, 1] int64, for ``gather``."""
+    return torch.tensor(values, dtype=torch.long, device=like.device)[:, None]
+
+
+class Comparison:
+    """A round's rows and trials, in torch, in the dtype of its scores and on their device."""
+
+    def __init__(self, scores: Scores, sampler: Sampler) -> None:
+        self.scores, self.sampler = scores, sampler
+        self.rows, self.trials = row_contexts(scores), flatten(scores)
+        self._p: torch.Tensor | None = None
+        self._residual: torch.Tensor | None = None
+        self._tops: list[float] | None = None
+        self._best: list[int] = []
+        """Each row's first id of the largest score, with noise behind ``pick``."""
+
+    @property
+    def p(self) -> torch.Tensor:
+        """[rows, vocabulary], read only; a greedy row is all on its best id."""
+        if self._p is None:
+            p, self._tops, self._best = self.sampler.law(self.scores.warped)
+            greedy = [i for i, row in enumerate(self.rows) if row.heat == 0.0]
+            if greedy:
+                p[greedy] = 0.0
+                p[greedy, [self._best[i] for i in greedy]] = 1.0
+            self._p = p
+        return self._p
+
+    @property
+    def tops(self) -> list[float]:
+        """Each row's largest score, with noise behind ``pick``; NaN if it has one."""
+        if self._tops is None:
+            _ = self.p
+        assert self._tops is not None
+        return self._tops
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """[rows, vocabulary]: p, less what was taken out of it; rows need not sum to 1."""
+        if self._residual is None:
+            self._residual = self.p.clone()
+        return self._residual
+
+    def pick(self) -> list[int]:
+        """Each row's token with the noise of its position."""
+        self._tops, self._best, _ = self.sampler.pick(self.scores.warped, self.rows)
+        return self._best
+
+    def gather_q(self, chosen: Seq[int], like: torch.Tensor) -> torch.Tensor:
+        """[len(chosen), vocabulary] in ``like``'s dtype: the exact q of each chosen trial; a point mass is one-hot.
+        Read only: it may share memory with the drafts."""
+        scores, trials = self.scores, self.trials
+        groups: dict[int, list[int]] = {}
+        masses = []
+        for place, t in enumerate(chosen):
+            if trials.q_row[t] == POINT_MASS:
+                masses.append(place)
+            else:
+                groups.setdefault(id(scores.drafts[trials.index[t]].q), []).append(place)
+
+        def rows(places: Seq[int]) -> torch.Tensor:
+            q = scores.drafts[trials.index[chosen[places[0]]]].q
+            assert q is not None
+            return take(q, [trials.q_row[chosen[place]] for place in places]).to(like.dtype)
+
+        if not masses and len(groups) == 1:
+            return rows(range(len(chosen)))
+        out = torch.zeros(len(chosen), like.shape[1], dtype=like.dtype, device=like.device)
+        if masses:
+            out[masses, [trials.token[chosen[place]] for place in masses]] = 1.0
+        for places in groups.values():
+            out[places] = rows(places)
+        return out
+
+    def left(
+        self, rows: Seq[int], q: torch.Tensor, factor: torch.Tensor | float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """max(0, factor * p - q) of ``rows``, all different, of the residual, for ``q`` [rows, vocabulary] and
+        ``factor`` [rows, 1], not normalised; and its mass, [rows, 1]. A row stays where nothing is left but rounding
+        put a draw there."""
+        at = take(self.residual, rows)
+        left = (factor * at - q).clamp_(min=0.0)
+        mass = left.sum(dim=1, keepdim=True)
+        return torch.addcmul(left, at, (mass <= 0.0).to(at.dtype), out=left), mass
+
+    def laws(self, ends: Seq[tuple[int, bool]]) -> torch.Tensor:
+        """For each end of a walk, a row and whether p itself is asked for there instead of the residual: the law, not
+        normalised, of the token behind it."""
+        if any(again for _, again in ends):
+            return torch.stack([(self.p if again else self.residual)[row] for row, again in ends])
+        return take(self.residual, [row for row, _ in ends])
+
+    def chains(self, *, linked: bool = False, lenience: float = 1.0) -> tuple[list[float], list[float]]:
+        """Take every trial out of its row, where drafts are chains. Each trial's weight, min(1, factor * p / q) of its
+        token, ``lenience`` multiplying q; and the mass that it leaves. Its factor is 1, or, if they are ``linked``, the
+        weight of the trial before it in its chain."""
+        trials = self.trials
+        if not trials.row:
+            return [], []
+        q, tokens = self.gather_q(range(len(trials.row)), self.p), column(trials.token, self.p)
+        ratio = take(self.p, trials.row).gather(1, tokens) / (q.gather(1, tokens) * lenience)
+        weights, factor = self._link(ratio) if linked else (ratio.clamp_(max=1.0), 1.0)
+        left, mass = self.left(trials.row, q, factor)
+        self.residual[slots(trials.row)] = left
+        found, masses = fetch(weights[:, 0], mass[:, 0])
+        return found, masses
+
+    def _link(self, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product of every chain's ratios up to each trial, never above 1; with and without its own, [trials, 1]
+        each."""
+        trials = self.trials
+        depth = max(trials.parent) + 1
+        grid = ratio.new_ones(trials.index[-1] + 1, depth + 2)
+        places = [index * (depth + 2) + parent + 2 for index, parent in zip(trials.index, trials.parent)]
+        flat = grid.view(-1, 1)
+        flat[slots(places)] = ratio
+        for length in range(1, depth + 2):
+            grid[:, length] = (grid[:, length - 1] * grid[:, length]).clamp_(max=1.0)
+        return take(flat, places), take(flat, [spot - 1 for spot in places])
+
+    def overlaps(self) -> dict[int, float]:
+        """By row that holds trials, sum_x min(p, q) against its first trial (Leviathan et al. 2023, theorem 3.5): a
+        point mass counts p(x), and a greedy row whether the trial is its best id. To be asked behind ``tops``."""
+        trials, found = self.trials, {}
+        asked = []
+        for t, rank in enumerate(trials.rank):
+            row = trials.row[t]
+            if rank == 0 and self.rows[row].heat == 0.0:
+                found[row] = float(self._best[row] == trials.token[t])
+            elif rank == 0:
+                asked.append(t)
+        if asked:
+            found.update(self._shares(asked))
+        return found
+
+    def _shares(self, asked: Seq[int]) -> dict[int, float]:
+        """``overlaps`` of trials that are not greedy."""
+        trials = self.trials
+
+        def target(members: Seq[int]) -> torch.Tensor:
+            places = [trials.row[t] for t in members]
+            return take(self._p, places) if self._p is not None else probabilities(take(self.scores.warped, places))
+
+        masses = [t for t in asked if trials.q_row[t] == POINT_MASS]
+        spread = [t for t in asked if trials.q_row[t] != POINT_MASS]
+        parts = []
+        if masses:
+            at = target(masses)
+            parts.append(at.gather(1, column([trials.token[t] for t in masses], at))[:, 0])
+        if spread:
+            at = target(spread)
+            parts.append(torch.minimum(at, self.gather_q(spread, at)).sum(dim=1))
+        return dict(zip([trials.row[t] for t in [*masses, *spread]], torch.cat(parts).tolist()))
+
+
+class CompiledComparison(Comparison):
+    """The same for float32 scores on the host: chains are compared with q in one call, without a p of their own."""
+
+    def __init__(self, scores: Scores, sampler: Sampler, kernels: Compiled) -> None:
+        super().__init__(scores, sampler)
+        self.kernels = kernels
+        self._shared: list[float] | None = None
+        """Every trial's overlap, once chains were compared."""
+
+    def chains(self, *, linked: bool = False, lenience: float = 1.0) -> tuple[list[float], list[float]]:
+        trials, kept = self.trials, {}
+        qs = []
+        for index, row in zip(trials.index, trials.q_row):
+            q = self.scores.drafts[index].q
+            if row == POINT_MASS or q is None:
+                qs.append(0)
+                continue
+            if index not in kept:
+                kept[index] = q.float().contiguous()
+            qs.append(kept[index].data_ptr() + 4 * row * q.shape[1])
+        greedy = [row.heat == 0.0 for row in self.rows]
+        follows = [linked and parent >= 0 for parent in trials.parent]
+        weighed = self.kernels.weigh(self.scores.warped, greedy, trials.row, trials.token, qs, follows, lenience)
+        self._residual, self._tops, self._shared = weighed.residual, weighed.tops, weighed.shared
+        return weighed.weights, weighed.left
+
+    def overlaps(self) -> dict[int, float]:
+        return super().overlaps() if self._shared is None else dict(zip(self.trials.row, self._shared))
+
+    def _shares(self, asked: Seq[int]) -> dict[int, float]:
+        trials, drafts = self.trials, self.scores.drafts
+        qs = []
+        for t in asked:
+            q = drafts[trials.index[t]].q
+            qs.append(None if q is None or trials.q_row[t] == POINT_MASS else q[trials.q_row[t]])
+        at, tokens = [trials.row[t] for t in asked], [trials.token[t] for t in asked]
+        return dict(zip(at, self.kernels.overlaps(self.scores.warped, at, tokens, qs)))
+
+
+def compare(scores: Scores, sampler: Sampler) -> Comparison:
+    """In the form that serves here."""
+    if sampler.compiled is None:
+        return Comparison(scores, sampler)
+    return CompiledComparison(scores, sampler, sampler.compiled)

@@ -1,0 +1,129 @@
+"""What is left of p beside q: torch and the kernel against the definition in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+
+from forerun import SamplingParams, kernels
+from forerun.core.scores import Scores
+from forerun.core.sequence import Sequence
+from forerun.core.tree import POINT_MASS, Draft
+from forerun.sampling.draw import Sampler
+from forerun.speculate.accept import base, rules
+from forerun.speculate.accept.compare import Comparison, CompiledComparison, compare
+from forerun.speculate.accept.token import Token
+from here import where
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [5, 300, 4097])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_is_left_of_rows(dtype: torch.dtype, size: int, scaled: bool) -> None:
+    generator = torch.Generator().manual_seed(size)
+    p, q = (torch.rand(count, size, generator=generator, dtype=torch.float64) ** 4 for count in (5, 3))
+    p, q = p / p.sum(dim=1, keepdim=True), q / q.sum(dim=1, keepdim=True)
+    rows = [0, 1, 3]
+    q[1] = p[1] * 1.001  # nothing is left there
+    factor = torch.tensor([[0.5], [0.9], [1.0]], dtype=torch.float64) if scaled else None
+    sequences = [Sequence(i, [1], 1, SamplingParams(temperature=1.0), seed=i) for i in range(5)]
+    sampler = Sampler(size)
+    sampler.compiled = None
+    compared = Comparison(Scores(sequences, [Draft() for _ in range(5)], [*range(5)], p.log().to(dtype)), sampler)
+    kept = compared.p.clone()
+    left, mass = compared.left(rows, q.to(dtype), 1.0 if factor is None else factor.to(dtype))
+    assert torch.equal(compared.p, kept)
+    assert torch.equal(compared.residual, kept)
+    for place, row in enumerate(rows):
+        wanted = numpy.maximum(0.0, p[row].numpy() * (factor[place, 0].item() if scaled else 1.0) - q[place].numpy())
+        assert abs(mass[place, 0].item() - wanted.sum()) < 1e-5
+        wanted = p[row].numpy() if place == 1 else wanted
+        assert numpy.allclose(left[place].double().numpy(), wanted, atol=1e-6)
+
+
+def draws(size: int, temperatures: list[float], drawn: list[bool], depth: int = 3) -> tuple[Scores, numpy.ndarray]:
+    """A chain per temperature over random logits, drawn from a q or a point mass; and p in float64."""
+    generator = numpy.random.default_rng(size + depth)
+    sequences, drafts, first, laws = [], [], [], []
+    logits = generator.normal(size=(len(drawn) * (depth + 1), size)) * 2.0
+    logits[:, size // 2] = -numpy.inf  # a banned token
+    for index, (temperature, q_drawn) in enumerate(zip(temperatures, drawn)):
+        params = SamplingParams(temperature=temperature)
+        sequences.append(Sequence(index, [1, 2], 1, params, seed=index, scheduled=1, cached=1))
+        first.append(index * (depth + 1))
+        rows = logits[first[-1] : first[-1] + depth + 1]
+        if temperature:
+            powers = numpy.exp(rows - rows.max(axis=1, keepdims=True))
+            laws.append(powers / powers.sum(axis=1, keepdims=True))
+        else:
+            laws.append(numpy.eye(size)[rows.argmax(axis=1)])
+        if index % 3 == 0:  # drafts that are sometimes right
+            tokens = rows[:depth].argmax(axis=1).tolist()
+        else:
+            tokens = [int(generator.choice(size, p=law)) for law in laws[-1][:depth]]
+        near = numpy.abs(laws[-1][:depth] + 0.2 * generator.random((depth, size)) / size) + 1e-9
+        q = torch.tensor(near / near.sum(axis=1, keepdims=True), dtype=torch.float32) if q_drawn else None
+        drafts.append(Draft.chain(tokens, q, range(depth) if q_drawn else [POINT_MASS] * depth))
+    return Scores(sequences, drafts, first, torch.tensor(logits, dtype=torch.float32)), numpy.concatenate(laws)
+
+
+@pytest.mark.parametrize("name", where(kernels.has("weigh"), ["token", "block", "lenient"]))
+@pytest.mark.parametrize("size", [6, 300, 4097])
+def test_the_kernel_weighs_chains_as_the_definition_does(name: str, size: int) -> None:
+    temperatures, drawn = [1.0, 1.0, 0.0, 1.0, 1.0], [True, True, True, False, False]
+    scores, p = draws(size, temperatures, drawn)
+    rule, compared = rules[name](), compare(scores, Sampler(size))
+    assert isinstance(compared, CompiledComparison)
+    accept, trials = rule.decide(compared), compared.trials
+    exact = Sampler(size)
+    exact.compiled = None
+    wanted = Comparison(replace(scores, warped=torch.tensor(p).log()), exact)
+    assert numpy.allclose(accept, rule.decide(wanted), atol=2e-4)
+    assert numpy.allclose(compared.tops, scores.warped.amax(dim=1).numpy())
+    for ours, theirs in zip(compared.residual.double().numpy(), wanted.residual.numpy()):
+        if theirs.sum() > 1e-4:  # below, rounding decides whether anything is left
+            assert numpy.allclose(ours / ours.sum(), theirs / theirs.sum(), atol=2e-3)
+    overlaps = compared.overlaps()
+    for trial, (row, token, index) in enumerate(zip(trials.row, trials.token, trials.index)):
+        q = scores.drafts[index].q
+        q_row = numpy.eye(size)[token] if q is None else q[trials.q_row[trial]].double().numpy()
+        assert abs(overlaps[row] - numpy.minimum(p[row], q_row).sum()) < 1e-4
+
+
+class Sceptic(Token):
+    """Asks for nothing."""
+
+    def decide(self, compared: Comparison) -> list[float]:
+        return [0.0] * len(compared.trials.row)
+
+
+@pytest.mark.parametrize("form", where(lambda form: form is Comparison or kernels.has("weigh"), [Comparison, compare]))
+@pytest.mark.parametrize("rule", [Sceptic, *(rules[name] for name in ("token", "block", "recursive", "traversal"))])
+def test_rounds_with_and_without_drafts(form, rule, monkeypatch) -> None:
+    """A rule decides for itself and not as its parent does, whatever it asks for."""
+    monkeypatch.setattr(base, "compare", form)
+    scores, _ = draws(50, [1.0, 0.0], [True, False])
+    drafted = rule().accept(scores, Sampler(50))
+    assert rule is not Sceptic or not any(verdict.path for verdict in drafted)
+    plain = replace(scores, drafts=[Draft(), Draft()], first=[0, 1], warped=scores.warped[[0, 4]], contexts=None)
+    one, other = rule().accept(plain, Sampler(50))
+    assert one.path == other.path == []
+    assert other.token == int(scores.warped[4].argmax())
+    assert 0 <= one.token < 50
+    assert one.tested == other.tested == 0
+
+
+@pytest.mark.parametrize("name", ["recursive", "traversal"])
+def test_the_q_of_drafts_stays_as_it_was(name: str) -> None:
+    """Draws without replacement change a rule's own rows alone; in inference mode a view does not tell its base."""
+    with torch.inference_mode():
+        draft = Draft(q=torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]))
+        for token, parent, row in ((0, -1, 0), (1, -1, 0), (2, 0, 1), (1, 0, 1)):
+            draft.add(token, parent, row)
+        kept = draft.q.clone()
+        sequence = Sequence(0, [1], 1, SamplingParams(temperature=1.0), seed=3)
+        rules[name]().accept(Scores([sequence], [draft], [0], torch.zeros(5, 3)), Sampler(3))
+        assert torch.equal(draft.q, kept)
