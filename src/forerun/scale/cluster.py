@@ -173,8 +173,13 @@ class Cluster:
         finally:
             response.cancel()
 
-    def pool(self, facts: Facts, max_queue: int) -> Pool:
-        return Pool(facts, self.send, max_queue=max_queue, places=lambda: self.number * facts.max_num_seqs)
+    async def pool(self, max_queue: int) -> Pool:
+        """The replicas as one engine, which knows how they stand for as long as the event loop runs."""
+        facts = await self.facts()
+        pool = Pool(facts, self.send, max_queue=max_queue, places=lambda: self.number * facts.max_num_seqs)
+        pool.latest = await asyncio.to_thread(self.together)
+        self.watching = asyncio.create_task(self.watch(pool))
+        return pool
 
     async def watch(self, pool: Pool) -> None:
         """Tell ``pool`` how the replicas stand, for as long as it runs."""

@@ -91,16 +91,11 @@ def run(
     """Serve until a signal ends it. ``tell`` says what runs, and gives the model's name."""
 
     async def answer(handle: DeploymentHandle) -> None:
-        way = Cluster(handle)
-        facts = await way.facts()
-        pool = way.pool(facts, replicas.max_queue)
-        pool.latest = await asyncio.to_thread(way.together)
-        app = create_app(pool, replace(options, model_name=tell(facts)))
+        pool = await Cluster(handle).pool(replicas.max_queue)
+        app = create_app(pool, replace(options, model_name=tell(pool.facts)))
         gc.collect()
         gc.freeze()
-        watching = asyncio.create_task(way.watch(pool))
         await DrainingServer(app, pool, drain_seconds, limits).serve(sockets=[listener])
-        watching.cancel()
 
     with cluster(replicas) as handle, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(answer(handle))

@@ -10,6 +10,7 @@ from typing import Any
 from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.stream import Delta
+from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.params import SamplingParams
 
 
@@ -22,6 +23,10 @@ class Facts:
     """The version of Forerun, and a fingerprint of the checkpoint and of what decides about tokens."""
     tokenizer: str
     max_model_len: int
+    longest_source: int | None
+    """Tokens that an encoder reads; None: it is a decoder."""
+    start: tuple[int, ...]
+    """What an encoder-decoder's decoder goes on behind."""
     max_num_seqs: int
     vocab_size: int
     eos_ids: frozenset[int]
@@ -36,10 +41,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to one prompt, from behind ``committed`` on; ``weights`` are the ones that gave those."""
+    """One answer to one prompt, from behind ``committed`` on, or a beam search, whose answers end together; ``weights``
+    are the ones that gave ``committed``."""
 
     prompt: Seq[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     choices: Mapping[str, Any] = field(default_factory=dict)
     committed: tuple[int, ...] = ()
     session: str | None = None

@@ -19,6 +19,7 @@ from forerun.engine.memory import megabytes
 from forerun.engine.snapshot import Snapshot
 from forerun.models.fingerprint import fingerprint
 from forerun.models.load import resolve
+from forerun.sampling.params import SamplingParams
 from forerun.scale.messages import Begun, Facts, Message, News, Refused, Request
 
 DECIDES = ("dtype", "device", "invariant", "model_path", "weights", "quantization", "tokenizer", "logprobs_mode")
@@ -49,9 +50,10 @@ class Replica:
             )
             return
         params, choices = request.params, dict(request.choices)
+        sampled = params if isinstance(params, SamplingParams) else None
         try:
-            if params.grammar is not None:
-                await asyncio.to_thread(self.engine.compile, params.grammar)
+            if sampled is not None and sampled.grammar is not None:
+                await asyncio.to_thread(self.engine.compile, sampled.grammar)
             stream = await self.engine.submit(request.prompt, params, committed=request.committed, **choices)
         except ClosedError:
             raise
@@ -61,7 +63,7 @@ class Replica:
         job = stream.jobs[0]
         try:
             yield Begun(self.facts.weights)
-            asked = params.prompt_logprobs is not None and not request.committed
+            asked = sampled is not None and sampled.prompt_logprobs is not None and not request.committed
             while deltas := await stream.read():
                 ended = deltas[-1].finish is not None
                 yield News(deltas, job.metrics if ended else None, job.prompt_logprobs if asked else None)
@@ -82,6 +84,8 @@ def facts_of(llm: LLM) -> Facts:
         weights=weights_of(llm),
         tokenizer=str(config.tokenizer or config.model),
         max_model_len=engine.max_model_len,
+        longest_source=None if info.encoder is None else engine.entrance.longest,
+        start=() if info.encoder is None else info.encoder.start,
         max_num_seqs=config.max_num_seqs,
         vocab_size=info.vocab_size,
         eos_ids=frozenset(info.eos_ids),
