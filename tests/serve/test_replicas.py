@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,6 +97,47 @@ def test_a_killed_replica_costs_no_token(model_folder: Path, plain: Callable[...
         assert "forerun:num_requests_running" in httpx2.get(f"{url}/metrics").text
         wrong = httpx2.post(f"{url}/v1/completions", json={"prompt": [10**6]}).json()["error"]
         assert wrong["param"] == "prompt"
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """The whole answers in a file that may still be written."""
+    return [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]] if out.exists() else []
+
+
+def test_a_batch_by_replicas(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
+    """A replica is killed, then the command itself, which then goes on; bad lines have an error each, once."""
+    seeds = range(40)
+    params = [SamplingParams(max_tokens=200, temperature=0.9, seed=seed, ignore_eos=True) for seed in seeds]
+    expected = {str(p.seed): plain({"prompt_token_ids": BODY["prompt"]}, p).text for p in params}
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked = [{"custom_id": str(s), "body": {**BODY, "max_tokens": 200, "seed": s}} for s in seeds]
+    beams = {"custom_id": "beams", "body": {"prompt": [5], "max_tokens": 4, "n": 2, "use_beam_search": True}}
+    wrong = {"custom_id": "wrong", "body": {"prompt": [10**6]}}
+    written = [json.dumps({"method": "POST", "url": "/v1/completions", **line}) for line in [*asked, beams, wrong]]
+    source.write_text("\n".join(["no JSON", *written]) + "\n")
+    options = ["--out", str(out), "--replicas", "2", "--threads", "1", "--max-num-seqs", "2", "--spec-method", "ngram"]
+    command = [sys.executable, "-m", "forerun", "batch", str(source), *options, "--model", str(model_folder)]
+
+    def until(count: int) -> None:
+        while len(lines(out)) < count:
+            assert process.poll() is None
+            time.sleep(0.01)
+
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        until(3)
+        os.kill(replicas(process.pid)[0], signal.SIGKILL)
+        until(12)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert len(lines(out)) < len(seeds)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    found = lines(out)
+    assert Counter(line["custom_id"] for line in found) == Counter([*expected, "beams", "wrong", None])
+    by_name = {line["custom_id"]: line for line in found}
+    assert by_name[None]["error"]["message"].startswith("line 1 is not valid JSON")
+    assert by_name["wrong"]["response"]["status_code"] == 400
+    assert len(by_name["beams"]["response"]["body"]["choices"]) == 2
+    assert {name: by_name[name]["response"]["body"]["choices"][0]["text"] for name in expected} == expected
 
 
 def test_replicas_that_do_not_come_up(tmp_path: Path) -> None:
