@@ -15,6 +15,7 @@ import pytest
 from running import TEMPLATE
 
 from forerun import LLM, BeamSearchParams, SamplingParams
+from forerun.core.errors import ConfigError
 from forerun.engine.metrics import EngineStats
 from forerun.engine.snapshot import Snapshot
 from forerun.engine.stream import Delta
@@ -22,7 +23,7 @@ from forerun.sampling.noise import fold
 from forerun.scale import pool as pools
 from forerun.scale.messages import Message, News, Request
 from forerun.scale.pool import LostError, Pool
-from forerun.scale.replica import Replica
+from forerun.scale.replica import Replica, alike
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.batch import Ask, asking
 
@@ -192,16 +193,39 @@ def test_a_request_that_ends_every_replica_fails(asked: Callable[..., Any], repl
 
 
 def test_other_weights_do_not_go_on(asked: Callable[..., Any], replicas: list[Replica], monkeypatch: Any) -> None:
-    monkeypatch.setattr(replicas[1], "facts", replace(replicas[1].facts, weights="other"))
+    facts = replicas[0].facts
+    monkeypatch.setattr(replicas[1], "facts", replace(facts, weights=f"{facts.checkpoint}-other"))
     body = {"prompt": PROMPT, "max_tokens": 20, "seed": 1, "ignore_eos": True}
     undisturbed = shown(*asyncio.run(asked()[0]("/v1/completions", body)))
     ask, lossy, _ = asked(itertools.chain([4], FOREVER))
     assert shown(*asyncio.run(ask("/v1/completions", body))) == undisturbed
-    assert [request.weights for request in lossy.requests] == [None, *[replicas[0].facts.weights] * 2]
+    assert [request.weights for request in lossy.requests] == [facts.checkpoint, *[facts.weights] * 2]
+    assert [request.misfits for request in lossy.requests] == [0, 0, 1]
     monkeypatch.setattr(pools, "MISFITS", 0)
     status, answer = asyncio.run(asked(itertools.chain([4], FOREVER))[0]("/v1/completions", body))
     assert status == 400
-    assert "an answer was begun by" in answer["error"]["message"]
+    assert f"replicas have other weights ({facts.checkpoint}-other) than" in answer["error"]["message"]
+
+
+def test_another_model_answers_nothing(asked: Callable[..., Any], replicas: list[Replica], monkeypatch: Any) -> None:
+    """A replica with another version or checkpoint is passed over; where there is no other, that is what is said."""
+    right = replicas[0].facts
+    monkeypatch.setattr(replicas[0], "facts", replace(right, checkpoint="0.0-x", weights="0.0-x-y"))
+    monkeypatch.setattr(pools, "MISFITS", 2)
+    ask, lossy, pool = asked()
+    pool.facts = right
+    shown(*asyncio.run(ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})))
+    assert len(lossy.requests) == 2
+    lossy.turn = itertools.repeat(replicas[0])
+    status, answer = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
+    assert (status, len(lossy.requests)) == (400, 5)
+    assert answer["error"]["message"].endswith("deploy one version and one checkpoint")
+
+
+def test_replicas_are_alike() -> None:
+    alike(["0.1-a", "0.1-a"])
+    with pytest.raises(ConfigError, match=r"differ in version or checkpoint \(2 of 0.1-a, 1 of 0.2-a\)"):
+        alike(["0.1-a", "0.2-a", "0.1-a"])
 
 
 @pytest.mark.parametrize("life", [-1, 0, 3])

@@ -23,7 +23,7 @@ from forerun.engine.snapshot import Snapshot
 from forerun.scale.affinity import BLOCK, BOUND, Affinity
 from forerun.scale.messages import Facts, Message, Request
 from forerun.scale.pool import LostError, Pool
-from forerun.scale.replica import Replica
+from forerun.scale.replica import Replica, alike
 
 log = logging.getLogger("forerun")
 
@@ -127,7 +127,10 @@ class AffineRouter(RequestRouter):
             self.affinity.forget(name)
         load = {name: len(self.ongoing.get(name, ())) for name in by_id}
         tokens, session = _of(pending_request) if self.affine else ((), None)
-        return [[by_id[name]] for name in self.affinity.order(load, tokens, session)]
+        order = self.affinity.order(load, tokens, session)
+        request = _request(pending_request)
+        turn = request.misfits % len(order) if request is not None and order else 0
+        return [[by_id[name]] for name in order[turn:] + order[:turn]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         self.ongoing.setdefault(replica_id, set()).add(pending_request.metadata.internal_request_id)
@@ -139,12 +142,15 @@ class AffineRouter(RequestRouter):
         self.ongoing.get(replica_id, set()).discard(internal_request_id)
 
 
+def _request(pending: PendingRequest | None) -> Request | None:
+    first = pending.args[0] if pending is not None and pending.args else None
+    return first if isinstance(first, Request) else None
+
+
 def _of(pending: PendingRequest | None) -> tuple[tuple[int, ...], str | None]:
     """The tokens and the session of a request, if it is one of ours."""
-    first = pending.args[0] if pending is not None and pending.args else None
-    if not isinstance(first, Request):
-        return (), None
-    return (*first.prompt, *first.committed), first.session
+    request = _request(pending)
+    return ((), None) if request is None else ((*request.prompt, *request.committed), request.session)
 
 
 class Cluster:
@@ -156,7 +162,10 @@ class Cluster:
         self.number = 1
 
     async def facts(self) -> Facts:
+        """Of one of the replicas. Raises ConfigError where others have another checkpoint or version."""
         found: Facts = await self.handle.options(method_name="facts").remote()
+        told = await asyncio.to_thread(self._all, "facts")
+        alike(item.checkpoint for item in told if isinstance(item, Facts))
         return found
 
     async def send(self, request: Request) -> AsyncGenerator[Message]:
@@ -199,8 +208,11 @@ class Cluster:
 
     def look(self) -> list[Snapshot]:
         """How the replicas stand that say so within ``UNTOLD`` seconds. Raises TimeoutError where none does."""
-        told = self.handle.broadcast("snapshot").results(timeout_s=UNTOLD, return_exceptions=True)
-        found = [item for item in told if isinstance(item, Snapshot)]
+        found = [item for item in self._all("snapshot") if isinstance(item, Snapshot)]
         if not found:
             raise TimeoutError("there is none")
         return found
+
+    def _all(self, method: str) -> list[Any]:
+        """What every replica says, or its exception."""
+        return list(self.handle.broadcast(method).results(timeout_s=UNTOLD, return_exceptions=True))

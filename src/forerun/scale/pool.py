@@ -35,7 +35,7 @@ log = logging.getLogger("forerun")
 MOVES = 8
 """Replicas that a request may lose before it fails: it may be what ends them."""
 MISFITS = 40
-"""Replicas with other weights that a request that has begun may meet, ``WAIT`` seconds apart, before it fails."""
+"""Replicas with other weights than it needs that a request may meet, ``WAIT`` seconds apart, before it fails."""
 WAIT = 0.25
 
 
@@ -60,7 +60,6 @@ class _Answer:
     request: Request
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     moves: int = 0
-    misfits: int = 0
 
 
 class Pool:
@@ -178,13 +177,14 @@ class Pool:
         """What is asked of replicas: every sampled answer with the noise that it would have among the others."""
         if isinstance(params, BeamSearchParams):
             jobs = [self._job(stream, prompt, params.each, 0, index, choices) for index in range(params.n)]
-            return [_Answer(stream, jobs, Request(tuple(prompt), params, choices, session=session))]
+            return [_Answer(stream, jobs, Request(tuple(prompt), params, choices, (), session, self.facts.checkpoint))]
         seed = secrets.randbits(63) if params.seed is None else params.seed
         answers = []
         for index in range(params.n):
             alone = params.clone(n=1, seed=seed if index == 0 else fold(seed, index))
             job = self._job(stream, prompt, params, seed, index, choices)
-            answers.append(_Answer(stream, [job], Request(tuple(prompt), alone, choices, session=session)))
+            request = Request(tuple(prompt), alone, choices, (), session, self.facts.checkpoint)
+            answers.append(_Answer(stream, [job], request))
         return answers
 
     def _job(
@@ -281,9 +281,9 @@ class Pool:
     @staticmethod
     async def _refused(answer: _Answer, error: Exception) -> None:
         """Raise the error of a request that no replica would run; wait, if another may."""
-        answer.misfits += 1
-        if not isinstance(error, OtherModelError) or answer.misfits > MISFITS:
+        if not isinstance(error, OtherModelError) or answer.request.misfits >= MISFITS:
             raise error
+        answer.request = replace(answer.request, misfits=answer.request.misfits + 1)
         await asyncio.sleep(WAIT)
 
     def _tell(self, answer: _Answer, news: News) -> bool:
