@@ -95,7 +95,7 @@ def by(replicas: int, engine: Mapping[str, Any], drafters: Any, threads: int | N
     from forerun.scale.cluster import Cluster
     from forerun.scale.front import cluster
 
-    with cluster(wanted) as handle:
+    with cluster(wanted) as (handle,):
 
         async def opening() -> tuple[Pool, str, int]:
             pool = await Cluster(handle).pool(wanted.max_queue)

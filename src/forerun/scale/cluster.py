@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +49,7 @@ class Replicas:
     max_queue: int = 1024
     max_ongoing: int = 4096
     affine: bool = True
-    """False: requests go where least is in progress, wherever their prompts have been."""
+    """False: requests go to replicas drawn by chance, wherever their prompts have been."""
     drain_seconds: float = 600.0
     """That a replica which is replaced has for what it has begun; what is left then goes on elsewhere."""
 
@@ -125,9 +126,11 @@ class AffineRouter(RequestRouter):
         for name in [name for name in self.ongoing if name not in by_id]:
             del self.ongoing[name]
             self.affinity.forget(name)
-        load = {name: len(self.ongoing.get(name, ())) for name in by_id}
-        tokens, session = _of(pending_request) if self.affine else ((), None)
-        order = self.affinity.order(load, tokens, session)
+        if self.affine:
+            load = {name: len(self.ongoing.get(name, ())) for name in by_id}
+            order = self.affinity.order(load, *_of(pending_request))
+        else:
+            order = random.sample(list(by_id), len(by_id))
         request = _request(pending_request)
         turn = request.misfits % len(order) if request is not None and order else 0
         return [[by_id[name]] for name in order[turn:] + order[:turn]]

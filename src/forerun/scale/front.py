@@ -34,33 +34,36 @@ START = 600.0
 
 
 @contextlib.contextmanager
-def cluster(replicas: Replicas) -> Iterator[DeploymentHandle]:
-    """The running replicas; on leaving, they end. Raises ConfigError for replicas that do not come up."""
+def cluster(*wanted: Replicas) -> Iterator[list[DeploymentHandle]]:
+    """The running replicas, an application for each of ``wanted``; on leaving, they end. Raises ConfigError where they do
+    not come up."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     local = ADDRESS not in os.environ
-    cores = (replicas.most or replicas.number) * replicas.threads
+    cores = sum((replicas.most or replicas.number) * replicas.threads for replicas in wanted)
     ray.init(
         num_cpus=cores if local else None, include_dashboard=False if local else None, log_to_driver=False,
         logging_level=logging.ERROR, configure_logging=False,
     )  # fmt: skip
     try:
         serve.start(proxy_location="Disabled")
-        yield started(replicas)
-        serve.delete(NAME)
+        names = [f"{NAME}-{place}" if place else NAME for place in range(len(wanted))]
+        yield [started(replicas, name) for replicas, name in zip(wanted, names)]
+        for name in names:
+            serve.delete(name)
     finally:
         if local:
             serve.shutdown()
         ray.shutdown()
 
 
-def started(replicas: Replicas) -> DeploymentHandle:
+def started(replicas: Replicas, name: str = NAME) -> DeploymentHandle:
     """Deploy, or update what is deployed, and wait until all of it runs. Raises ConfigError if it does not."""
-    target = RunTarget(replicas.bound(), name=NAME, route_prefix=None)
+    target = RunTarget(replicas.bound(), name=name, route_prefix=None)
     (handle,) = serve.run_many([target], wait_for_applications_running=False)
     ends = time.monotonic() + START
     while True:
-        application = serve.status().applications[NAME]
+        application = serve.status().applications[name]
         if application.status == ApplicationStatus.RUNNING:
             return handle
         if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
@@ -97,5 +100,5 @@ def run(
         gc.freeze()
         await DrainingServer(app, pool, drain_seconds, limits).serve(sockets=[listener])
 
-    with cluster(replicas) as handle, contextlib.suppress(KeyboardInterrupt):
+    with cluster(replicas) as (handle,), contextlib.suppress(KeyboardInterrupt):
         asyncio.run(answer(handle))
