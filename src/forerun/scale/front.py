@@ -35,8 +35,8 @@ START = 600.0
 
 @contextlib.contextmanager
 def cluster(*wanted: Replicas) -> Iterator[list[DeploymentHandle]]:
-    """The running replicas, an application for each of ``wanted``; on leaving, they end. Raises ConfigError where they do
-    not come up."""
+    """The running replicas, an application for each of ``wanted``; on leaving, they end. Raises ConfigError where they
+    do not come up."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     local = ADDRESS not in os.environ
@@ -52,8 +52,6 @@ def cluster(*wanted: Replicas) -> Iterator[list[DeploymentHandle]]:
         for name in names:
             serve.delete(name)
     finally:
-        if local:
-            serve.shutdown()
         ray.shutdown()
 
 
