@@ -148,6 +148,65 @@ def test_replicas_that_do_not_come_up(tmp_path: Path) -> None:
     assert "config.json" in ended.stderr.splitlines()[-1]
 
 
+SCALE = """
+import asyncio, json, os, sys, time
+from forerun import SamplingParams
+from forerun.scale.cluster import Cluster, Replicas
+from forerun.scale.front import cluster
+
+async def answers(way, handle):
+    pool = await way.pool(1024)
+    numbers, began = [], time.monotonic()
+
+    async def ask(seed):
+        params = SamplingParams(max_tokens=300, temperature=0.9, seed=seed, ignore_eos=True)
+        stream = await pool.submit([5, 6, 7, 8], params)
+        return "".join([delta.text async for delta in stream])
+
+    async def until(number):
+        while way.number != number:
+            assert time.monotonic() - began < 200, way.number
+            await asyncio.sleep(0.1)
+        numbers.append(number)
+
+    await until(1)
+    texts, seed, asked = {}, 0, {}
+    grown = asyncio.create_task(until(2))
+    while not grown.done() or asked:  # requests keep waiting until there are two replicas
+        while not grown.done() and len(asked) < 12:
+            asked[asyncio.create_task(ask(seed % 12))] = seed
+            seed += 1
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            texts.setdefault(asked.pop(task) % 12, set()).add(task.result())
+    await until(1)
+    texts["last"] = [await ask(0)]
+    return numbers, {str(seed): sorted(found) for seed, found in texts.items()}
+
+engine = {"model": sys.argv[1], "max_num_seqs": 2, "page_size": 64}
+wanted = Replicas(engine, number=1, most=2, grow_seconds=1, shrink_seconds=3)
+with cluster(wanted) as (handle,):
+    print(json.dumps(asyncio.run(answers(Cluster(handle), handle))), flush=True)
+os._exit(0)  # threads of Ray's that serve the handles would keep the process
+"""
+
+
+@pytest.mark.full
+def test_as_many_replicas_as_the_load_wants(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
+    """Requests wait: a second replica comes. They are done: it goes. Nothing is lost by either."""
+    script = tmp_path / "scale.py"
+    script.write_text(SCALE)
+    command = [sys.executable, str(script), str(model_folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    (told,) = [line for line in ended.stdout.splitlines() if line.startswith("[[")]
+    numbers, texts = json.loads(told)
+    params = [SamplingParams(max_tokens=300, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(12)]
+    expected = {str(p.seed): [plain({"prompt_token_ids": BODY["prompt"]}, p).text] for p in params}
+    assert numbers == [1, 2, 1]
+    assert texts == {**expected, "last": expected["0"]}
+
+
 UPDATE = """
 import json, os, sys, threading, time
 import httpx2, ray

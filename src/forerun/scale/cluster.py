@@ -52,6 +52,10 @@ class Replicas:
     """False: requests go to replicas drawn by chance, wherever their prompts have been."""
     drain_seconds: float = 600.0
     """That a replica which is replaced has for what it has begun; what is left then goes on elsewhere."""
+    grow_seconds: float = 5.0
+    """That the load must want more replicas before they come."""
+    shrink_seconds: float = 600.0
+    """The same for fewer."""
 
     def __post_init__(self) -> None:
         if self.number < 1 or self.threads < 1:
@@ -66,7 +70,11 @@ class Replicas:
             policy = AutoscalingPolicy(policy_function="forerun.scale.scaling:policy")
             count = {
                 "autoscaling_config": AutoscalingConfig(
-                    min_replicas=self.number, max_replicas=self.most, policy=policy, upscale_delay_s=5
+                    min_replicas=self.number,
+                    max_replicas=self.most,
+                    policy=policy,
+                    upscale_delay_s=self.grow_seconds,
+                    downscale_delay_s=self.shrink_seconds,
                 )
             }
         router = RequestRouterConfig(
