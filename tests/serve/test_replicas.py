@@ -165,7 +165,7 @@ async def answers(way, handle):
 
     async def until(number):
         while way.number != number:
-            assert time.monotonic() - began < 200, way.number
+            assert time.monotonic() - began < 400, way.number
             await asyncio.sleep(0.1)
         numbers.append(number)
 
@@ -192,12 +192,13 @@ os._exit(0)  # threads of Ray's that serve the handles would keep the process
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_as_many_replicas_as_the_load_wants(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
     """Requests wait: a second replica comes. They are done: it goes. Nothing is lost by either."""
     script = tmp_path / "scale.py"
     script.write_text(SCALE)
     command = [sys.executable, str(script), str(model_folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=560)
     assert ended.returncode == 0, ended.stderr
     (told,) = [line for line in ended.stdout.splitlines() if line.startswith("[[")]
     numbers, texts = json.loads(told)
