@@ -140,6 +140,39 @@ def test_a_batch_by_replicas(model_folder: Path, plain: Callable[..., Any], tmp_
     assert {name: by_name[name]["response"]["body"]["choices"][0]["text"] for name in expected} == expected
 
 
+WAIT = """
+import os, sys
+import ray
+from ray import serve
+from forerun.core.errors import ConfigError
+from forerun.scale import front
+from forerun.scale.cluster import Replicas
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+serve.start(proxy_location="Disabled")
+front.START = float(sys.argv[2])
+try:
+    front.started(Replicas({"model": sys.argv[1]}, threads=2))
+except ConfigError as error:
+    print("told:", error, flush=True)
+os._exit(0)  # threads of Ray's that serve the handles would keep the process
+"""
+
+
+def test_replicas_that_find_no_place(model_folder: Path, tmp_path: Path) -> None:
+    """Two threads each, on a cluster with one core."""
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    command = [sys.executable, str(script), str(model_folder), "20"]
+    settings = {**os.environ, "SERVE_SLOW_STARTUP_WARNING_S": "1", "SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=settings)
+    assert ended.returncode == 0, ended.stderr
+    (told,) = [line for line in ended.stdout.splitlines() if line.startswith("told: ")]
+    assert told.startswith("told: the replicas have not come up within 20 seconds: ")
+    assert '{"CPU": 2.0}' in told
+    assert "the replicas are not up yet: " in ended.stderr
+
+
 def test_replicas_that_do_not_come_up(tmp_path: Path) -> None:
     command = [*COMMAND, "--replicas", "1", "--model", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)

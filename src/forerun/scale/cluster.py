@@ -63,6 +63,11 @@ class Replicas:
         if self.most is not None and self.most < self.number:
             raise ConfigError(f"max_replicas ({self.most}) is less than the replicas to begin with ({self.number})")
 
+    @property
+    def cores(self) -> int:
+        """That one of them computes with."""
+        return self.threads * int(self.engine.get("tensor_parallel_size") or 1)
+
     def bound(self) -> serve.Application:
         """The deployment, bound to its arguments."""
         count: dict[str, Any] = {"num_replicas": self.number}
@@ -83,7 +88,7 @@ class Replicas:
         )
         deployment = serve.deployment(EngineReplica).options(
             name=ENGINE,
-            ray_actor_options={"num_cpus": self.threads},
+            ray_actor_options={"num_cpus": self.cores},
             max_ongoing_requests=self.max_ongoing,
             graceful_shutdown_timeout_s=self.drain_seconds,
             health_check_period_s=2,
