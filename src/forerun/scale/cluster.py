@@ -141,12 +141,12 @@ class AffineRouter(RequestRouter):
             self.affinity.forget(name)
         if self.affine:
             load = {name: len(self.ongoing.get(name, ())) for name in by_id}
-            order = self.affinity.order(load, *_of(pending_request))
+            request = _request(pending_request)
+            refused = 0 if request is None else request.misfits
+            order = self.affinity.order(load, *_of(pending_request), refused=refused)
         else:
             order = random.sample(list(by_id), len(by_id))
-        request = _request(pending_request)
-        turn = request.misfits % len(order) if request is not None and order else 0
-        return [[by_id[name]] for name in order[turn:] + order[:turn]]
+        return [[by_id[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         self.ongoing.setdefault(replica_id, set()).add(pending_request.metadata.internal_request_id)
