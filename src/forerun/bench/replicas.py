@@ -18,6 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -37,6 +38,7 @@ from forerun.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.scale.pool import Pool
+    from forerun.serve.answering import Answering
     from forerun.serve.batch import Ask
 
 PAGE_SIZE = 64
@@ -79,7 +81,7 @@ async def load(ask: Ask, bodies: Seq[dict[str, Any]], streams: int) -> Load:
     return Load(perf_counter() - began, sum(tokens for _, tokens in answers), [text for text, _ in answers])
 
 
-async def first_tokens(pool: Pool, prompts: Seq[Seq[int]], params: SamplingParams, streams: int) -> list[First]:
+async def first_tokens(pool: Answering, prompts: Seq[Seq[int]], params: SamplingParams, streams: int) -> list[First]:
     """Every prompt, ``streams`` at a time."""
     places = asyncio.Semaphore(streams)
 
@@ -213,7 +215,7 @@ def _of_first(name: str, turns: Seq[Seq[First]], base: Seq[Seq[First]]) -> dict[
         "hit_rate": sum(each.cached for each in every) / sum(each.prompt for each in every),
         "first_token_mean": mean(waited),
         "first_token_p50": median(waited),
-        "first_token_p95": waited[int(0.95 * (len(waited) - 1))],
+        "first_token_p95": waited[ceil(0.95 * len(waited)) - 1],
         "ratio": median(ratios),
         "ratio_interval": median_interval(ratios),
     }
