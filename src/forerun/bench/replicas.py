@@ -18,6 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from importlib.metadata import version
 from math import ceil
 from pathlib import Path
 from statistics import mean, median
@@ -222,14 +223,12 @@ def _of_first(name: str, turns: Seq[Seq[First]], base: Seq[Seq[First]]) -> dict[
 
 
 def environment(wanted: argparse.Namespace) -> dict[str, Any]:
-    """Versions, machine and settings."""
-    import ray
-
+    """Versions, machine and settings. Raises ModuleNotFoundError without Ray."""
     return {
         "forerun": forerun.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "ray": ray.__version__,
+        "ray": version("ray"),
         "processor": processor(),
         "cores": os.cpu_count(),
         "settings": {name: value for name, value in vars(wanted).items() if name not in ("json", "table")},
