@@ -151,6 +151,15 @@ def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "there is no such file" in capsys.readouterr().err
 
 
+def test_replicas_need_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "forerun.scale.cluster", raising=False)
+    source, out = written(tmp_path / "in.jsonl", [request("a")]), tmp_path / "out.jsonl"
+    assert forerun(["batch", str(source), "--out", str(out), "--replicas", "2"]) == 2
+    assert capsys.readouterr().err == "error: --replicas needs ray: pip install 'forerun[ray]'\n"
+    assert not out.read_bytes()
+
+
 def test_a_killed_one_goes_on(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed, then stopped, then left alone."""
     names = {str(i) for i in range(60)}
