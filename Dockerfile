@@ -11,7 +11,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm 
     && useradd --create-home forerun
 COPY --from=build /forerun/dist /dist
 RUN pip install --no-cache-dir "torch>=2.11,<2.14" --index-url https://download.pytorch.org/whl/cpu \
-    && pip install --no-cache-dir "$(ls /dist/forerun-*.whl)[serve]" && rm -r /dist
+    && pip install --no-cache-dir "$(ls /dist/forerun-*-linux_*.whl)[serve]" && rm -r /dist
 USER forerun
 EXPOSE 8000
 HEALTHCHECK --start-period=120s CMD python -c "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=3)"

@@ -28,7 +28,7 @@ sanitize:  ## tests that call the kernels, with the kernels built for AddressSan
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(RUN) pytest -p no:cacheprovider -n 0 --timeout 0 -s $(SANITIZED)
 
 wheel:  ## a wheel for this platform that carries the kernels compiled, for any processor with AVX2 or more; dist/
-	$(RUN) forerun.kernels
+	PYTHONPATH=src $(RUN) forerun.kernels
 	.venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .
 	rm -r src/forerun/kernels/carried
 

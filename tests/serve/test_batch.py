@@ -71,6 +71,7 @@ WRONG = {
 
 def test_every_line_has_one_answer(ask: Ask, tmp_path: Path, plain: Callable[..., Any]) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
+    expected = plain({"prompt_token_ids": [5, 6, 7]}, params).text  # before the engine's thread has work
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     good = [
         request("a"),
@@ -86,7 +87,7 @@ def test_every_line_has_one_answer(ask: Ask, tmp_path: Path, plain: Callable[...
     assert (len(lines), tally) == (5 + len(WRONG), Tally(0, 5 + len(WRONG), 5 + len(WRONG) - 2))
     first = [item for item in lines if item["custom_id"] == "a" and item["error"] is None]
     body = first[0]["response"]["body"]
-    assert (len(first), body["choices"][0]["text"]) == (1, plain({"prompt_token_ids": [5, 6, 7]}, params).text)
+    assert (len(first), body["choices"][0]["text"]) == (1, expected)
     by_name = {item["custom_id"]: item for item in lines}
     assert by_name["c"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     for name, status in (("refused", 400), ("model", 404)):
@@ -148,6 +149,15 @@ def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert forerun(["batch", str(source), "--out", str(source), *options]) == 2
     assert forerun(["batch", str(tmp_path / "none"), *options]) == 2
     assert "there is no such file" in capsys.readouterr().err
+
+
+def test_replicas_need_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "forerun.scale.cluster", raising=False)
+    source, out = written(tmp_path / "in.jsonl", [request("a")]), tmp_path / "out.jsonl"
+    assert forerun(["batch", str(source), "--out", str(out), "--replicas", "2"]) == 2
+    assert capsys.readouterr().err == "error: --replicas needs ray: pip install 'forerun[ray]'\n"
+    assert not out.read_bytes()
 
 
 def test_a_killed_one_goes_on(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

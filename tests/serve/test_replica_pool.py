@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from running import TEMPLATE
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, BeamSearchParams, SamplingParams
+from forerun.core.errors import ConfigError
 from forerun.engine.metrics import EngineStats
 from forerun.engine.snapshot import Snapshot
 from forerun.engine.stream import Delta
@@ -22,7 +23,7 @@ from forerun.sampling.noise import fold
 from forerun.scale import pool as pools
 from forerun.scale.messages import Message, News, Request
 from forerun.scale.pool import LostError, Pool
-from forerun.scale.replica import Replica
+from forerun.scale.replica import Replica, alike
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.batch import Ask, asking
 
@@ -57,7 +58,8 @@ class Lossy:
                 given = sum(len(delta.token_ids) for delta in message.deltas) if isinstance(message, News) else 0
                 if left < 0 or (given and given > left):
                     self.lost += 1
-                    if isinstance(message, News) and (rest := cut(message.deltas, left)):
+                    searches = isinstance(request.params, BeamSearchParams)  # beams come in one message
+                    if isinstance(message, News) and not searches and (rest := cut(message.deltas, left)):
                         yield News(rest, prompt_logprobs=message.prompt_logprobs)
                     raise LostError("killed by the test")
                 left -= given
@@ -179,8 +181,11 @@ def test_a_stream_repeats_nothing(asked: Callable[..., Any], plain: Callable[...
     assert not pool._tasks
 
 
-def test_a_request_that_ends_every_replica_fails(asked: Callable[..., Any]) -> None:
+def test_a_request_that_ends_every_replica_fails(asked: Callable[..., Any], replicas: list[Replica]) -> None:
     ask, lossy, pool = asked(itertools.repeat(-1))
+    status, _ = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
+    assert (status, lossy.lost) == (503, pools.MOVES + 1)  # none is there: another time it may be answered
+    lossy.lost, pool.latest = 0, replicas[0].snapshot()
     status, body = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
     assert (status, lossy.lost) == (400, pools.MOVES + 1)
     assert "replicas ended while they had this request" in body["error"]["message"]
@@ -188,16 +193,72 @@ def test_a_request_that_ends_every_replica_fails(asked: Callable[..., Any]) -> N
 
 
 def test_other_weights_do_not_go_on(asked: Callable[..., Any], replicas: list[Replica], monkeypatch: Any) -> None:
-    monkeypatch.setattr(replicas[1], "facts", replace(replicas[1].facts, weights="other"))
+    facts = replicas[0].facts
+    monkeypatch.setattr(replicas[1], "facts", replace(facts, weights=f"{facts.checkpoint}-other"))
     body = {"prompt": PROMPT, "max_tokens": 20, "seed": 1, "ignore_eos": True}
     undisturbed = shown(*asyncio.run(asked()[0]("/v1/completions", body)))
     ask, lossy, _ = asked(itertools.chain([4], FOREVER))
     assert shown(*asyncio.run(ask("/v1/completions", body))) == undisturbed
-    assert [request.weights for request in lossy.requests] == [None, *[replicas[0].facts.weights] * 2]
+    assert [request.weights for request in lossy.requests] == [facts.checkpoint, *[facts.weights] * 2]
+    assert [request.misfits for request in lossy.requests] == [0, 0, 1]
     monkeypatch.setattr(pools, "MISFITS", 0)
     status, answer = asyncio.run(asked(itertools.chain([4], FOREVER))[0]("/v1/completions", body))
     assert status == 400
-    assert "an answer was begun by" in answer["error"]["message"]
+    assert f"replicas have other weights ({facts.checkpoint}-other) than" in answer["error"]["message"]
+
+
+def test_another_model_answers_nothing(asked: Callable[..., Any], replicas: list[Replica], monkeypatch: Any) -> None:
+    """A replica with another version or checkpoint is passed over; where there is no other, that is what is said."""
+    right = replicas[0].facts
+    monkeypatch.setattr(replicas[0], "facts", replace(right, checkpoint="0.0-x", weights="0.0-x-y"))
+    monkeypatch.setattr(pools, "MISFITS", 2)
+    ask, lossy, pool = asked()
+    pool.facts = right
+    shown(*asyncio.run(ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})))
+    assert len(lossy.requests) == 2
+    lossy.turn = itertools.repeat(replicas[0])
+    status, answer = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
+    assert (status, len(lossy.requests)) == (400, 5)
+    assert answer["error"]["message"].endswith("deploy one version and one checkpoint")
+
+
+def test_replicas_are_alike() -> None:
+    alike(["0.1-a", "0.1-a"])
+    with pytest.raises(ConfigError, match=r"differ in version or checkpoint \(2 of 0.1-a, 1 of 0.2-a\)"):
+        alike(["0.1-a", "0.2-a", "0.1-a"])
+
+
+@pytest.mark.parametrize("life", [-1, 0, 3])
+def test_beams_are_one_engines(asked: Callable[..., Any], served: LLM, life: int) -> None:
+    """Whatever is lost of a search, another replica searches again: nothing of it is random, nothing is told twice."""
+    params = BeamSearchParams(3, 12, length_penalty=0.5, early_stopping="never", num_return_sequences=2)
+    (found,) = served.beam_search([{"prompt_token_ids": PROMPT}], params)
+
+    async def read(pool: Pool) -> tuple[list[tuple[int, str, str | None]], int]:
+        stream = await pool.submit(PROMPT, params)
+        deltas = [delta async for delta in stream]
+        told = [(delta.index, delta.text, delta.finish.reason if delta.finish else None) for delta in deltas]
+        return told, stream.jobs[1].metrics.num_drafts
+
+    _, lossy, pool = asked(itertools.chain([life, life], FOREVER))
+    told, drafts = asyncio.run(read(pool))
+    answers = [[*sequence.tokens[len(PROMPT) :]] for sequence in found.sequences]
+    assert told == [(index, served.tokenizer.decode(ids), "length") for index, ids in enumerate(answers)]
+    assert (drafts > 0, lossy.lost) == (True, 2)
+    assert all(request.committed == () for request in lossy.requests)
+    assert not pool.streams
+
+
+def test_beams_over_the_api(asked: Callable[..., Any], served: LLM) -> None:
+    (found,) = served.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(3, 12))
+    body = {"prompt": PROMPT, "max_tokens": 12, "n": 3, "use_beam_search": True}
+    ask, lossy, _ = asked(itertools.chain([2], FOREVER))
+    status, answer = asyncio.run(ask("/v1/completions", body))
+    texts = [served.tokenizer.decode(sequence.tokens[len(PROMPT) :]) for sequence in found.sequences]
+    assert (status, [choice["text"] for choice in answer["choices"]]) == (200, texts)
+    assert (lossy.lost, answer["usage"]["completion_tokens"]) == (1, 36)
+    status, answer = asyncio.run(asked()[0]("/v1/completions", {**body, "n": 5}))
+    assert (status, answer["error"]["param"]) == (400, "beam_width")
 
 
 def test_errors_are_the_requests(asked: Callable[..., Any]) -> None:
@@ -238,3 +299,31 @@ def test_snapshots_add_up(replicas: list[Replica]) -> None:
     assert both.stats == EngineStats(rounds=7, accepted_per_pos=[2, 1], by_context={64: [2, 3, 4]})
     assert one.stats.rounds == 3
     assert replicas[0].snapshot().usage == 0
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_an_encoder_reads_its_own_positions(seq2seq: Callable[[str], str], monkeypatch: Any, kind: str) -> None:
+    """A source takes no room from the answer, which goes on at another replica behind what it has."""
+    monkeypatch.setattr(pools, "WAIT", 0.0)
+    llm = LLM(seq2seq(kind))
+    longest, room = llm.engine.entrance.longest, llm.engine.max_model_len
+    source = "the cat sat on the mat " * (longest // 23) + "x" * (longest % 23)
+    params = SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True)
+    one = llm.generate([source], params, use_tqdm=False)[0].outputs[0]
+    replica = Replica({"model": seq2seq(kind)})
+    lossy = Lossy([replica], itertools.chain([4, 9], FOREVER))
+    pool = Pool(replica.facts, lossy.send, places=lambda: 8)
+    ask = asking(create_app(pool, ServerOptions(model_name="tiny")))
+    body = {"prompt": source, "max_tokens": 40, "temperature": 0.9, "seed": 3, "ignore_eos": True}
+    try:
+        status, answer = asyncio.run(ask("/v1/completions", body))
+        assert (status, answer["choices"][0]["text"], lossy.lost) == (200, one.text, 2)
+        assert answer["usage"]["prompt_tokens"] == longest
+        status, answer = asyncio.run(ask("/v1/completions", {**body, "prompt": source + "x"}))
+        assert (status, answer["error"]["message"]) == (
+            400, f"the prompt has {longest + 1} tokens; the encoder reads at most {longest}"
+        )  # fmt: skip
+        status, answer = asyncio.run(ask("/v1/completions", {**body, "max_tokens": room}))
+        assert (status, "together more than" in answer["error"]["message"]) == (400, True)
+    finally:
+        replica.close()

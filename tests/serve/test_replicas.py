@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,12 +99,146 @@ def test_a_killed_replica_costs_no_token(model_folder: Path, plain: Callable[...
         assert wrong["param"] == "prompt"
 
 
+def lines(out: Path) -> list[dict[str, Any]]:
+    """The whole answers in a file that may still be written."""
+    return [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]] if out.exists() else []
+
+
+def test_a_batch_by_replicas(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
+    """A replica is killed, then the command itself, which then goes on; bad lines have an error each, once."""
+    seeds = range(40)
+    params = [SamplingParams(max_tokens=200, temperature=0.9, seed=seed, ignore_eos=True) for seed in seeds]
+    expected = {str(p.seed): plain({"prompt_token_ids": BODY["prompt"]}, p).text for p in params}
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked = [{"custom_id": str(s), "body": {**BODY, "max_tokens": 200, "seed": s}} for s in seeds]
+    beams = {"custom_id": "beams", "body": {"prompt": [5], "max_tokens": 4, "n": 2, "use_beam_search": True}}
+    wrong = {"custom_id": "wrong", "body": {"prompt": [10**6]}}
+    written = [json.dumps({"method": "POST", "url": "/v1/completions", **line}) for line in [*asked, beams, wrong]]
+    source.write_text("\n".join(["no JSON", *written]) + "\n")
+    options = ["--out", str(out), "--replicas", "2", "--threads", "1", "--max-num-seqs", "2", "--spec-method", "ngram"]
+    command = [sys.executable, "-m", "forerun", "batch", str(source), *options, "--model", str(model_folder)]
+
+    def until(count: int) -> None:
+        while len(lines(out)) < count:
+            assert process.poll() is None
+            time.sleep(0.01)
+
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        until(3)
+        os.kill(replicas(process.pid)[0], signal.SIGKILL)
+        until(12)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert len(lines(out)) < len(seeds)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    found = lines(out)
+    assert Counter(line["custom_id"] for line in found) == Counter([*expected, "beams", "wrong", None])
+    by_name = {line["custom_id"]: line for line in found}
+    assert by_name[None]["error"]["message"].startswith("line 1 is not valid JSON")
+    assert by_name["wrong"]["response"]["status_code"] == 400
+    assert len(by_name["beams"]["response"]["body"]["choices"]) == 2
+    assert {name: by_name[name]["response"]["body"]["choices"][0]["text"] for name in expected} == expected
+
+
+WAIT = """
+import os, sys
+import ray
+from ray import serve
+from forerun.core.errors import ConfigError
+from forerun.scale import front
+from forerun.scale.cluster import Replicas
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+serve.start(proxy_location="Disabled")
+front.START = float(sys.argv[2])
+try:
+    front.started(Replicas({"model": sys.argv[1]}, threads=2))
+except ConfigError as error:
+    print("told:", error, flush=True)
+os._exit(0)  # threads of Ray's that serve the handles would keep the process
+"""
+
+
+def test_replicas_that_find_no_place(model_folder: Path, tmp_path: Path) -> None:
+    """Two threads each, on a cluster with one core."""
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    command = [sys.executable, str(script), str(model_folder), "20"]
+    settings = {**os.environ, "SERVE_SLOW_STARTUP_WARNING_S": "1", "SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=settings)
+    assert ended.returncode == 0, ended.stderr
+    (told,) = [line for line in ended.stdout.splitlines() if line.startswith("told: ")]
+    assert told.startswith("told: the replicas have not come up within 20 seconds: ")
+    assert '{"CPU": 2' in told
+    assert "the replicas are not up yet: " in ended.stderr
+
+
 def test_replicas_that_do_not_come_up(tmp_path: Path) -> None:
     command = [*COMMAND, "--replicas", "1", "--model", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1].startswith("error: the replicas do not come up: ")
     assert "config.json" in ended.stderr.splitlines()[-1]
+
+
+SCALE = """
+import asyncio, json, os, sys, time
+from forerun import SamplingParams
+from forerun.scale.cluster import Cluster, Replicas
+from forerun.scale.front import cluster
+
+async def answers(way, handle):
+    pool = await way.pool(1024)
+    numbers, began = [], time.monotonic()
+
+    async def ask(seed):
+        params = SamplingParams(max_tokens=300, temperature=0.9, seed=seed, ignore_eos=True)
+        stream = await pool.submit([5, 6, 7, 8], params)
+        return "".join([delta.text async for delta in stream])
+
+    async def until(number):
+        while way.number != number:
+            assert time.monotonic() - began < 400, way.number
+            await asyncio.sleep(0.1)
+        numbers.append(number)
+
+    await until(1)
+    texts, seed, asked = {}, 0, {}
+    grown = asyncio.create_task(until(2))
+    while not grown.done() or asked:  # requests keep waiting until there are two replicas
+        while not grown.done() and len(asked) < 12:
+            asked[asyncio.create_task(ask(seed % 12))] = seed
+            seed += 1
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            texts.setdefault(asked.pop(task) % 12, set()).add(task.result())
+    await until(1)
+    texts["last"] = [await ask(0)]
+    return numbers, {str(seed): sorted(found) for seed, found in texts.items()}
+
+engine = {"model": sys.argv[1], "max_num_seqs": 2, "page_size": 64}
+wanted = Replicas(engine, number=1, most=2, grow_seconds=1, shrink_seconds=3)
+with cluster(wanted) as (handle,):
+    print(json.dumps(asyncio.run(answers(Cluster(handle), handle))), flush=True)
+os._exit(0)  # threads of Ray's that serve the handles would keep the process
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_as_many_replicas_as_the_load_wants(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
+    """Requests wait: a second replica comes. They are done: it goes. Nothing is lost by either."""
+    script = tmp_path / "scale.py"
+    script.write_text(SCALE)
+    command = [sys.executable, str(script), str(model_folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=560)
+    assert ended.returncode == 0, ended.stderr
+    (told,) = [line for line in ended.stdout.splitlines() if line.startswith("[[")]
+    numbers, texts = json.loads(told)
+    params = [SamplingParams(max_tokens=300, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(12)]
+    expected = {str(p.seed): [plain({"prompt_token_ids": BODY["prompt"]}, p).text] for p in params}
+    assert numbers == [1, 2, 1]
+    assert texts == {**expected, "last": expected["0"]}
 
 
 UPDATE = """

@@ -79,6 +79,17 @@ def test_short_prompts_go_where_least_is_done() -> None:
     assert Affinity().order({"a": 3, "b": 1, "c": 2}, [1, 2, 3]) == ["b", "c", "a"]
 
 
+def test_who_is_refused_meets_every_replica() -> None:
+    """Though each that it meets is noted as the one that has its beginning."""
+    for right in NAMES:
+        affinity, met, tokens = Affinity(), [], prompt(3, 4)
+        while right not in met:
+            met.append(affinity.order(idle(), tokens, refused=len(met))[0])
+            affinity.note(met[-1], tokens)
+        assert len(met) <= 2 * len(NAMES)
+    assert sorted(Affinity().order(idle(), tokens, refused=7)) == sorted(NAMES)
+
+
 def test_memory_is_bounded() -> None:
     affinity = Affinity(remembered=100)
     for own in range(100):

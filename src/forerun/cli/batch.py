@@ -6,22 +6,29 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.console import read_file, set_threads
+from forerun.cli.console import all_threads, read_file, set_threads
 from forerun.cli.options import SERVED, SPECULATIVE, takes
-from forerun.cli.serve import PAGE_SIZE, load_served, served_drafters
+from forerun.cli.serve import PAGE_SIZE, load_served, replicated, served_drafters
 from forerun.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forerun.serve.batch import Ask, Tally
+    from forerun.engine.async_engine import AsyncEngine
+    from forerun.scale.pool import Pool
+    from forerun.serve.answering import Answering
+    from forerun.serve.app import ServerOptions
+    from forerun.serve.batch import Answers, Tally
 
 NO_LIMIT = 10.0**9
 """Seconds for a request: a batch has no client that waits."""
+Opening = Callable[[], Awaitable[tuple["Answering", str, int]]]
+"""In the event loop: who answers, the model's name, and how many sequences are decoded at a time."""
 
 
 @takes(
@@ -36,6 +43,9 @@ def batch(
     served_model_name: Annotated[str | None, typer.Option(help="the model's name in requests and answers")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="engines that share the work, on Ray Serve; --threads are each one's", min=1)
+    ] = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
@@ -46,27 +56,56 @@ def batch(
     the others go on. Ctrl-C stops it; the same command goes on with what is not answered.
     """
     try:
-        from forerun.engine.async_engine import AsyncEngine
-        from forerun.serve.app import ServerOptions, create_app
-        from forerun.serve.batch import asking
+        from forerun.serve.app import ServerOptions
     except ModuleNotFoundError as error:
         raise ConfigError(f"forerun batch needs {error.name}: pip install 'forerun[serve]'") from None
-    set_threads(threads)
     out = answers or file.with_name(f"{file.name.removesuffix('.jsonl')}.answers.jsonl")
     template = None if chat_template is None else read_file(chat_template)
+    options = ServerOptions(model_name=served_model_name or "", chat_template=template, request_timeout=NO_LIMIT)
+    drafters = served_drafters(speculative, engine, None)
     with opened(file, out) as written:
-        llm = load_served(engine, served_drafters(speculative, engine, None))
-        asynchronous = AsyncEngine(llm.engine)
-        name = served_model_name or llm.model.info.name
-        options = ServerOptions(model_name=name, chat_template=template, request_timeout=NO_LIMIT)
-        try:
-            return work(file, out, written, asking(create_app(asynchronous, options)), llm.config.max_num_seqs * 2)
-        finally:
-            asynchronous.close()
+        answering = here(engine, drafters, threads) if replicas is None else by(replicas, engine, drafters, threads)
+        with answering as opening:
+            return work(file, out, written, opening, options)
 
 
 @contextlib.contextmanager
-def opened(file: Path, out: Path) -> Any:
+def here(engine: Mapping[str, Any], drafters: Any, threads: int | None) -> Iterator[Opening]:
+    """An engine in this process."""
+    from forerun.engine.async_engine import AsyncEngine
+
+    set_threads(threads)
+    llm = load_served(engine, drafters)
+    asynchronous = AsyncEngine(llm.engine)
+
+    async def opening() -> tuple[AsyncEngine, str, int]:
+        return asynchronous, llm.model.info.name, llm.config.max_num_seqs
+
+    try:
+        yield opening
+    finally:
+        asynchronous.close()
+
+
+@contextlib.contextmanager
+def by(replicas: int, engine: Mapping[str, Any], drafters: Any, threads: int | None) -> Iterator[Opening]:
+    """Replicas on Ray Serve."""
+    threads = max(1, all_threads() // replicas) if threads is None else threads
+    wanted = replicated(engine, drafters, number=replicas, threads=threads)
+    from forerun.scale.cluster import Cluster
+    from forerun.scale.front import cluster
+
+    with cluster(wanted) as (handle,):
+
+        async def opening() -> tuple[Pool, str, int]:
+            pool = await Cluster(handle).pool(wanted.max_queue)
+            return pool, pool.facts.model, pool.places()
+
+        yield opening
+
+
+@contextlib.contextmanager
+def opened(file: Path, out: Path) -> Iterator[Answers]:
     """The answers' file, for as long as nobody else may have it. Raises ConfigError before anything is loaded."""
     from forerun.serve.batch import Answers
 
@@ -81,12 +120,18 @@ def opened(file: Path, out: Path) -> Any:
         written.close()
 
 
-def work(file: Path, out: Path, written: Any, ask: Ask, together: int) -> int:
+def work(file: Path, out: Path, written: Answers, opening: Opening, options: ServerOptions) -> int:
     """Answer the file and say what was done; the command's exit code."""
-    from forerun.serve.batch import run
+    from forerun.serve.app import create_app
+    from forerun.serve.batch import asking, run
+
+    async def answered() -> Tally:
+        answering, name, together = await opening()
+        ask = asking(create_app(answering, replace(options, model_name=options.model_name or name)))
+        return await run(file, written, ask, together=2 * together)
 
     async def until_stopped() -> Tally | None:
-        task = asyncio.create_task(run(file, written, ask, together=together))
+        task = asyncio.create_task(answered())
         for kind in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(kind, task.cancel)
         try:

@@ -127,11 +127,16 @@ def set_threads(count: int | None) -> None:
     torch.set_num_threads(count)
 
 
-def all_but_one() -> int:
-    """CPU threads that leave a core to whatever else the process does."""
+def all_threads() -> int:
+    """CPU threads that torch takes unless told otherwise: one for each core."""
     import torch
 
-    return max(1, torch.get_num_threads() - 1)
+    return torch.get_num_threads()
+
+
+def all_but_one() -> int:
+    """CPU threads that leave a core to whatever else the process does."""
+    return max(1, all_threads() - 1)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from forerun.speculate.names import rules
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
+    from forerun.scale.cluster import Replicas
     from forerun.scale.messages import Facts
     from forerun.serve.app import ServerOptions
     from forerun.serve.connection import ConnectionLimits
@@ -169,20 +170,23 @@ def _by_replicas(
     """Answer from replicas on Ray Serve."""
     if door.kv_events is not None:
         raise ConfigError("--kv-events tells of one engine's prefixes: not with --replicas, which routes by itself")
-    try:
-        from forerun.scale.cluster import Replicas
-        from forerun.scale.front import run
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--replicas needs {error.name}: pip install 'forerun[ray]'") from None
-    wanted = Replicas(
-        engine={"page_size": PAGE_SIZE, **engine}, speculative=drafters, number=number, most=most,
-        threads=max(1, all_but_one() // number) if threads is None else threads, max_queue=door.max_queue,
-    )  # fmt: skip
+    threads = max(1, all_but_one() // number) if threads is None else threads
+    wanted = replicated(engine, drafters, number=number, most=most, threads=threads, max_queue=door.max_queue)
+    from forerun.scale.front import run
 
     def tell(facts: Facts) -> str:
         return door.told(facts.model, f"{number} replicas, each with {facts.described}")
 
     run(wanted, options, door.listener, door.limits, drain_seconds=door.drain_seconds, tell=tell)
+
+
+def replicated(engine: Mapping[str, Any], drafters: Any, **counts: Any) -> Replicas:
+    """What ``--replicas`` runs; ``counts`` are fields of ``Replicas``. Raises ConfigError where Ray is missing."""
+    try:
+        from forerun.scale.cluster import Replicas
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--replicas needs {error.name}: pip install 'forerun[ray]'") from None
+    return Replicas(engine={"page_size": PAGE_SIZE, **engine}, speculative=drafters, **counts)
 
 
 def _set_up(connections: int, *, log_requests: bool) -> None:

@@ -55,9 +55,8 @@ class Entrance:
         """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
         if self.info.encoder is None:
             check_length(prompt, self.max_model_len)
-        elif len(prompt) > self.longest:
-            reads = f"the encoder reads at most {self.longest}"
-            raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {reads}", param="prompt")
+        else:
+            check_source(prompt, self.longest)
 
     def _check_given(self, prompt: Seq[int]) -> None:
         empty, given = not len(prompt), "prompt"
@@ -119,6 +118,13 @@ def check_length(prompt: Seq[int], max_model_len: int) -> None:
     if len(prompt) >= max_model_len:
         room = f"max_model_len {max_model_len} leaves no room"
         raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {room}", param="prompt")
+
+
+def check_source(source: Seq[int], longest: int) -> None:
+    """Raise ContextLengthError if ``source`` is more than an encoder reads."""
+    if len(source) > longest:
+        reads = f"the encoder reads at most {longest}"
+        raise ContextLengthError(f"the prompt has {len(source)} tokens; {reads}", param="prompt")
 
 
 def _bad_words(words: Seq[str], tokenizer: Any) -> set[tuple[int, ...]]:

@@ -40,8 +40,9 @@ class Affinity:
         self._seen: OrderedDict[bytes, Hashable] = OrderedDict()
         """By block or session: the replica that had it last."""
 
-    def order(self, load: Mapping[R, int], tokens: Seq[int], session: str | None = None) -> list[R]:
-        """The replicas of ``load``, requests in progress by replica, the best first."""
+    def order(self, load: Mapping[R, int], tokens: Seq[int], session: str | None = None, refused: int = 0) -> list[R]:
+        """The replicas of ``load``, requests in progress by replica, the best first. A request that was ``refused`` so
+        often, for a replica's weights, begins so far down, and the best ones come last."""
         limit = math.ceil(self.bound * (sum(load.values()) + 1) / max(1, len(load)))
         known = self._matches(tokens)
         home = self._seen.get(_of_session(session)) if session is not None else None
@@ -56,7 +57,9 @@ class Affinity:
             spread = load[replica] if not fits or key is None else 0
             return not fits, replica != home, -matched, spread, drawn
 
-        return sorted(load, key=rank)
+        ranked = sorted(load, key=rank)
+        turn = refused % max(1, len(ranked))
+        return ranked[turn:] + ranked[:turn]
 
     def note(self, replica: Hashable, tokens: Seq[int], session: str | None = None) -> None:
         """A request went to ``replica``."""

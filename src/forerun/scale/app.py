@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -48,19 +47,15 @@ class Front:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, handle: DeploymentHandle, given: Arguments
     ) -> None:
-        way = Cluster(handle)
-        facts = await way.facts()
-        pool = way.pool(facts, given.max_queue)
-        pool.latest = await asyncio.to_thread(way.together)
+        pool = await Cluster(handle).pool(given.max_queue)
         options = ServerOptions(
-            model_name=given.served_model_name or facts.model,
+            model_name=given.served_model_name or pool.facts.model,
             api_key=given.api_key,
             allowed_hosts=None,
             chat_template=given.chat_template,
             request_timeout=given.request_timeout,
             metrics_names=given.metrics_names,
         )
-        self.watching = asyncio.create_task(way.watch(pool))
         self.asgi = create_app(pool, options)
 
     def __serve_build_asgi_app__(self) -> Any:

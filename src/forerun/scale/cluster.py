@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from forerun.engine.snapshot import Snapshot
 from forerun.scale.affinity import BLOCK, BOUND, Affinity
 from forerun.scale.messages import Facts, Message, Request
 from forerun.scale.pool import LostError, Pool
-from forerun.scale.replica import Replica
+from forerun.scale.replica import Replica, alike
 
 log = logging.getLogger("forerun")
 
@@ -48,15 +49,24 @@ class Replicas:
     max_queue: int = 1024
     max_ongoing: int = 4096
     affine: bool = True
-    """False: requests go where least is in progress, wherever their prompts have been."""
+    """False: requests go to replicas drawn by chance, wherever their prompts have been."""
     drain_seconds: float = 600.0
     """That a replica which is replaced has for what it has begun; what is left then goes on elsewhere."""
+    grow_seconds: float = 5.0
+    """That the load must want more replicas before they come."""
+    shrink_seconds: float = 600.0
+    """The same for fewer."""
 
     def __post_init__(self) -> None:
         if self.number < 1 or self.threads < 1:
             raise ConfigError(f"replicas and threads are 1 or more, not {self.number} and {self.threads}")
         if self.most is not None and self.most < self.number:
             raise ConfigError(f"max_replicas ({self.most}) is less than the replicas to begin with ({self.number})")
+
+    @property
+    def cores(self) -> int:
+        """That one of them computes with."""
+        return self.threads * int(self.engine.get("tensor_parallel_size") or 1)
 
     def bound(self) -> serve.Application:
         """The deployment, bound to its arguments."""
@@ -65,7 +75,11 @@ class Replicas:
             policy = AutoscalingPolicy(policy_function="forerun.scale.scaling:policy")
             count = {
                 "autoscaling_config": AutoscalingConfig(
-                    min_replicas=self.number, max_replicas=self.most, policy=policy, upscale_delay_s=5
+                    min_replicas=self.number,
+                    max_replicas=self.most,
+                    policy=policy,
+                    upscale_delay_s=self.grow_seconds,
+                    downscale_delay_s=self.shrink_seconds,
                 )
             }
         router = RequestRouterConfig(
@@ -74,7 +88,7 @@ class Replicas:
         )
         deployment = serve.deployment(EngineReplica).options(
             name=ENGINE,
-            ray_actor_options={"num_cpus": self.threads},
+            ray_actor_options={"num_cpus": self.cores},
             max_ongoing_requests=self.max_ongoing,
             graceful_shutdown_timeout_s=self.drain_seconds,
             health_check_period_s=2,
@@ -125,9 +139,14 @@ class AffineRouter(RequestRouter):
         for name in [name for name in self.ongoing if name not in by_id]:
             del self.ongoing[name]
             self.affinity.forget(name)
-        load = {name: len(self.ongoing.get(name, ())) for name in by_id}
-        tokens, session = _of(pending_request) if self.affine else ((), None)
-        return [[by_id[name]] for name in self.affinity.order(load, tokens, session)]
+        if self.affine:
+            load = {name: len(self.ongoing.get(name, ())) for name in by_id}
+            request = _request(pending_request)
+            refused = 0 if request is None else request.misfits
+            order = self.affinity.order(load, *_of(pending_request), refused=refused)
+        else:
+            order = random.sample(list(by_id), len(by_id))
+        return [[by_id[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         self.ongoing.setdefault(replica_id, set()).add(pending_request.metadata.internal_request_id)
@@ -139,12 +158,15 @@ class AffineRouter(RequestRouter):
         self.ongoing.get(replica_id, set()).discard(internal_request_id)
 
 
+def _request(pending: PendingRequest | None) -> Request | None:
+    first = pending.args[0] if pending is not None and pending.args else None
+    return first if isinstance(first, Request) else None
+
+
 def _of(pending: PendingRequest | None) -> tuple[tuple[int, ...], str | None]:
     """The tokens and the session of a request, if it is one of ours."""
-    first = pending.args[0] if pending is not None and pending.args else None
-    if not isinstance(first, Request):
-        return (), None
-    return (*first.prompt, *first.committed), first.session
+    request = _request(pending)
+    return ((), None) if request is None else ((*request.prompt, *request.committed), request.session)
 
 
 class Cluster:
@@ -156,7 +178,10 @@ class Cluster:
         self.number = 1
 
     async def facts(self) -> Facts:
+        """Of one of the replicas. Raises ConfigError where others have another checkpoint or version."""
         found: Facts = await self.handle.options(method_name="facts").remote()
+        told = await asyncio.to_thread(self._all, "facts")
+        alike(item.checkpoint for item in told if isinstance(item, Facts))
         return found
 
     async def send(self, request: Request) -> AsyncGenerator[Message]:
@@ -173,8 +198,13 @@ class Cluster:
         finally:
             response.cancel()
 
-    def pool(self, facts: Facts, max_queue: int) -> Pool:
-        return Pool(facts, self.send, max_queue=max_queue, places=lambda: self.number * facts.max_num_seqs)
+    async def pool(self, max_queue: int) -> Pool:
+        """The replicas as one engine, which knows how they stand for as long as the event loop runs."""
+        facts = await self.facts()
+        pool = Pool(facts, self.send, max_queue=max_queue, places=lambda: self.number * facts.max_num_seqs)
+        pool.latest = await asyncio.to_thread(self.together)
+        self.watching = asyncio.create_task(self.watch(pool))
+        return pool
 
     async def watch(self, pool: Pool) -> None:
         """Tell ``pool`` how the replicas stand, for as long as it runs."""
@@ -194,8 +224,11 @@ class Cluster:
 
     def look(self) -> list[Snapshot]:
         """How the replicas stand that say so within ``UNTOLD`` seconds. Raises TimeoutError where none does."""
-        told = self.handle.broadcast("snapshot").results(timeout_s=UNTOLD, return_exceptions=True)
-        found = [item for item in told if isinstance(item, Snapshot)]
+        found = [item for item in self._all("snapshot") if isinstance(item, Snapshot)]
         if not found:
             raise TimeoutError("there is none")
         return found
+
+    def _all(self, method: str) -> list[Any]:
+        """What every replica says, or its exception."""
+        return list(self.handle.broadcast(method).results(timeout_s=UNTOLD, return_exceptions=True))

@@ -16,7 +16,7 @@ import ray
 from ray import serve
 from ray.serve.api import RunTarget
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from forerun.core.errors import ConfigError
 from forerun.scale.cluster import Cluster, Replicas
@@ -24,6 +24,8 @@ from forerun.scale.messages import Facts
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.connection import ConnectionLimits
 from forerun.serve.run import DrainingServer
+
+log = logging.getLogger("forerun")
 
 NAME = "forerun"
 """Of the application on Ray Serve."""
@@ -34,49 +36,59 @@ START = 600.0
 
 
 @contextlib.contextmanager
-def cluster(replicas: Replicas) -> Iterator[DeploymentHandle]:
-    """The running replicas; on leaving, they end. Raises ConfigError for replicas that do not come up."""
+def cluster(*wanted: Replicas) -> Iterator[list[DeploymentHandle]]:
+    """The running replicas, an application for each of ``wanted``; on leaving, they end. Raises ConfigError where they
+    do not come up."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     local = ADDRESS not in os.environ
-    cores = (replicas.most or replicas.number) * replicas.threads
+    cores = sum((replicas.most or replicas.number) * replicas.cores for replicas in wanted)
     ray.init(
         num_cpus=cores if local else None, include_dashboard=False if local else None, log_to_driver=False,
         logging_level=logging.ERROR, configure_logging=False,
     )  # fmt: skip
     try:
         serve.start(proxy_location="Disabled")
-        yield started(replicas)
-        serve.delete(NAME)
+        names = [f"{NAME}-{place}" if place else NAME for place in range(len(wanted))]
+        yield [started(replicas, name) for replicas, name in zip(wanted, names)]
+        for name in names:
+            serve.delete(name)
     finally:
-        if local:
-            serve.shutdown()
         ray.shutdown()
 
 
-def started(replicas: Replicas) -> DeploymentHandle:
+def started(replicas: Replicas, name: str = NAME) -> DeploymentHandle:
     """Deploy, or update what is deployed, and wait until all of it runs. Raises ConfigError if it does not."""
-    target = RunTarget(replicas.bound(), name=NAME, route_prefix=None)
+    target = RunTarget(replicas.bound(), name=name, route_prefix=None)
     (handle,) = serve.run_many([target], wait_for_applications_running=False)
-    ends = time.monotonic() + START
+    ends, told = time.monotonic() + START, ""
     while True:
-        application = serve.status().applications[NAME]
+        application = serve.status().applications[name]
         if application.status == ApplicationStatus.RUNNING:
             return handle
         if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             raise ConfigError(f"the replicas do not come up: {_cause(application)}")
         if time.monotonic() > ends:
             raise ConfigError(f"the replicas have not come up within {START:g} seconds: {_cause(application)}")
+        said = _said(application)
+        if said != told:
+            log.warning("the replicas are not up yet: %s", _cause(application))
+        told = said
         time.sleep(0.1)
 
 
-def _cause(application: object) -> str:
-    """The last line of what Ray says, which is an exception's."""
-    deployments = getattr(application, "deployments", {})
-    said = " ".join(item.message for item in deployments.values()) or getattr(application, "message", "")
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _said(application: ApplicationStatusOverview) -> str:
+    """What Ray says of replicas that do not run yet."""
+    return " ".join(item.message for item in application.deployments.values()) or application.message
+
+
+def _cause(application: ApplicationStatusOverview) -> str:
+    """The last line of that, which is an exception's; how the replicas stand where there is none."""
+    lines = [line.strip() for line in _said(application).splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.split(":")[0] and not line.startswith("ray")]
-    return (errors or lines or ["no reason is told"])[-1]
+    states = [item.replica_states for item in application.deployments.values()]
+    stand = ", ".join(f"{count} {name.lower()}" for each in states for name, count in each.items())
+    return (errors or lines or [stand or "none has been begun"])[-1]
 
 
 def run(
@@ -91,16 +103,11 @@ def run(
     """Serve until a signal ends it. ``tell`` says what runs, and gives the model's name."""
 
     async def answer(handle: DeploymentHandle) -> None:
-        way = Cluster(handle)
-        facts = await way.facts()
-        pool = way.pool(facts, replicas.max_queue)
-        pool.latest = await asyncio.to_thread(way.together)
-        app = create_app(pool, replace(options, model_name=tell(facts)))
+        pool = await Cluster(handle).pool(replicas.max_queue)
+        app = create_app(pool, replace(options, model_name=tell(pool.facts)))
         gc.collect()
         gc.freeze()
-        watching = asyncio.create_task(way.watch(pool))
         await DrainingServer(app, pool, drain_seconds, limits).serve(sockets=[listener])
-        watching.cancel()
 
-    with cluster(replicas) as handle, contextlib.suppress(KeyboardInterrupt):
+    with cluster(replicas) as (handle,), contextlib.suppress(KeyboardInterrupt):
         asyncio.run(answer(handle))

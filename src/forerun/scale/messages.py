@@ -10,18 +10,25 @@ from typing import Any
 from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.stream import Delta
+from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a replica is. Replicas with the same ``weights`` and version give the same tokens."""
+    """What a replica is. Replicas with the same ``weights`` give the same tokens."""
 
     model: str
+    checkpoint: str
+    """The version of Forerun and a fingerprint of the checkpoint: what ``weights`` begin with."""
     weights: str
-    """The version of Forerun, and a fingerprint of the checkpoint and of what decides about tokens."""
+    """The same, and a fingerprint of what else decides about tokens."""
     tokenizer: str
     max_model_len: int
+    longest_source: int | None
+    """Tokens that an encoder reads; None: it is a decoder."""
+    start: tuple[int, ...]
+    """What an encoder-decoder's decoder goes on behind."""
     max_num_seqs: int
     vocab_size: int
     eos_ids: frozenset[int]
@@ -36,14 +43,18 @@ class Facts:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to one prompt, from behind ``committed`` on; ``weights`` are the ones that gave those."""
+    """One answer to one prompt, from behind ``committed`` on, or a beam search, whose answers end together."""
 
     prompt: Seq[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     choices: Mapping[str, Any] = field(default_factory=dict)
     committed: tuple[int, ...] = ()
     session: str | None = None
-    weights: str | None = None
+    weights: str = ""
+    """What the answering replica's name of its weights begins with: the checkpoint's, and all of it once there is
+    something to go on with."""
+    misfits: int = 0
+    """Replicas that have refused it for their weights."""
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any
 
-from forerun.core.errors import ForerunError, RequestError
+from forerun.core.errors import ForerunError
 from forerun.core.sequence import Sequence
-from forerun.engine.admission import check_length
+from forerun.engine.admission import check_length, check_source
 from forerun.engine.async_engine import ClosedError, QueueFullError, TimeLimitError, drained
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job
@@ -35,7 +35,7 @@ log = logging.getLogger("forerun")
 MOVES = 8
 """Replicas that a request may lose before it fails: it may be what ends them."""
 MISFITS = 40
-"""Replicas with other weights that a request that has begun may meet, ``WAIT`` seconds apart, before it fails."""
+"""Replicas with other weights than it needs that a request may meet, ``WAIT`` seconds apart, before it fails."""
 WAIT = 0.25
 
 
@@ -53,14 +53,13 @@ Send = Callable[[Request], AsyncGenerator[Message]]
 
 @dataclass
 class _Answer:
-    """One of a request's answers, wherever it is made."""
+    """One of a request's answers, or all of a beam search's, which end together, wherever they are made."""
 
     stream: Stream
-    job: Job
+    jobs: list[Job]
     request: Request
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     moves: int = 0
-    misfits: int = 0
 
 
 class Pool:
@@ -111,10 +110,13 @@ class Pool:
         return perf_counter()
 
     def check_length(self, prompt: Seq[int]) -> None:
-        check_length(prompt, self.max_model_len)
+        if self.facts.longest_source is None:
+            check_length(prompt, self.max_model_len)
+        else:
+            check_source(prompt, self.facts.longest_source)
 
     def room_taken(self, prompt: Seq[int]) -> int:
-        return len(prompt)
+        return len(prompt) if self.facts.longest_source is None else len(self.facts.start)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -141,10 +143,8 @@ class Pool:
         session: str | None = None,
         **choices: Any,
     ) -> Stream:
-        """As ``AsyncEngine.submit``. Each of n answers is a request of its own, in parallel. Raises RequestError for a
-        beam search, whose beams belong to one engine."""
-        if isinstance(params, BeamSearchParams):
-            raise RequestError("beam search is not served by replicas", param="use_beam_search")
+        """As ``AsyncEngine.submit``. Each of n answers is a request of its own, in parallel; a beam search is one,
+        because its beams belong to one engine."""
         if self.draining:
             raise ClosedError("the server is shutting down and takes no new requests")
         ahead, places = sum(stream._unfinished for stream in self.streams), self.places()
@@ -158,9 +158,7 @@ class Pool:
             late = TimeLimitError(f"the request was not answered within {timeout:g} seconds")
             stream._timer = loop.call_later(timeout, stream._fail, late)
         self.streams.add(stream)
-        if params.seed is None:
-            params = params.clone(seed=secrets.randbits(63))
-        answers = [self._answer(stream, prompt, params, index, session, choices) for index in range(params.n)]
+        answers = self._answers(stream, prompt, params, session, choices)
         self._tasks[stream] = [loop.create_task(self._work(answer)) for answer in answers]
         try:
             for answer in answers:
@@ -172,26 +170,45 @@ class Pool:
             raise
         return stream
 
-    def _answer(
-        self, stream: Stream, prompt: Seq[int], params: SamplingParams, index: int, session: str | None, choices: Any
-    ) -> _Answer:
-        """The ``index``-th answer, as a request of its own: with the noise that it would have among the others."""
-        assert params.seed is not None
-        alone = params.clone(n=1, seed=params.seed if index == 0 else fold(params.seed, index))
+    def _answers(
+        self, stream: Stream, prompt: Seq[int], params: SamplingParams | BeamSearchParams, session: str | None,
+        choices: Mapping[str, Any],
+    ) -> list[_Answer]:  # fmt: skip
+        """What is asked of replicas: every sampled answer with the noise that it would have among the others."""
+        if isinstance(params, BeamSearchParams):
+            jobs = [self._job(stream, prompt, params.each, 0, index, choices) for index in range(params.n)]
+            return [_Answer(stream, jobs, Request(tuple(prompt), params, choices, (), session, self.facts.checkpoint))]
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        answers = []
+        for index in range(params.n):
+            alone = params.clone(n=1, seed=seed if index == 0 else fold(seed, index))
+            job = self._job(stream, prompt, params, seed, index, choices)
+            request = Request(tuple(prompt), alone, choices, (), session, self.facts.checkpoint)
+            answers.append(_Answer(stream, [job], request))
+        return answers
+
+    def _job(
+        self, stream: Stream, prompt: Seq[int], params: SamplingParams, seed: int, index: int,
+        choices: Mapping[str, Any],
+    ) -> Job:  # fmt: skip
+        """What the stream's reader sees of its ``index``-th answer."""
+        reads = self.facts.longest_source is not None
+        begun = list(self.facts.start if reads else prompt)
         drafter = choices.get("method") or next(iter(self.facts.drafters), None)
         sequence = Sequence(
             id=next(self._ids),
-            tokens=list(prompt),
-            num_prompt=len(prompt),
+            tokens=begun,
+            num_prompt=len(begun),
             params=params,
-            seed=params.seed,
+            seed=seed,
             drafter=drafter if choices.get("speculate", True) else None,
             max_draft=choices.get("max_draft"),
+            source=tuple(prompt) if reads else None,
         )
         job = Job(sequence, Stopper(sequence, None), None, RequestMetrics(start=self.clock()), index)
         stream.jobs.append(job)
         stream._texts.append(ShownText(job, self.tokenizer))
-        return _Answer(stream, job, Request(tuple(prompt), alone, choices, session=session))
+        return job
 
     async def drain(self, seconds: float) -> None:
         """As ``AsyncEngine.drain``."""
@@ -252,6 +269,8 @@ class Pool:
             self.moved += 1
             given = len(answer.request.committed)
             log.warning("a replica was lost (%s); another one goes on behind %d tokens", error, given)
+            if answer.moves > MOVES and self.latest is None:
+                raise ClosedError("no replica answers") from None
             if answer.moves > MOVES:
                 raise LostTooOftenError(f"{answer.moves} replicas ended while they had this request") from None
             await asyncio.sleep(WAIT * (answer.moves - 1))
@@ -262,27 +281,28 @@ class Pool:
     @staticmethod
     async def _refused(answer: _Answer, error: Exception) -> None:
         """Raise the error of a request that no replica would run; wait, if another may."""
-        answer.misfits += 1
-        if not isinstance(error, OtherModelError) or answer.misfits > MISFITS:
+        if not isinstance(error, OtherModelError) or answer.request.misfits >= MISFITS:
             raise error
+        answer.request = replace(answer.request, misfits=answer.request.misfits + 1)
         await asyncio.sleep(WAIT)
 
     def _tell(self, answer: _Answer, news: News) -> bool:
         """Give the reader what came; whether it was the last of it."""
-        stream, job = answer.stream, answer.job
+        stream, searched = answer.stream, isinstance(answer.request.params, BeamSearchParams)
         fresh: list[int] = []
         for delta in news.deltas:
+            job = answer.jobs[delta.index if searched else 0]
             delta.index, delta.seconds = job.index, self.clock()
+            job.finish = delta.finish
+            job.metrics = news.metrics or job.metrics
             fresh += delta.token_ids
-        answer.request = replace(answer.request, committed=(*answer.request.committed, *fresh))
-        if news.metrics is not None:
-            job.metrics = news.metrics
+        if not searched:  # beams come at once, at their end
+            answer.request = replace(answer.request, committed=(*answer.request.committed, *fresh))
         if news.prompt_logprobs is not None:
-            job.prompt_logprobs = news.prompt_logprobs
-        job.finish = news.deltas[-1].finish
+            answer.jobs[0].prompt_logprobs = news.prompt_logprobs
         if stream in self.streams:
             stream._produced += len(news.deltas)
             if self.on_deltas is not None:
                 self.on_deltas(stream, news.deltas)
             stream._deliver(news.deltas)
-        return job.finish is not None
+        return all(job.finish is not None for job in answer.jobs)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from forerun import __version__
-from forerun.core.errors import ForerunError
+from forerun.core.errors import ConfigError, ForerunError
 from forerun.engine.async_engine import AsyncEngine, ClosedError
 from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes
 from forerun.engine.snapshot import Snapshot
 from forerun.models.fingerprint import fingerprint
 from forerun.models.load import resolve
+from forerun.sampling.params import SamplingParams
 from forerun.scale.messages import Begun, Facts, Message, News, Refused, Request
 
 DECIDES = ("dtype", "device", "invariant", "model_path", "weights", "quantization", "tokenizer", "logprobs_mode")
@@ -26,7 +28,7 @@ DECIDES = ("dtype", "device", "invariant", "model_path", "weights", "quantizatio
 
 
 class OtherModelError(ForerunError):
-    """A replica has other weights, or another version, than the one that began an answer."""
+    """A replica has other weights, or another version, than an answer needs."""
 
 
 class Replica:
@@ -43,15 +45,15 @@ class Replica:
 
     async def answer(self, request: Request) -> AsyncGenerator[Message]:
         """The messages of one request. Raises ClosedError where this replica ends before the request does."""
-        if request.weights not in (None, self.facts.weights):
-            yield Refused(
-                OtherModelError(f"an answer was begun by {request.weights}, and here is {self.facts.weights}")
-            )
+        if not self.facts.weights.startswith(request.weights):
+            wrong = f"replicas have other weights ({self.facts.weights}) than this answer needs ({request.weights})"
+            yield Refused(OtherModelError(f"{wrong}: deploy one version and one checkpoint"))
             return
         params, choices = request.params, dict(request.choices)
+        sampled = params if isinstance(params, SamplingParams) else None
         try:
-            if params.grammar is not None:
-                await asyncio.to_thread(self.engine.compile, params.grammar)
+            if sampled is not None and sampled.grammar is not None:
+                await asyncio.to_thread(self.engine.compile, sampled.grammar)
             stream = await self.engine.submit(request.prompt, params, committed=request.committed, **choices)
         except ClosedError:
             raise
@@ -61,7 +63,7 @@ class Replica:
         job = stream.jobs[0]
         try:
             yield Begun(self.facts.weights)
-            asked = params.prompt_logprobs is not None and not request.committed
+            asked = sampled is not None and sampled.prompt_logprobs is not None and not request.committed
             while deltas := await stream.read():
                 ended = deltas[-1].finish is not None
                 yield News(deltas, job.metrics if ended else None, job.prompt_logprobs if asked else None)
@@ -76,12 +78,16 @@ class Replica:
 def facts_of(llm: LLM) -> Facts:
     engine, config, info = llm.engine, llm.config, llm.model.info
     methods = ", ".join(engine.router.drafters) or "none"
+    checkpoint = f"{__version__}-{fingerprint(resolve(config.model))}"
     held = megabytes(sum(model.info.weight_bytes for model in (llm.model, *engine.router.models())))
     return Facts(
         model=info.name,
-        weights=weights_of(llm),
+        checkpoint=checkpoint,
+        weights=f"{checkpoint}-{numerics_of(llm)}",
         tokenizer=str(config.tokenizer or config.model),
         max_model_len=engine.max_model_len,
+        longest_source=None if info.encoder is None else engine.entrance.longest,
+        start=() if info.encoder is None else info.encoder.start,
         max_num_seqs=config.max_num_seqs,
         vocab_size=info.vocab_size,
         eos_ids=frozenset(info.eos_ids),
@@ -94,11 +100,18 @@ def facts_of(llm: LLM) -> Facts:
     )
 
 
-def weights_of(llm: LLM) -> str:
-    """A name that two replicas share only if the same seed gives the same tokens in both: version, checkpoint, what is
-    made of it, and the processor's kind."""
+def numerics_of(llm: LLM) -> str:
+    """A name that two engines on one checkpoint share only if the same seed gives the same tokens in both: of what is
+    made of it, and of the processor's kind."""
     config = llm.config
     decides = {item.name: str(getattr(config, item.name)) for item in fields(config) if item.name in DECIDES}
     decides |= {"rule": type(llm.engine.rule).__name__, "processor": torch.backends.cpu.get_cpu_capability()}
-    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{__version__}-{fingerprint(resolve(config.model))}-{digest}"
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def alike(checkpoints: Iterable[str]) -> None:
+    """Raise ConfigError unless all replicas have one checkpoint and one version."""
+    count = Counter(checkpoints)
+    if len(count) > 1:
+        told = ", ".join(f"{number} of {name}" for name, number in sorted(count.items()))
+        raise ConfigError(f"the replicas differ in version or checkpoint ({told}): give every machine the same")
