@@ -1,0 +1,97 @@
+"""What rounds cost and bring, by how many requests decode: measured points, and which way of drafting pays."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.engine.config import NONE
+from forerun.speculate.length.adaptive import Adaptive
+
+
+class Curve:
+    """Seconds by a count: straight lines between measured ``points``, and beyond the last ones as between them. More
+    never costs less: a dearer point before a cheaper one was disturbed."""
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        least, kept = float("inf"), {}
+        for count in sorted(points, reverse=True):
+            least = kept[count] = min(least, points[count])
+        self.points = dict(sorted(kept.items()))
+        self._counts = list(self.points)
+
+    def __call__(self, count: float) -> float:
+        known = self._counts
+        if count <= known[0] or len(known) == 1:
+            return self.points[known[0]]
+        right = min(bisect_left(known, count), len(known) - 1)
+        low, high = known[right - 1], known[right]
+        slope = (self.points[high] - self.points[low]) / (high - low)
+        return self.points[low] + slope * (count - low)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to decode: ``method`` with ``k`` drafted tokens, or plainly with 0: a round's ``seconds`` by the requests
+    that decode, and the ``tokens`` that each of them gets."""
+
+    method: str
+    k: int
+    seconds: Curve
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A replica's, in seconds. ``ways[0]`` is plain decoding. ``prompt`` is a round by the prompt tokens that it reads
+    and nothing else, ``deep`` what each of these costs more for each token before it, and ``outside`` what a request
+    spends on its way to an engine and back."""
+
+    ways: Seq[Way]
+    prompt: Curve
+    deep: float = 0.0
+    outside: float = 0.0
+    _best: dict[int, Way] = field(default_factory=dict, repr=False, compare=False)
+
+    def best(self, decoding: int) -> Way:
+        """The way with the most tokens a second where so many requests decode: a draft must promise what ``adaptive``
+        asks of one."""
+        found = self._best.get(decoding)
+        if found is None:
+            plain, *drafts = self.ways
+            found, most = plain, Adaptive.MARGIN * plain.tokens / plain.seconds(decoding)
+            for way in drafts:
+                speed = way.tokens / way.seconds(decoding)
+                if speed > most:
+                    found, most = way, speed
+            self._best[decoding] = found
+        return found
+
+    def round(self, way: Way, decoding: int, prompt_tokens: int, depth: float = 0.0) -> float:
+        """Seconds of a round in which ``decoding`` requests decode and prompts are read, ``depth`` tokens into them at
+        the mean. Beside decoding a prompt's token costs what one more row does."""
+        deep = self.deep * prompt_tokens * depth
+        if not decoding:
+            return self.prompt(prompt_tokens) + deep
+        decoded = way.seconds(decoding)
+        if not prompt_tokens:
+            return decoded
+        rows = decoding * (1 + way.k)
+        return decoded + self.prompt(rows + prompt_tokens) - self.prompt(rows) + deep
+
+    def describe(self) -> dict[str, Any]:
+        ways = [
+            {"method": way.method, "k": way.k, "tokens_per_round": way.tokens, "seconds": way.seconds.points}
+            for way in self.ways
+        ]
+        counts = list(self.ways[0].seconds.points)
+        switched = {count: _name(self.best(count)) for count in counts}
+        told: dict[str, Any] = {"ways": ways, "switched": switched, "prompt_seconds": self.prompt.points}
+        return told | {"deep": self.deep, "outside": self.outside}
+
+
+def _name(way: Way) -> str:
+    return f"{way.method} {way.k}" if way.k else NONE
