@@ -117,11 +117,21 @@ class Cache:
         if not text.users:
             self.unused += text.pages
 
-    def keep(self, name: Hashable, pages: int) -> None:
-        """What a job held stays until somebody needs the pages."""
+    def keep(self, job: Job, pages: int) -> None:
+        """Of the free pages, so many hold what a job has computed, until somebody needs them."""
         if pages and self.total < math.inf:
-            self.text(name).pages += pages
+            self.text(("job", job.number)).pages += pages
+            self.free -= pages
             self.unused += pages
+
+    def pop(self, job: Job) -> int:
+        """Free what was kept of a job; its pages."""
+        text = self.texts.pop(("job", job.number), None)
+        if text is None:
+            return 0
+        self.unused -= text.pages
+        self.free += text.pages
+        return text.pages
 
 
 class Replica:
@@ -244,32 +254,39 @@ class Replica:
 
     def _admit(self, job: Job) -> bool:
         """Pages for all its tokens, those of a known beginning included, unless somebody is computing that now."""
-        cache, arrival = self.cache, job.arrival
-        name = arrival.prefix if self.limits.prefixes else None
-        pages = -(-job.wanted // cache.page)
-        if name is None:
-            if not cache.take(pages):
+        cache = self.cache
+        name = job.arrival.prefix if self.limits.prefixes else None
+        pages, own = -(-job.wanted // cache.page), cache.pop(job)
+        text, common, reused = None, 0, 0
+        if name is not None:
+            limit = min(self._shared(job), job.wanted - 1)
+            text, common = cache.text(name), limit // cache.page
+            reused = min(text.tokens, limit)
+            if self._being_read(job, reused, limit):
+                cache.keep(job, own)
                 return False
-            job.held = pages
-            return True
-        limit = min(self._shared(job), job.wanted - 1)
-        known = cache.texts.get(name)
-        reused = 0 if known is None else min(known.tokens, limit)
-        end = (reused // cache.page + 1) * cache.page
-        if end <= limit and any(
-            other.read < end and other.arrival.prefix == name and self._shared(other) >= end for other in self.running
-        ):
+            cache.use(text)
+        if not cache.take(max(0, common - text.pages if text else 0) + pages - common):
+            if text is not None:
+                cache.leave(text)
+            cache.keep(job, own)
             return False
-        text = cache.text(name)
-        cache.use(text)
-        common = limit // cache.page
-        if not cache.take(max(0, common - text.pages) + pages - common):
-            cache.leave(text)
-            return False
-        text.pages = max(text.pages, common)
-        job.held, job.read = pages - common, reused
+        if text is not None:
+            text.pages = max(text.pages, common)
+        job.held = pages - common
+        if own and reused >= common * cache.page:
+            reused = max(reused, min((common + own) * cache.page, job.wanted - 1))
+        job.read = reused
         job.reused += reused
         return True
+
+    def _being_read(self, job: Job, reused: int, limit: int) -> bool:
+        """Whether another one is about to compute the next page that this one needs."""
+        end = (reused // self.limits.page + 1) * self.limits.page
+        return end <= limit and any(
+            other.read < end and other.arrival.prefix == job.arrival.prefix and self._shared(other) >= end
+            for other in self.running
+        )
 
     @staticmethod
     def _shared(job: Job) -> int:
@@ -301,7 +318,8 @@ class Replica:
 
     def _lacks(self, job: Job, tokens: float) -> int:
         """Pages that it needs beyond those that it has; below 0: that it could do without."""
-        length = job.length + min(tokens, job.left)
+        # The last token is not fed before the round that follows it.
+        length = job.length + min(tokens, job.left) - 1
         return math.ceil((length - 1e-6) / self.cache.page) - job.held - self._common(job)
 
     def _common(self, job: Job) -> int:
@@ -338,11 +356,12 @@ class Replica:
         self._release(job)
 
     def _release(self, job: Job) -> None:
+        """Take it out; its full pages stay known."""
         self.running.remove(job)
-        pages = job.held if self.limits.prefixes else 0
-        self.cache.free += job.held - pages
-        if self.cache.total < math.inf:
-            self.cache.keep(("job", job.number), pages)
+        fed = math.ceil(job.length - 1e-6) - 1 if not job.reads else job.read
+        kept = min(job.held, max(0, fed // self.cache.page - self._common(job))) if self.limits.prefixes else 0
+        self.cache.free += job.held
+        self.cache.keep(job, kept)
         job.held = 0
         if job.arrival.prefix is not None and self.limits.prefixes:
             self.cache.leave(self.cache.texts[job.arrival.prefix])
