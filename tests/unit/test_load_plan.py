@@ -90,8 +90,8 @@ def test_a_busy_share_is_what_the_load_is():
     assert found.utilisation == pytest.approx(0.6, rel=0.05)
     assert found.tokens_per_second == pytest.approx(0.66, rel=0.05)
     wide = serve(price, ONE, Synthetic(0.06 * 1000, 1, 11), 1000, "random")
-    assert wide.utilisation == pytest.approx(0.6, rel=0.03)
-    assert wide.tokens_per_second == pytest.approx(660, rel=0.03)
+    assert wide.utilisation == pytest.approx(0.6, rel=0.06)
+    assert wide.tokens_per_second == pytest.approx(660, rel=0.06)
 
 
 def test_affine():

@@ -13,6 +13,7 @@ from forerun.bench.config import HELD_OUT, SETS
 from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
 from forerun.cli.console import print_json, print_table, progress, set_threads
 from forerun.cli.options import ENGINE, takes
+from forerun.cli.plan_load import LOAD, Setting, plan_load, read_load, tell
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.speculate.names import drafters, rules
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from forerun.engine.llm import LLM
 
 
-@takes(ENGINE, MODEL_ONLY)
+@takes(ENGINE, MODEL_ONLY, LOAD)
 def plan(
     methods: Annotated[str, typer.Option(help=f"candidates: {', '.join(drafters)}")] = "draft_model,ngram",
     accept: Annotated[str, typer.Option(help=f"acceptance rule: {', '.join(rules)}")] = "coupled",
@@ -45,13 +46,17 @@ def plan(
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
+    load: Mapping[str, Any],
 ) -> None:
-    """Measure acceptance and costs on your models and prompts, predict every method, recommend one."""
-    if "max_num_seqs" in engine:
+    """Measure acceptance and costs on your models and prompts, predict every method, recommend one.
+
+    With --load or --rate: how many replicas a load takes."""
+    if "max_num_seqs" in engine and not load:
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
     loads = split("concurrency", concurrency, int) or [0]
     if min(longest, *loads, max_tokens, prompts, prompt_tokens) < 1:
         raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
+    asked = read_load(load, prompt_tokens, max_tokens, seed) if load else None
     from forerun.bench.prompts import make_prompts
     from forerun.engine.llm import LLM
     from forerun.plan.run import LENGTHS, run_plan
@@ -59,6 +64,9 @@ def plan(
     options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
     _check_page(page)
+    if asked is not None:
+        tell(plan_load(*asked, Setting(engine, options, prompt_set, prompts_file, temperature, seed)), page, as_json)
+        return
     with progress("loading", len(loads) * (len(LENGTHS) * (1 + len(options)) + layer_trials)) as step:
         llm = LLM(**engine)
         texts = make_prompts(
@@ -71,7 +79,7 @@ def plan(
             "seed": seed,
         }
         settings |= {"layer_trials": layer_trials, "tree_nodes": trees, "accept": accept, "step": step}
-        plans = [run_plan(llm, options, texts, concurrency=load, **settings) for load in loads]
+        plans = [run_plan(llm, options, texts, concurrency=count, **settings) for count in loads]
     found = plans[0] | {"loads": [_load(one) for one in plans]}
     found["environment"] = _about(llm, engine, options, texts, loads[0])
     if page is not None:

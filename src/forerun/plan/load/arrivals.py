@@ -49,8 +49,11 @@ class Load(Protocol):
     def part(self, replicas: int) -> Part:
         """For a fleet of so many replicas: all of it, or a share of both."""
 
+    def within(self, positions: int) -> Load:
+        """For a model with so many. Raises ConfigError where requests do not fit."""
+
     def longest(self) -> int:
-        """Most tokens of a request and its answer."""
+        """Most tokens of a prompt."""
 
     def typical(self) -> Arrival:
         """Mean lengths, for measuring."""
@@ -82,8 +85,17 @@ class Trace:
                 arrivals.append(one)
         return Part(arrivals or self.arrivals[:1], kept_replicas)
 
+    def within(self, positions: int) -> Trace:
+        for number, one in enumerate(self.arrivals, start=1):
+            if one.prompt + one.output > positions:
+                raise ConfigError(
+                    f"request {number} of the trace has {one.prompt} prompt and {one.output} output tokens; the model "
+                    f"has {positions} positions"
+                )
+        return self
+
     def longest(self) -> int:
-        return max(one.prompt + one.output for one in self.arrivals)
+        return max(one.prompt for one in self.arrivals)
 
     def typical(self) -> Arrival:
         count = len(self.arrivals)
@@ -114,22 +126,24 @@ class Synthetic:
     limit: int | None = None
     seed: int = 0
 
-    SHARE = 64
+    SHARE = 32
     """Replicas that stand for more."""
     EACH = 100
     """Requests for each of them, beside ``ALL``."""
-    ALL = 2000
+    ALL = 1000
     SETTLING = 0.2
 
     def __post_init__(self) -> None:
-        for name, least in (("rate", 0.0), ("spread", 0.0), ("shared", 0.0)):
+        for name in ("rate", "spread", "shared"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= least) or (name == "rate" and value == 0):
-                raise ConfigError(f"{name} of a load must be a number above 0, not {value!r}")
+            if not (math.isfinite(value) and value >= 0) or (name == "rate" and not value):
+                raise ConfigError(
+                    f"the {name} of a load must be {'above 0' if name == 'rate' else '0 or more'}, not {value!r}"
+                )
         if self.shared > 1:
             raise ConfigError(f"the shared part of a prompt is a share from 0 to 1, not {self.shared!r}")
         if min(self.prompt, self.output, self.prefixes) < 1:
-            raise ConfigError("prompts, answers and prefixes of a load are 1 or more")
+            raise ConfigError("prompts and answers of a load have a token or more, and there are 1 or more prefixes")
         if self.limit is not None and self.prompt + self.output > self.limit:
             raise ConfigError(
                 f"prompts of {self.prompt} and answers of {self.output} tokens, at the mean, do not fit into the "
@@ -164,9 +178,11 @@ class Synthetic:
         prompt = min(one.prompt, max(self.limit - self.output, self.limit // 2, 1))
         return replace(one, prompt=prompt, output=min(one.output, self.limit - prompt), shared=min(one.shared, prompt))
 
+    def within(self, positions: int) -> Synthetic:
+        return replace(self, limit=positions)
+
     def longest(self) -> int:
-        drawn = max(one.prompt + one.output for one in self.part(1).arrivals)
-        return drawn if self.limit is None else min(drawn, self.limit)
+        return max(one.prompt for one in self.part(1).arrivals)
 
     def typical(self) -> Arrival:
         return Arrival(0.0, self.prompt, self.output, None, round(self.shared * self.prompt))
@@ -198,16 +214,6 @@ def read_trace(path: Path, seed: int = 0) -> Trace:
     if not arrivals:
         raise ConfigError(f"{path} has no requests: write a line of JSON for each, with {', '.join(KEYS[:3])}")
     return Trace(arrivals, seed)
-
-
-def check_lengths(trace: Trace, positions: int) -> None:
-    """Raise ConfigError for a request that a model with so many ``positions`` cannot answer."""
-    for number, one in enumerate(trace.arrivals, start=1):
-        if one.prompt + one.output > positions:
-            raise ConfigError(
-                f"request {number} of the trace has {one.prompt} prompt and {one.output} output tokens; the model has "
-                f"{positions} positions"
-            )
 
 
 def _arrival(line: str) -> Arrival:

@@ -14,12 +14,12 @@ import numpy as np
 from forerun.core.errors import ConfigError
 from forerun.plan.load.arrivals import Arrival, Load
 from forerun.plan.load.costs import Costs
+from forerun.plan.load.options import ROUTERS
 from forerun.plan.load.replica import Job, Limits, Replica
 from forerun.scale.affinity import Affinity
 
 Choose = Callable[[Mapping[int, int], int, Arrival], int]
 """A router: which replica, by the requests in progress of each, gets the request of this number."""
-ROUTERS = ("affine", "random")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from forerun.engine.config import NONE, SpeculativeConfig
+from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.plan.estimate import Measured, full, measure
@@ -49,10 +49,11 @@ class Bench:
         """With the drafters of ``options``, each at ``LENGTHS``."""
         found: dict[tuple[str, int], dict[int, Measured]] = defaultdict(lambda: defaultdict(Measured))
         several = options or [{"method": NONE}]
-        engines = [self._engine({**each, **({"num_speculative_tokens": LENGTHS[-1]} if options else {})})
-                   for each in several]
+        engines = [
+            self._engine({**each, **({"num_speculative_tokens": LENGTHS[-1]} if options else {})}) for each in several
+        ]
         for count in counts(self.llm.config.max_num_seqs):
-            for repeat in range(PASSES):
+            for _ in range(PASSES):
                 for engine, each in zip(engines, several):
                     for k in (0, *LENGTHS) if options else (0,):
                         self.step(f"{each['method']}, {k} drafted tokens, {count} at a time")
@@ -115,6 +116,12 @@ class Bench:
     def _engine(self, speculative: Mapping[str, Any], **changes: Any) -> Engine:
         config = replace(self.llm.config, **changes)
         return Engine(self.llm.model, None, config, SpeculativeConfig.parse(speculative))
+
+
+def steps(seats: int | None, drafters: int) -> int:
+    """How often ``Bench.costs`` says what it does, with a step more for what follows."""
+    lengths = 1 + len(LENGTHS) if drafters else 1
+    return len(counts(seats or EngineConfig.max_num_seqs)) * PASSES * lengths * max(1, drafters) + 2
 
 
 def counts(seats: int) -> list[int]:

@@ -33,7 +33,7 @@ class Limits:
 class Job:
     """A request in a replica."""
 
-    __slots__ = ("arrival", "done", "first", "held", "left", "number", "read", "reused", "wanted")
+    __slots__ = ("arrival", "common", "done", "first", "held", "left", "number", "read", "reused", "wanted")
 
     def __init__(self, number: int, arrival: Arrival) -> None:
         self.number = number
@@ -46,6 +46,8 @@ class Job:
         """Tokens that are missing; halves, as tokens of a round are a mean."""
         self.held = 0
         """Pages of its own."""
+        self.common = 0
+        """Pages that it shares with those whose prompts begin alike."""
         self.first = math.nan
         self.done = math.nan
 
@@ -202,7 +204,7 @@ class Replica:
 
     def _begin(self, now: float) -> None:
         self._began = now
-        self._secure(1)
+        self._secure()
         decoding = [job for job in self.running if not job.reads]
         count = len(decoding)
         self._way = self.costs.best(count) if count else self.costs.ways[0]
@@ -273,7 +275,7 @@ class Replica:
             return False
         if text is not None:
             text.pages = max(text.pages, common)
-        job.held = pages - common
+        job.held, job.common = pages - common, common
         if own and reused >= common * cache.page:
             reused = max(reused, min((common + own) * cache.page, job.wanted - 1))
         job.read = reused
@@ -302,7 +304,7 @@ class Replica:
 
     def _grow(self, decoding: list[Job], rounds: int) -> bool:
         """Pages for so many rounds' tokens of all; False: there are not as many, and nothing was taken."""
-        wanted = [max(0, self._lacks(job, rounds * self._way.tokens)) for job in decoding]
+        wanted = [max(0, self._lacks(job, rounds)) for job in decoding]
         if not self.cache.take(sum(wanted)):
             return False
         for job, count in zip(decoding, wanted):
@@ -313,27 +315,21 @@ class Replica:
         """Pages for rounds that the stretch no longer has."""
         if self.cache.total < math.inf:
             for job in self.running:
-                spare = -self._lacks(job, self._rounds * self._way.tokens)
+                spare = -self._lacks(job, self._rounds)
                 job.held, self.cache.free = job.held - spare, self.cache.free + spare
 
-    def _lacks(self, job: Job, tokens: float) -> int:
-        """Pages that it needs beyond those that it has; below 0: that it could do without."""
+    def _lacks(self, job: Job, rounds: int) -> int:
+        """Pages that it needs for so many rounds beyond those that it has; below 0: that it could do without."""
         # The last token is not fed before the round that follows it.
-        length = job.length + min(tokens, job.left) - 1
-        return math.ceil((length - 1e-6) / self.cache.page) - job.held - self._common(job)
+        length = job.length + min(rounds * self._way.tokens, job.left) - 1
+        return math.ceil((length - 1e-6) / self.cache.page) - job.held - job.common
 
-    def _common(self, job: Job) -> int:
-        """Pages that it shares."""
-        if job.arrival.prefix is None or not self.limits.prefixes:
-            return 0
-        return min(self._shared(job), job.wanted - 1) // self.cache.page
-
-    def _secure(self, rounds: int) -> None:
-        """Pages for the next rounds; the last ones lose theirs where there are too few."""
+    def _secure(self) -> None:
+        """Pages for the next round; the last ones lose theirs where there are too few."""
         if self.cache.total == math.inf:
             return
         for job in list(self.running):
-            while job in self.running and not job.reads and not self._grow([job], rounds):
+            while not job.reads and self._lacks(job, 1) > 0 and not self._grow([job], 1):
                 self._preempt(self.running[-1])
 
     def _preempt(self, job: Job) -> None:
@@ -359,7 +355,7 @@ class Replica:
         """Take it out; its full pages stay known."""
         self.running.remove(job)
         fed = math.ceil(job.length - 1e-6) - 1 if not job.reads else job.read
-        kept = min(job.held, max(0, fed // self.cache.page - self._common(job))) if self.limits.prefixes else 0
+        kept = min(job.held, max(0, fed // self.cache.page - job.common)) if self.limits.prefixes else 0
         self.cache.free += job.held
         self.cache.keep(job, kept)
         job.held = 0

@@ -1,17 +1,15 @@
-"""From a model and a load to a fleet: measure a replica, then find out on paper."""
+"""From costs and a load to a fleet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
 from typing import Any
 
-from forerun.core.errors import ConfigError
 from forerun.plan.load.arrivals import Load
 from forerun.plan.load.costs import Costs
 from forerun.plan.load.fleet import Served, serve
+from forerun.plan.load.options import MOST
 from forerun.plan.load.replica import Limits
-from forerun.plan.load.search import MOST, Targets, fewest
+from forerun.plan.load.search import Targets, fewest
 
 
 def plan_load(
@@ -19,21 +17,14 @@ def plan_load(
 ) -> dict[str, Any]:
     """``{"replicas": the fewest that keep the targets, or those asked for, "kept": whether they do, "fleets": [...],
     "load": ..., "costs": ...}``. ``replicas`` is None where not even ``MOST`` keep them."""
-    if replicas is None and not targets.any:
-        raise ConfigError("say what is to be kept (--ttft-p95, --tpot-p95, --latency-p95), or how many --replicas")
-    if replicas is not None and not 1 <= replicas <= MOST:
-        raise ConfigError(f"--replicas must be from 1 to {MOST}, not {replicas}")
 
     def served(count: int) -> Served:
         return serve(costs, limits, load, count, router)
 
-    if replicas is not None:
-        found, tried = replicas, {replicas: served(replicas)}
-    else:
-        found, tried = fewest(served, targets)
-        if found is not None:
-            for near in (max(1, found // 2), min(MOST, 2 * found)):
-                tried.setdefault(near, served(near))
+    found, tried = (replicas, {replicas: served(replicas)}) if replicas is not None else fewest(served, targets)
+    if replicas is None and found is not None:
+        for near in (max(1, found // 2), min(MOST, 2 * found)):
+            tried[near] = tried.get(near) or served(near)
     shown = [tried[count] for count in sorted(tried) if found is None or found // 2 <= count <= 2 * found]
     return {
         "replicas": found,

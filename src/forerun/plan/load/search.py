@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from math import isfinite
 
-from forerun.core.errors import ConfigError
 from forerun.plan.load.fleet import Served
-
-MOST = 10_000
-"""Replicas that are considered."""
+from forerun.plan.load.options import MOST
 
 
 @dataclass(frozen=True)
@@ -24,16 +20,6 @@ class Targets:
     latency: float | None = None
     """To the last token."""
 
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is not None and not (isfinite(value) and value > 0):
-                raise ConfigError(f"--{item.name}-p95 must be seconds above 0, not {value!r}")
-
-    @property
-    def any(self) -> bool:
-        return any(getattr(self, item.name) is not None for item in fields(self))
-
     def misses(self, served: Served) -> dict[str, float]:
         """By what is promised: how many times as long it takes; empty where all is kept."""
         wanted = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -45,22 +31,27 @@ class Targets:
 
 
 def fewest(serve: Callable[[int], Served], targets: Targets, most: int = MOST) -> tuple[int | None, dict[int, Served]]:
-    """The least number of replicas that ``targets`` are kept with, None if not even ``most`` do, and all that were
-    tried. More replicas are taken to serve no worse; where a router's luck makes that untrue, the answer is one whose
-    predecessor fails."""
+    """The least number of replicas that ``targets`` are kept with, above a hundred to within one in a hundred, None if
+    not even ``most`` do; and all that were tried. More replicas are taken to serve no worse."""
     tried: dict[int, Served] = {}
 
     def enough(count: int) -> bool:
         tried[count] = serve(count)
         return targets.kept(tried[count])
 
-    # The most is tried first: what no fleet can keep, for its requests alone take longer, is known at once.
+    # With the most no request waits: what takes too long then will always, and what is busy then is a first guess.
     if not enough(most):
         return None, tried
-    low, high = 0, 1
-    while high < most and not enough(high):
-        low, high = high, min(most, 4 * high)
-    while high - low > 1:
+    low, high = 0, most
+    guess = min(most - 1, max(1, round(tried[most].utilisation * most)))
+    while low < guess < high:
+        if enough(guess):
+            high = guess
+            guess = high // 2 if not low else high
+        else:
+            low = guess
+            guess = 2 * low
+    while high - low > max(1, high // 100):
         middle = (low + high) // 2
         if enough(middle):
             high = middle
