@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.cli.console import print_json, print_table, progress
 from forerun.cli.options import Flags, flags_of
+from forerun.core.errors import ConfigError
 from forerun.plan.load.arrivals import Load
 from forerun.plan.load.options import MOST, LoadOptions
+
+if TYPE_CHECKING:
+    from forerun.plan.load.costs import Costs
+    from forerun.plan.load.replica import Limits
 
 LOAD = Flags("load", flags_of(LoadOptions, "A load, and how many replicas it takes"))
 FIGURES = {
@@ -40,14 +45,27 @@ def read_load(given: Mapping[str, Any], prompt_tokens: int, max_tokens: int, see
 
 
 def plan_load(options: LoadOptions, load: Load, setting: Setting) -> dict[str, Any]:
-    """Measure a replica, and play the load on as many as it takes."""
+    """Measure a replica, unless that has been done, and play the load on as many as it takes."""
+    from forerun.plan.load.run import plan_load as run
+    from forerun.plan.load.run import read_costs
+    from forerun.plan.load.search import Targets
+
+    if options.costs is not None and setting.engine:
+        raise ConfigError(f"--costs says what runs: leave --{next(iter(setting.engine)).replace('_', '-')} out")
+    costs, limits, about = _measure(load, setting) if options.costs is None else read_costs(options.costs)
+    if options.outside is not None:
+        costs = replace(costs, outside=options.outside)
+    targets = Targets(options.ttft_p95, options.tpot_p95, options.latency_p95)
+    found = run(costs, limits, load.within(limits.positions), targets, options.replicas, options.router)
+    return found | {"environment": about}
+
+
+def _measure(load: Load, setting: Setting) -> tuple[Costs, Limits, dict[str, Any]]:
     from forerun.bench.environment import environment
     from forerun.bench.prompts import make_prompts
     from forerun.cli.serve import PAGE_SIZE
     from forerun.engine.llm import LLM
     from forerun.plan.load.measured import Bench, limits_of, steps
-    from forerun.plan.load.run import plan_load as run
-    from forerun.plan.load.search import Targets
 
     engine = {"page_size": PAGE_SIZE, **setting.engine}
     with progress("loading", steps(engine.get("max_num_seqs"), len(setting.drafters))) as step:
@@ -59,11 +77,7 @@ def plan_load(options: LoadOptions, load: Load, setting: Setting) -> dict[str, A
             return make_prompts(kind, llm.tokenizer, count=count, length=length, seed=setting.seed, file=file)
 
         bench = Bench(llm, load.typical(), load.longest(), prompts, setting.temperature, setting.seed, step)
-        costs = replace(bench.costs(setting.drafters), outside=options.outside)
-        step("on paper")
-        targets = Targets(options.ttft_p95, options.tpot_p95, options.latency_p95)
-        found = run(costs, limits_of(llm), load, targets, options.replicas, options.router)
-    return found | {"environment": environment(llm, engine)}
+        return bench.costs(setting.drafters), limits_of(llm), environment(llm, engine)
 
 
 def show(found: Mapping[str, Any]) -> None:

@@ -6,8 +6,10 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
+from forerun.core.errors import ConfigError, one_line, shown
 from forerun.engine.config import NONE
 from forerun.speculate.length.adaptive import Adaptive
 
@@ -17,7 +19,7 @@ class Curve:
     never costs less: a dearer point before a cheaper one was disturbed."""
 
     def __init__(self, points: Mapping[int, float]) -> None:
-        least, kept = float("inf"), {}
+        least, kept = inf, {}
         for count in sorted(points, reverse=True):
             least = kept[count] = min(least, points[count])
         self.points = dict(sorted(kept.items()))
@@ -91,6 +93,31 @@ class Costs:
         switched = {count: _name(self.best(count)) for count in counts}
         told: dict[str, Any] = {"ways": ways, "switched": switched, "prompt_seconds": self.prompt.points}
         return told | {"deep": self.deep, "outside": self.outside}
+
+    @classmethod
+    def told(cls, found: Mapping[str, Any]) -> Costs:
+        """From what ``describe`` gave, JSON or not. Raises ConfigError for anything else."""
+        try:
+            ways = [
+                Way(str(way["method"]), int(way["k"]), _curve(way["seconds"]), _positive(way["tokens_per_round"]))
+                for way in found["ways"]
+            ]
+            made = cls(ways, _curve(found["prompt_seconds"]), float(found["deep"]), float(found["outside"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"these are not the costs of a plan: {one_line(error)}") from None
+        if not ways or ways[0].k:
+            raise ConfigError("these are not the costs of a plan: plain decoding is not among them")
+        return made
+
+
+def _curve(points: Mapping[Any, Any]) -> Curve:
+    return Curve({int(count): _positive(seconds) for count, seconds in points.items()})
+
+
+def _positive(value: Any) -> float:
+    if not 0 < float(value) < inf:
+        raise ConfigError(f"{shown(value)} is no time and no number of tokens")
+    return float(value)
 
 
 def _name(way: Way) -> str:

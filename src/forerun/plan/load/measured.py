@@ -119,9 +119,9 @@ class Bench:
 
 
 def steps(seats: int | None, drafters: int) -> int:
-    """How often ``Bench.costs`` says what it does, with a step more for what follows."""
+    """How often ``Bench.costs`` says what it does."""
     lengths = 1 + len(LENGTHS) if drafters else 1
-    return len(counts(seats or EngineConfig.max_num_seqs)) * PASSES * lengths * max(1, drafters) + 2
+    return len(counts(seats or EngineConfig.max_num_seqs)) * PASSES * lengths * max(1, drafters) + 1
 
 
 def counts(seats: int) -> list[int]:
@@ -156,4 +156,5 @@ def limits_of(llm: LLM) -> Limits:
         pages=pool.num_pages,
         page=pool.page_size,
         prefixes=config.caches_prefixes,
+        positions=llm.engine.max_model_len,
     )

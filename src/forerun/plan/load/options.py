@@ -33,7 +33,10 @@ class LoadOptions:
     ttft_p95: float | None = field(default=None, metadata={"help": "seconds to the first token, for 95 of 100"})
     tpot_p95: float | None = field(default=None, metadata={"help": "seconds for each further token, for 95 of 100"})
     latency_p95: float | None = field(default=None, metadata={"help": "seconds to the last token, for 95 of 100"})
-    outside: float = field(default=0.0, metadata={"help": "seconds that a request spends on its way and back"})
+    costs: Path | None = field(
+        default=None, metadata={"help": "what such a plan printed with --json: its costs, so that nothing is measured"}
+    )
+    outside: float | None = field(default=None, metadata={"help": "seconds that a request spends on its way and back"})
 
     def __post_init__(self) -> None:
         if self.load is not None and self.rate is not None:
@@ -46,7 +49,7 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} must be seconds above 0, not {value!r}")
-        if not 0 <= self.outside < float("inf"):
+        if self.outside is not None and not 0 <= self.outside < float("inf"):
             raise ConfigError(f"--outside must be seconds, 0 or more, not {self.outside!r}")
         if self.replicas is None and (self.ttft_p95, self.tpot_p95, self.latency_p95) == (None, None, None):
             raise ConfigError("say what is to be kept (--ttft-p95, --tpot-p95, --latency-p95), or how many --replicas")

@@ -28,6 +28,8 @@ class Limits:
     pages: int | None = None
     page: int = 64
     prefixes: bool = True
+    positions: int = 1 << 30
+    """Tokens of a request and its answer."""
 
 
 class Job:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from forerun.core.config import check_types
+from forerun.core.errors import ConfigError, one_line
 from forerun.plan.load.arrivals import Load
 from forerun.plan.load.costs import Costs
 from forerun.plan.load.fleet import Served, serve
@@ -34,4 +39,17 @@ def plan_load(
         "router": router,
         "load": load.describe(),
         "costs": costs.describe(),
+        "limits": asdict(limits),
     }
+
+
+def read_costs(path: Path) -> tuple[Costs, Limits, dict[str, Any]]:
+    """What was measured for an earlier plan, from what it printed with ``--json``, and where. Raises ConfigError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        parts = found["costs"], found["limits"], found["environment"]
+        check_types(Limits, parts[1])
+        limits = Limits(**parts[1])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot read a plan's costs from {path}: {one_line(error)}") from None
+    return Costs.told(parts[0]), limits, parts[2]
