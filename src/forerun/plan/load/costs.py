@@ -102,7 +102,7 @@ class Costs:
                 Way(str(way["method"]), int(way["k"]), _curve(way["seconds"]), _positive(way["tokens_per_round"]))
                 for way in found["ways"]
             ]
-            made = cls(ways, _curve(found["prompt_seconds"]), float(found["deep"]), float(found["outside"]))
+            made = cls(ways, _curve(found["prompt_seconds"]), _least(found["deep"]), _least(found["outside"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"these are not the costs of a plan: {one_line(error)}") from None
         if not ways or ways[0].k:
@@ -111,12 +111,20 @@ class Costs:
 
 
 def _curve(points: Mapping[Any, Any]) -> Curve:
+    if not points:
+        raise ConfigError("a curve has no points")
     return Curve({int(count): _positive(seconds) for count, seconds in points.items()})
 
 
 def _positive(value: Any) -> float:
     if not 0 < float(value) < inf:
         raise ConfigError(f"{shown(value)} is no time and no number of tokens")
+    return float(value)
+
+
+def _least(value: Any) -> float:
+    if not 0 <= float(value) < inf:
+        raise ConfigError(f"{shown(value)} is no time")
     return float(value)
 
 
