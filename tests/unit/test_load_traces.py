@@ -114,11 +114,11 @@ def test_a_trace_for_a_model_with_fewer_positions():
 
 
 def test_drawn_requests_have_the_means_that_were_asked_for():
-    part = Synthetic(4.0, 300, 80, spread=0.7, shared=0.4, prefixes=5, limit=4096, seed=1).part(64)
+    part = Synthetic(4.0, 300, 80, spread=0.7, shared=0.4, prefixes=8, limit=4096, seed=1).part(64)
     arrivals = part.arrivals
-    assert part.replicas == 32
+    assert part.replicas == 16
     count = len(arrivals)
-    assert arrivals[-1].at / count == pytest.approx(1 / 2.0, rel=0.05)
+    assert arrivals[-1].at / count == pytest.approx(1 / 1.0, rel=0.05)
     assert sum(one.prompt for one in arrivals) / count == pytest.approx(300, rel=0.05)
     assert sum(one.output for one in arrivals) / count == pytest.approx(80, rel=0.05)
     assert {one.shared for one in arrivals} == {120}

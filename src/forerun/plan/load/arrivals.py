@@ -126,12 +126,12 @@ class Synthetic:
     limit: int | None = None
     seed: int = 0
 
-    SHARE = 32
+    SHARE = 16
     """Replicas that stand for more."""
-    EACH = 100
-    """Requests for each of them, beside ``ALL``."""
-    ALL = 1000
-    SETTLING = 0.2
+    EACH = 300
+    """Requests for each of them, beside ``ALL``: enough for caches to fill."""
+    ALL = 1500
+    SETTLING = 0.25
 
     def __post_init__(self) -> None:
         for name in ("rate", "spread", "shared"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -95,7 +96,7 @@ def simulate(costs: Costs, limits: Limits, arrivals: Seq[Arrival], count: int, c
     def ended(index: int) -> None:
         replica = replicas[index]
         load[index] -= len(replica.end())
-        if replica.until < float("inf"):
+        if replica.until < math.inf:
             heapq.heappush(events, (replica.until, index))
 
     def run(until: float) -> None:
@@ -112,7 +113,7 @@ def simulate(costs: Costs, limits: Limits, arrivals: Seq[Arrival], count: int, c
         replicas[index].add(job, job.arrival.at)
         if replicas[index].until != before:
             heapq.heappush(events, (replicas[index].until, index))
-    run(float("inf"))
+    run(math.inf)
     return jobs, replicas
 
 
@@ -128,16 +129,18 @@ def serve(costs: Costs, limits: Limits, load: Load, replicas: int, router: str =
     choose = affine(limits.page) if router == "affine" else at_random(seed)
     jobs, machines = simulate(costs, limits, part.arrivals, part.replicas, choose)
     counted = jobs[part.settling :]
-    span = max(job.done for job in jobs) - counted[0].arrival.at
-    tokens, count = sum(job.arrival.output for job in counted), len(counted)
-    busy = sum(machine.busy for machine in machines)
     whole = max(job.done for job in jobs) - jobs[0].arrival.at
+    # A trace has an end; what stands for a load without one is watched while requests come.
+    began, last = counted[0].arrival.at, jobs[-1].arrival.at if part.settling else math.inf
+    done = [job.arrival.output for job in jobs if began <= job.done <= last]
+    span = min(last, jobs[0].arrival.at + whole) - began
+    busy = sum(machine.busy for machine in machines)
     scale, out = replicas / part.replicas, costs.outside
     return Served(
         replicas=replicas,
-        requests=count,
-        tokens_per_second=tokens / span * scale,
-        requests_per_second=count / span * scale,
+        requests=len(counted),
+        tokens_per_second=sum(done) / span * scale,
+        requests_per_second=len(done) / span * scale,
         ttft=Spread.of([job.first - job.arrival.at + out for job in counted]),
         tpot=Spread.of([(job.done - job.first) / (n - 1) for job in counted if (n := job.arrival.output) > 1]),
         latency=Spread.of([job.done - job.arrival.at + out for job in counted]),

@@ -159,6 +159,8 @@ class Replica:
         self._rounds = 0
         self._way: Way = costs.ways[0]
         self._chunks: list[tuple[Job, int]] = []
+        self._held = False
+        """Whether there were prompts to read and no rows for them."""
 
     @property
     def load(self) -> int:
@@ -218,7 +220,7 @@ class Replica:
         depth = sum(job.read * tokens for job, tokens in self._chunks) / max(1, read)
         self._each = self.costs.round(self._way, count, read, depth)
         self._rounds = 1
-        if not read and not any(job.reads for job in self.running):
+        if not self._held and not any(job.reads for job in self.running):
             self._rounds = self._alike(decoding)
         self.until = now + self._rounds * self._each
 
@@ -232,6 +234,7 @@ class Replica:
     def _prompts(self, decoding: int) -> list[tuple[Job, int]]:
         """Whose prompts are read in the next round, and how much of each, as ``Scheduler`` decides it."""
         limits, chosen = self.limits, []
+        self._held = False
         reading = [job for job in self.running if job.reads]
         if not reading and not (self.waiting and len(self.running) < limits.seats):
             return []
@@ -241,6 +244,7 @@ class Replica:
             depth = reading[0].read if reading else 0
             beside = max(SMALLEST_CHUNK, rows - decoding * self._way.k)
             rows = min(rows, self.pace.allowance(decoding, depth, least), beside)
+        self._held = rows <= 0
         for job in reading:
             tokens = min(rows, job.wanted - job.read)
             rows -= tokens
