@@ -57,36 +57,42 @@ def plan(
     if min(longest, *loads, max_tokens, prompts, prompt_tokens) < 1:
         raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
     asked = read_load(load, prompt_tokens, max_tokens, seed) if load else None
-    from forerun.bench.prompts import make_prompts
-    from forerun.engine.llm import LLM
-    from forerun.plan.run import LENGTHS, run_plan
-
     options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
     _check_page(page)
     if asked is not None:
         tell(plan_load(*asked, Setting(engine, options, prompt_set, prompts_file, temperature, seed)), page, as_json)
         return
-    with progress("loading", len(loads) * (len(LENGTHS) * (1 + len(options)) + layer_trials)) as step:
-        llm = LLM(**engine)
-        texts = make_prompts(
-            prompt_set, llm.tokenizer, count=max(prompts, *loads), length=prompt_tokens, seed=seed, file=prompts_file
-        )
-        settings: dict[str, Any] = {
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-            "longest": longest,
-            "seed": seed,
-        }
-        settings |= {"layer_trials": layer_trials, "tree_nodes": trees, "accept": accept, "step": step}
-        plans = [run_plan(llm, options, texts, concurrency=count, **settings) for count in loads]
-    found = plans[0] | {"loads": [_load(one) for one in plans]}
-    found["environment"] = _about(llm, engine, options, texts, loads[0])
+    texts = {"kind": prompt_set, "count": max(prompts, *loads), "length": prompt_tokens, "file": prompts_file}
+    settings = {"temperature": temperature, "max_tokens": max_tokens, "longest": longest, "accept": accept}
+    settings |= {"layer_trials": layer_trials, "tree_nodes": trees, "seed": seed}
+    found = _plans(engine, options, loads, texts | {"seed": seed}, settings)
     if page is not None:
         from forerun.plan.report import report
 
         page.write_text(report(found), encoding="utf-8")
     (print_json if as_json else show)(found)
+
+
+def _plans(
+    engine: Mapping[str, Any],
+    options: list[dict[str, Any]],
+    loads: list[int],
+    texts: dict[str, Any],
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """The first load's plan, and the others' in short; ``texts`` are ``make_prompts``' options."""
+    from forerun.bench.prompts import make_prompts
+    from forerun.engine.llm import LLM
+    from forerun.plan.run import LENGTHS, run_plan
+
+    with progress("loading", len(loads) * (len(LENGTHS) * (1 + len(options)) + settings["layer_trials"])) as step:
+        llm = LLM(**engine)
+        prompts = make_prompts(tokenizer=llm.tokenizer, **texts)
+        plans = [run_plan(llm, options, prompts, concurrency=count, step=step, **settings) for count in loads]
+    found = plans[0] | {"loads": [_load(one) for one in plans]}
+    found["environment"] = _about(llm, engine, options, prompts, loads[0])
+    return found
 
 
 def _check_page(page: Path | None) -> None:

@@ -18,7 +18,7 @@ class LoadOptions:
     """Each is a flag of ``forerun plan``."""
 
     load: Path | None = field(
-        default=None, metadata={"help": f"a trace: on each line JSON with {', '.join(KEYS[:3])} (see docs/plan.md)"}
+        default=None, metadata={"help": f"a trace: on each line JSON with {', '.join(KEYS[:3])} (docs/plan.md)"}
     )
     rate: float | None = field(
         default=None, metadata={"help": "requests a second, at random, of --prompt-tokens and --max-tokens: no trace"}
