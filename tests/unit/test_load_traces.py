@@ -94,6 +94,8 @@ def test_a_file_that_cannot_be_read(tmp_path, capsys, content):
         ("--rate 2 --replicas 2 --spread -1", "the spread of a load must be 0 or more"),
         ("--rate 2 --replicas 2 --shared-prefix 1.5", "a share from 0 to 1, not 1.5"),
         ("--rate 2 --replicas 2 --prefixes 0", "1 or more prefixes"),
+        ("--rate 2 --replicas 2 --concurrency 4", "--concurrency is for a plan without a load"),
+        ("--rate 2 --replicas 2 --trees 4", "--trees is for a plan without a load"),
         ("--rate 2 --replicas 2 --outside -1", "--outside must be seconds, 0 or more"),
     ],
 )

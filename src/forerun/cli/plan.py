@@ -56,7 +56,8 @@ def plan(
     loads = split("concurrency", concurrency, int) or [0]
     if min(longest, *loads, max_tokens, prompts, prompt_tokens) < 1:
         raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
-    asked = read_load(load, prompt_tokens, max_tokens, seed) if load else None
+    others = {"concurrency": concurrency != "1", "longest": longest != 8, "layer_trials": layer_trials, "trees": trees}
+    asked = read_load(load, prompt_tokens, max_tokens, seed, others | {"prompts": prompts != 4}) if load else None
     options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
     _check_page(page)

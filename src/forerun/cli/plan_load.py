@@ -38,8 +38,14 @@ class Setting:
     seed: int
 
 
-def read_load(given: Mapping[str, Any], prompt_tokens: int, max_tokens: int, seed: int) -> tuple[LoadOptions, Load]:
-    """What is asked for. Raises ConfigError before anything is loaded."""
+def read_load(
+    given: Mapping[str, Any], prompt_tokens: int, max_tokens: int, seed: int, others: Mapping[str, Any]
+) -> tuple[LoadOptions, Load]:
+    """What is asked for. Raises ConfigError before anything is loaded, also if one of ``others`` was given: options
+    of a plan without a load."""
+    for name, value in others.items():
+        if value:
+            raise ConfigError(f"--{name.replace('_', '-')} is for a plan without a load")
     options = LoadOptions(**given)
     return options, options.made(prompt_tokens, max_tokens, seed)
 
