@@ -142,6 +142,14 @@ def test_a_conversation_goes_on_behind_its_answers():
     assert jobs[1].reused == 159
 
 
+def test_a_long_text_makes_room_for_one_that_leaves_it_early():
+    """Nine of twelve pages hold the conversation; the second request needs two of them and eight others."""
+    arrivals = [Arrival(0.0, 100, 60, "talk", 100), Arrival(500.0, 150, 20, "talk", 32)]
+    jobs, _ = simulate(costs({1: 1.0}), Limits(page=16, pages=12), arrivals, 1, at_random(0))
+    assert jobs[1].done == pytest.approx(519.0)
+    assert jobs[1].reused == 32
+
+
 def test_drafts_where_they_pay():
     """Two tokens a round for 1.5 times the price alone; at eight for 2.5 times."""
     plain = Way("none", 0, Curve({1: 1.0, 8: 1.0}), 1.0)

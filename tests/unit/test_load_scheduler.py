@@ -117,7 +117,6 @@ def test_as_the_engine_schedules(limits, rate, prefixes, close):
     real = Played(limits, arrivals)
     real.run()
     jobs, machines = simulate(PRICE, limits, arrivals, 1, at_random(0))
-    print(limits, real.preempted, machines[0].preempted, real.reused, sum(j.reused for j in jobs))
     for found, wanted in (
         ([job.first - job.arrival.at for job in jobs], [real.first[job.number] - job.arrival.at for job in jobs]),
         ([job.done - job.arrival.at for job in jobs], [real.done[job.number] - job.arrival.at for job in jobs]),
@@ -125,5 +124,4 @@ def test_as_the_engine_schedules(limits, rate, prefixes, close):
         pairs = sorted(found), sorted(wanted)
         for part in (0.5, 0.95):
             mine, theirs = (values[int(part * len(values))] for values in pairs)
-            print(part, mine, theirs)
             assert mine == pytest.approx(theirs, rel=close)

@@ -116,6 +116,12 @@ class Cache:
             self.unused -= text.pages
         text.users += 1
 
+    def trim(self, text: Text, pages: int) -> None:
+        """Free what its only user does not need of a text."""
+        if text.users == 1 and text.pages > pages:
+            self.free += text.pages - pages
+            text.pages, text.tokens = pages, min(text.tokens, pages * self.page)
+
     def leave(self, text: Text) -> None:
         text.users -= 1
         if not text.users:
@@ -274,7 +280,10 @@ class Replica:
                 cache.keep(job, own)
                 return False
             cache.use(text)
-        if not cache.take(max(0, common - text.pages if text else 0) + pages - common):
+        missing = pages - common + (max(0, common - text.pages) if text is not None else 0)
+        if text is not None and missing > cache.free + cache.unused:
+            cache.trim(text, common)
+        if not cache.take(missing):
             if text is not None:
                 cache.leave(text)
             cache.keep(job, own)
@@ -282,6 +291,7 @@ class Replica:
         if text is not None:
             text.pages = max(text.pages, common)
         job.held, job.common = pages - common, common
+        reused = min(reused, text.tokens) if text is not None else 0
         if own and reused >= common * cache.page:
             reused = max(reused, min((common + own) * cache.page, job.wanted - 1))
         job.read = reused
