@@ -4,8 +4,8 @@
 
 Draws a load and writes it as a trace; measures a replica with ``forerun plan --load``, as many of these at a time as
 replicas share this machine; asks ``forerun serve --replicas`` for the same requests at the same times over HTTP, and
-puts what was seen beside what was said. What a request spends outside of an engine is measured before, by requests
-that are alone. Needs ``forerun[serve,ray]``.
+puts what was seen beside what was said. What a request spends outside of an engine, and what it takes to tell tokens, is
+measured before, by requests that are alone. Needs ``forerun[serve,ray]``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -117,21 +117,21 @@ def compare(trace: Trace, costs: Path, replicas: int, single: list[Seen], seen: 
     """Said, seen, and the one over the other."""
     price, limits, _ = read_costs(costs)
     quiet = [Arrival(1000.0 * number, one.prompt, one.output) for number, one in enumerate(alone)]
-    idle = serve(price, limits, Trace(quiet), 1)
-    outside = max(0.0, median(one.last for one in single) - idle.latency.p50)
-    from dataclasses import replace
-
-    said = serve(replace(price, outside=outside), limits, trace, replicas)
+    idle, tokens = serve(price, limits, Trace(quiet), 1), price.best(1).tokens
+    outside = max(0.0, median(one.first for one in single) - idle.ttft.p50)
+    each = median((one.last - one.first) / (asked.output - 1) for one, asked in zip(single, alone))
+    telling = max(0.0, (each - idle.tpot.p50) * tokens)
+    said = serve(replace(price, outside=outside, telling=telling), limits, trace, replicas)
     pairs = zip(seen, trace.arrivals)
     tpot = Spread.of([(one.last - one.first) / (asked.output - 1) for one, asked in pairs if asked.output > 1])
     ttft, latency = Spread.of([one.first for one in seen]), Spread.of([one.last for one in seen])
-    tokens = sum(one.tokens for one in seen) / (max(one.ended for one in seen) - trace.arrivals[0].at)
-    figures = {"tokens_per_second": (said.tokens_per_second, tokens)}
+    speed = sum(one.tokens for one in seen) / (max(one.ended for one in seen) - trace.arrivals[0].at)
+    figures = {"tokens_per_second": (said.tokens_per_second, speed)}
     for name, found in (("ttft", ttft), ("tpot", tpot), ("latency", latency)):
         for part in ("p50", "p95"):
             figures[f"{name}_{part}"] = (getattr(getattr(said, name), part), getattr(found, part))
     rows = {name: {"said": one, "seen": other, "ratio": one / other} for name, (one, other) in figures.items()}
-    return {"outside": outside, "utilisation_said": said.utilisation, "figures": rows}
+    return {"outside": outside, "telling": telling, "utilisation_said": said.utilisation, "figures": rows}
 
 
 def main() -> None:
@@ -165,7 +165,7 @@ def main() -> None:
     result = {"settings": settings, **found, "costs": costs["costs"], "environment": costs["environment"]}
     for name, row in found["figures"].items():
         print(f"{name:20} said {row['said']:8.4g}  seen {row['seen']:8.4g}  {row['ratio']:.2f}")
-    print(f"outside {found['outside']:.4f} s, replicas busy {found['utilisation_said']:.0%} of the time, as said")
+    print(f"outside {found['outside']:.4f} s, telling {found['telling']:.4f} s, busy {found['utilisation_said']:.0%}")
     if given.out is not None:
         given.out.write_text(json.dumps(result, indent=2) + "\n")
 

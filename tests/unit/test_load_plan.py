@@ -116,6 +116,16 @@ def test_one_request_by_hand():
     assert (found.requests, found.utilisation, found.hit_rate) == (1, pytest.approx(1.0), 0.0)
 
 
+def test_telling_takes_time_for_each():
+    arrivals = [Arrival(0.0, 1, 11), Arrival(0.0, 1, 11)]
+    price = costs({1: 1.0}, telling=0.25)
+    jobs, _ = simulate(price, Limits(seats=1), arrivals[:1], 1, at_random(0))
+    assert jobs[0].done == pytest.approx(10 * 1.25)
+    jobs, _ = simulate(price, Limits(chunk=9), arrivals, 1, at_random(0))
+    # One round alone, in which the second prompt is read, nine together, one alone.
+    assert jobs[1].done == pytest.approx(1.25 + 9 * 1.5 + 1.25)
+
+
 def test_two_requests_by_hand():
     """The second one is read beside the first one's third token: 10 rows more than 1 cost 0.1 s each."""
     price = costs({1: 1.0, 2: 1.5}, {1: 1.0, 11: 2.0})

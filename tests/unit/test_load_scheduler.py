@@ -116,7 +116,7 @@ def test_as_the_engine_schedules(limits, rate, prefixes, close):
     arrivals = load(rate, 400, seed=3, prefixes=prefixes)
     real = Played(limits, arrivals)
     real.run()
-    jobs, machines = simulate(PRICE, limits, arrivals, 1, at_random(0))
+    jobs, _ = simulate(PRICE, limits, arrivals, 1, at_random(0))
     for found, wanted in (
         ([job.first - job.arrival.at for job in jobs], [real.first[job.number] - job.arrival.at for job in jobs]),
         ([job.done - job.arrival.at for job in jobs], [real.done[job.number] - job.arrival.at for job in jobs]),

@@ -59,8 +59,8 @@ def plan_load(options: LoadOptions, load: Load, setting: Setting) -> dict[str, A
     if options.costs is not None and setting.engine:
         raise ConfigError(f"--costs says what runs: leave --{next(iter(setting.engine)).replace('_', '-')} out")
     costs, limits, about = _measure(load, setting) if options.costs is None else read_costs(options.costs)
-    if options.outside is not None:
-        costs = replace(costs, outside=options.outside)
+    added = {name: getattr(options, name) for name in ("outside", "telling")}
+    costs = replace(costs, **{name: value for name, value in added.items() if value is not None})
     targets = Targets(options.ttft_p95, options.tpot_p95, options.latency_p95)
     found = run(costs, limits, load.within(limits.positions), targets, options.replicas, options.router)
     return found | {"environment": about}

@@ -49,13 +49,15 @@ class Way:
 @dataclass(frozen=True)
 class Costs:
     """A replica's, in seconds. ``ways[0]`` is plain decoding. ``prompt`` is a round by the prompt tokens that it reads
-    and nothing else, ``deep`` what each of these costs more for each token before it, and ``outside`` what a request
-    spends on its way to an engine and back."""
+    and nothing else, ``deep`` what each of these costs more for each token before it, ``outside`` what a request
+    spends on its way to an engine and back, and ``telling`` what a round takes longer for each request that gets tokens
+    in it, as these leave the engine."""
 
     ways: Seq[Way]
     prompt: Curve
     deep: float = 0.0
     outside: float = 0.0
+    telling: float = 0.0
     _best: dict[int, Way] = field(default_factory=dict, repr=False, compare=False)
 
     def best(self, decoding: int) -> Way:
@@ -78,7 +80,7 @@ class Costs:
         deep = self.deep * prompt_tokens * depth
         if not decoding:
             return self.prompt(prompt_tokens) + deep
-        decoded = way.seconds(decoding)
+        decoded = way.seconds(decoding) + self.telling * decoding
         if not prompt_tokens:
             return decoded
         rows = decoding * (1 + way.k)
@@ -92,7 +94,7 @@ class Costs:
         counts = list(self.ways[0].seconds.points)
         switched = {count: _name(self.best(count)) for count in counts}
         told: dict[str, Any] = {"ways": ways, "switched": switched, "prompt_seconds": self.prompt.points}
-        return told | {"deep": self.deep, "outside": self.outside}
+        return told | {"deep": self.deep, "outside": self.outside, "telling": self.telling}
 
     @classmethod
     def told(cls, found: Mapping[str, Any]) -> Costs:
@@ -102,7 +104,9 @@ class Costs:
                 Way(str(way["method"]), int(way["k"]), _curve(way["seconds"]), _positive(way["tokens_per_round"]))
                 for way in found["ways"]
             ]
-            made = cls(ways, _curve(found["prompt_seconds"]), _least(found["deep"]), _least(found["outside"]))
+            made = cls(
+                ways, _curve(found["prompt_seconds"]), *(_least(found[name]) for name in ("deep", "outside", "telling"))
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"these are not the costs of a plan: {one_line(error)}") from None
         if not ways or ways[0].k:

@@ -49,8 +49,10 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} must be seconds above 0, not {value!r}")
-        if self.outside is not None and not 0 <= self.outside < float("inf"):
-            raise ConfigError(f"--outside must be seconds, 0 or more, not {self.outside!r}")
+        for name in ("outside", "telling"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"--{name} must be seconds, 0 or more, not {value!r}")
         if self.replicas is None and (self.ttft_p95, self.tpot_p95, self.latency_p95) == (None, None, None):
             raise ConfigError("say what is to be kept (--ttft-p95, --tpot-p95, --latency-p95), or how many --replicas")
 
