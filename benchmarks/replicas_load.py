@@ -4,8 +4,8 @@
 
 Draws a load and writes it as a trace; measures a replica with ``forerun plan --load``, as many of these at a time as
 replicas share this machine; asks ``forerun serve --replicas`` for the same requests at the same times over HTTP, and
-puts what was seen beside what was said. What a request spends outside of an engine, and what it takes to tell tokens, is
-measured before, by requests that are alone. Needs ``forerun[serve,ray]``.
+puts what was seen beside what was said. What a request spends outside of an engine, and what it takes to tell tokens,
+is measured before, by requests that are alone. Needs ``forerun[serve,ray]``.
 """
 
 from __future__ import annotations

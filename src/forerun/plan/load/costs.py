@@ -104,9 +104,8 @@ class Costs:
                 Way(str(way["method"]), int(way["k"]), _curve(way["seconds"]), _positive(way["tokens_per_round"]))
                 for way in found["ways"]
             ]
-            made = cls(
-                ways, _curve(found["prompt_seconds"]), *(_least(found[name]) for name in ("deep", "outside", "telling"))
-            )
+            added = {name: _least(found[name]) for name in ("deep", "outside", "telling")}
+            made = cls(ways, _curve(found["prompt_seconds"]), **added)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"these are not the costs of a plan: {one_line(error)}") from None
         if not ways or ways[0].k:

@@ -37,6 +37,9 @@ class LoadOptions:
         default=None, metadata={"help": "what such a plan printed with --json: its costs, so that nothing is measured"}
     )
     outside: float | None = field(default=None, metadata={"help": "seconds that a request spends on its way and back"})
+    telling: float | None = field(
+        default=None, metadata={"help": "seconds by which a round is longer for each request that gets tokens in it"}
+    )
 
     def __post_init__(self) -> None:
         if self.load is not None and self.rate is not None:
