@@ -58,7 +58,7 @@ class Costs:
     deep: float = 0.0
     outside: float = 0.0
     telling: float = 0.0
-    _best: dict[int, Way] = field(default_factory=dict, repr=False, compare=False)
+    _best: dict[int, Way] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def best(self, decoding: int) -> Way:
         """The way with the most tokens a second where so many requests decode: a draft must promise what ``adaptive``
