@@ -13,6 +13,7 @@ from forerun.bench.config import HELD_OUT, SETS
 from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
 from forerun.cli.console import print_json, print_table, progress, set_threads
 from forerun.cli.options import ENGINE, takes
+from forerun.cli.plan_load import LOAD, Setting, plan_load, read_load, tell
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.speculate.names import drafters, rules
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from forerun.engine.llm import LLM
 
 
-@takes(ENGINE, MODEL_ONLY)
+@takes(ENGINE, MODEL_ONLY, LOAD)
 def plan(
     methods: Annotated[str, typer.Option(help=f"candidates: {', '.join(drafters)}")] = "draft_model,ngram",
     accept: Annotated[str, typer.Option(help=f"acceptance rule: {', '.join(rules)}")] = "coupled",
@@ -45,40 +46,54 @@ def plan(
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
+    load: Mapping[str, Any],
 ) -> None:
-    """Measure acceptance and costs on your models and prompts, predict every method, recommend one."""
-    if "max_num_seqs" in engine:
+    """Measure acceptance and costs on your models and prompts, predict every method, recommend one.
+
+    With --load or --rate: how many replicas a load takes."""
+    if "max_num_seqs" in engine and not load:
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
     loads = split("concurrency", concurrency, int) or [0]
     if min(longest, *loads, max_tokens, prompts, prompt_tokens) < 1:
         raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
-    from forerun.bench.prompts import make_prompts
-    from forerun.engine.llm import LLM
-    from forerun.plan.run import LENGTHS, run_plan
-
+    others = {"concurrency": concurrency != "1", "longest": longest != 8, "layer_trials": layer_trials, "trees": trees}
+    asked = read_load(load, prompt_tokens, max_tokens, seed, others | {"prompts": prompts != 4}) if load else None
     options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
     _check_page(page)
-    with progress("loading", len(loads) * (len(LENGTHS) * (1 + len(options)) + layer_trials)) as step:
-        llm = LLM(**engine)
-        texts = make_prompts(
-            prompt_set, llm.tokenizer, count=max(prompts, *loads), length=prompt_tokens, seed=seed, file=prompts_file
-        )
-        settings: dict[str, Any] = {
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-            "longest": longest,
-            "seed": seed,
-        }
-        settings |= {"layer_trials": layer_trials, "tree_nodes": trees, "accept": accept, "step": step}
-        plans = [run_plan(llm, options, texts, concurrency=load, **settings) for load in loads]
-    found = plans[0] | {"loads": [_load(one) for one in plans]}
-    found["environment"] = _about(llm, engine, options, texts, loads[0])
+    if asked is not None:
+        tell(plan_load(*asked, Setting(engine, options, prompt_set, prompts_file, temperature, seed)), page, as_json)
+        return
+    texts = {"kind": prompt_set, "count": max(prompts, *loads), "length": prompt_tokens, "file": prompts_file}
+    settings = {"temperature": temperature, "max_tokens": max_tokens, "longest": longest, "accept": accept}
+    settings |= {"layer_trials": layer_trials, "tree_nodes": trees, "seed": seed}
+    found = _plans(engine, options, loads, texts | {"seed": seed}, settings)
     if page is not None:
         from forerun.plan.report import report
 
         page.write_text(report(found), encoding="utf-8")
     (print_json if as_json else show)(found)
+
+
+def _plans(
+    engine: Mapping[str, Any],
+    options: list[dict[str, Any]],
+    loads: list[int],
+    texts: dict[str, Any],
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """The first load's plan, and the others' in short; ``texts`` are ``make_prompts``' options."""
+    from forerun.bench.prompts import make_prompts
+    from forerun.engine.llm import LLM
+    from forerun.plan.run import LENGTHS, run_plan
+
+    with progress("loading", len(loads) * (len(LENGTHS) * (1 + len(options)) + settings["layer_trials"])) as step:
+        llm = LLM(**engine)
+        prompts = make_prompts(tokenizer=llm.tokenizer, **texts)
+        plans = [run_plan(llm, options, prompts, concurrency=count, step=step, **settings) for count in loads]
+    found = plans[0] | {"loads": [_load(one) for one in plans]}
+    found["environment"] = _about(llm, engine, options, prompts, loads[0])
+    return found
 
 
 def _check_page(page: Path | None) -> None:

@@ -218,8 +218,7 @@ class Scheduler:
     def _allowance(self, decoding: list[Sequence], rows: int) -> int:
         """Prompt tokens beside decoding sequences: not at the cost of drafts, but always some."""
         drafts = sum(self.draft_rows(sequence) for sequence in decoding)
-        prompts = sum(map(_reads, self.running)) + len(self.waiting)
-        least = min(SMALLEST_CHUNK, max(FEWEST_TOKENS, SMALLEST_CHUNK * prompts // len(decoding)))
+        least = fewest(sum(map(_reads, self.running)) + len(self.waiting), len(decoding))
         depth = next((sequence.cached for sequence in self.running if _reads(sequence)), 0)
         return min(rows, self.pace.allowance(len(decoding), depth, least), max(SMALLEST_CHUNK, rows - drafts))
 
@@ -312,6 +311,11 @@ class Scheduler:
         sequence.cached = sequence.scheduled = sequence.room = 0
         insort(self.waiting, sequence, key=_rank)
         self.on_preempt(sequence)
+
+
+def fewest(prompts: int, decoding: int) -> int:
+    """Prompt tokens of a round whatever they cost, where so many prompts wait or are read beside ``decoding``."""
+    return min(SMALLEST_CHUNK, max(FEWEST_TOKENS, SMALLEST_CHUNK * prompts // decoding))
 
 
 def _missing(sequence: Sequence) -> int:

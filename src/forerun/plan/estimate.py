@@ -84,23 +84,40 @@ class Measured:
         return RequestMetrics.merged(self.metrics) if self.metrics else RequestMetrics()
 
 
-def measure(engine: Engine, prompts: Seq[Seq[int]], params: Seq[SamplingParams], *, whole: bool = False) -> Measured:
+def measure(
+    engine: Engine,
+    prompts: Seq[Seq[int]],
+    params: Seq[SamplingParams],
+    *,
+    whole: bool = False,
+    max_draft: int | None = None,
+) -> Measured:
     """Run the prompts through ``engine``, as many at a time as it takes, and time every round; with ``whole`` those
-    that read prompts count, too."""
+    that read prompts count, too. ``max_draft`` bounds a draft's tokens."""
     found = Measured()
     with torch.inference_mode():  # as whoever runs an engine does
-        for _ in rounds(engine, prompts, params, found, whole=whole):
+        for _ in rounds(engine, prompts, params, found, whole=whole, max_draft=max_draft):
             pass
     return found
 
 
 def rounds(
-    engine: Engine, prompts: Seq[Seq[int]], params: Seq[SamplingParams], found: Measured, *, whole: bool = False
+    engine: Engine,
+    prompts: Seq[Seq[int]],
+    params: Seq[SamplingParams],
+    found: Measured,
+    *,
+    whole: bool = False,
+    max_draft: int | None = None,
 ) -> Iterator[None]:
     """The same, round by round, for whoever lets several engines take turns; ``found`` is whole at the end."""
     latest: list[Round] = []
     engine.on_round = latest.append
-    jobs = [job for prompt, options in zip(prompts, params, strict=True) for job in engine.add(prompt, options)]
+    jobs = [
+        job
+        for prompt, options in zip(prompts, params, strict=True)
+        for job in engine.add(prompt, options, max_draft=max_draft)
+    ]
     while engine.busy:
         latest.clear()
         began = perf_counter()

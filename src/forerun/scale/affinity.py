@@ -43,11 +43,16 @@ class Affinity:
     def order(self, load: Mapping[R, int], tokens: Seq[int], session: str | None = None, refused: int = 0) -> list[R]:
         """The replicas of ``load``, requests in progress by replica, the best first. A request that was ``refused`` so
         often, for a replica's weights, begins so far down, and the best ones come last."""
+        ranked = self.order_named(load, list(blocks(tokens, self.block)), session)
+        turn = refused % max(1, len(ranked))
+        return ranked[turn:] + ranked[:turn]
+
+    def order_named(self, load: Mapping[R, int], names: Seq[bytes], session: str | None = None) -> list[R]:
+        """The replicas, the best first, for a prompt whose blocks have these ``names``."""
         limit = math.ceil(self.bound * (sum(load.values()) + 1) / max(1, len(load)))
-        known = self._matches(tokens)
+        known = self._matches(names)
         home = self._seen.get(_of_session(session)) if session is not None else None
-        first = next(blocks(tokens[: self.block], self.block), None)
-        key = _of_session(session) if session is not None else first
+        key = _of_session(session) if session is not None else next(iter(names), None)
 
         def rank(replica: R) -> tuple[bool, bool, int, int, bytes]:
             fits = load[replica] < limit
@@ -57,16 +62,15 @@ class Affinity:
             spread = load[replica] if not fits or key is None else 0
             return not fits, replica != home, -matched, spread, drawn
 
-        ranked = sorted(load, key=rank)
-        turn = refused % max(1, len(ranked))
-        return ranked[turn:] + ranked[:turn]
+        return sorted(load, key=rank)
 
     def note(self, replica: Hashable, tokens: Seq[int], session: str | None = None) -> None:
         """A request went to ``replica``."""
-        names = list(blocks(tokens, self.block))
-        if session is not None:
-            names.append(_of_session(session))
-        for name in names:
+        self.note_named(replica, list(blocks(tokens, self.block)), session)
+
+    def note_named(self, replica: Hashable, names: Seq[bytes], session: str | None = None) -> None:
+        """The same for a prompt whose blocks have these ``names``."""
+        for name in names if session is None else [*names, _of_session(session)]:
             self._seen[name] = replica
             self._seen.move_to_end(name)
         while len(self._seen) > self.remembered:
@@ -77,10 +81,10 @@ class Affinity:
         for name in [name for name, where in self._seen.items() if where == replica]:
             del self._seen[name]
 
-    def _matches(self, tokens: Seq[int]) -> dict[Hashable, int]:
+    def _matches(self, names: Seq[bytes]) -> dict[Hashable, int]:
         """By replica: how many leading blocks of a prompt it had, as far as is known."""
         found: dict[Hashable, int] = {}
-        for count, name in enumerate(blocks(tokens, self.block), start=1):
+        for count, name in enumerate(names, start=1):
             where = self._seen.get(name)
             if where is None:
                 break

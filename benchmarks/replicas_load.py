@@ -1,0 +1,179 @@
+"""A plan on paper beside two real replicas: tokens a second, and 50th and 95th percentiles.
+
+    python benchmarks/replicas_load.py [--model smollm2] [--rate 1.5] [--requests 120] [--out FILE.json]
+
+Draws a load and writes it as a trace; measures a replica with ``forerun plan --load``, as many of these at a time as
+replicas share this machine; asks ``forerun serve --replicas`` for the same requests at the same times over HTTP, and
+puts what was seen beside what was said. What a request spends outside of an engine, and what it takes to tell tokens,
+is measured before, by requests that are alone. Needs ``forerun[serve,ray]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx2
+
+from forerun.plan.load.arrivals import Arrival, Synthetic, Trace
+from forerun.plan.load.fleet import Spread, serve
+from forerun.plan.load.run import read_costs
+
+FORERUN = [sys.executable, "-u", "-m", "forerun"]
+ALONE = 8
+"""Requests that are sent one by one before the load."""
+VOCABULARY = range(300, 4000)
+"""Ids that every model here has, for prompts that say nothing."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of one request, seconds after it was sent."""
+
+    first: float
+    last: float
+    ended: float
+    """On the load's clock."""
+    tokens: int
+
+
+def prompt(number: int, one: Arrival, seed: int) -> list[int]:
+    text, own = random.Random(f"{seed} text {one.prefix}"), random.Random(f"{seed} own {number}")
+    shared = text.choices(VOCABULARY, k=one.shared)
+    return shared + own.choices(VOCABULARY, k=one.prompt - one.shared)
+
+
+async def ask(http: httpx2.AsyncClient, number: int, one: Arrival, seed: int, began: float) -> Seen:
+    body = {"prompt": prompt(number, one, seed), "max_tokens": one.output, "ignore_eos": True, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    sent, first, tokens = time.perf_counter(), 0.0, 0
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(event["error"]["message"])
+            if event["choices"] and not first:
+                first = time.perf_counter()
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    now = time.perf_counter()
+    return Seen(first - sent, now - sent, now - began, tokens)
+
+
+async def load(url: str, arrivals: list[Arrival], alone: list[Arrival], seed: int) -> tuple[list[Seen], list[Seen]]:
+    """What requests see that are alone, and then the load's."""
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+        single = [await ask(http, -1 - number, one, seed, 0.0) for number, one in enumerate(alone)]
+        began = time.perf_counter()
+
+        async def one(number: int, arrival: Arrival) -> Seen:
+            await asyncio.sleep(arrival.at - (time.perf_counter() - began))
+            return await ask(http, number, arrival, seed, began)
+
+        return single, await asyncio.gather(*[one(number, arrival) for number, arrival in enumerate(arrivals)])
+
+
+def served(model: str, replicas: int, options: list[str], arrivals: list[Arrival], alone: list[Arrival], seed: int):
+    command = [*FORERUN, "serve", "--model", model, "--replicas", str(replicas), "--threads", "1", "--port", "0"]
+    with subprocess.Popen([*command, *options, "--no-request-log"], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        for line in server.stdout:
+            if line.startswith("listening on"):
+                break
+        else:
+            sys.exit("the server did not start")
+        found = asyncio.run(load(line.split()[-1], arrivals, alone, seed))
+        server.send_signal(signal.SIGTERM)
+        server.wait(120)
+    return found
+
+
+def planned(model: str, replicas: int, options: list[str], methods: str, trace: Path) -> None:
+    """Measure with ``forerun plan``, by as many processes as there are replicas: what one sees while all work."""
+    command = [*FORERUN, "plan", "--model", model, "--load", str(trace), "--replicas", str(replicas), "--json"]
+    command += ["--methods", methods, "--prompt-set", "random", "--threads", "1", *options]
+    running = []
+    for number in range(replicas):
+        with trace.with_name(f"plan{number}.json").open("w") as out:
+            running.append(subprocess.Popen(command, stdout=out))
+    if any(process.wait() for process in running):
+        sys.exit("forerun plan failed")
+
+
+def compare(trace: Trace, costs: Path, replicas: int, single: list[Seen], seen: list[Seen], alone: list[Arrival]):
+    """Said, seen, and the one over the other."""
+    price, limits, _ = read_costs(costs)
+    quiet = [Arrival(1000.0 * number, one.prompt, one.output) for number, one in enumerate(alone)]
+    idle, tokens = serve(price, limits, Trace(quiet), 1), price.best(1).tokens
+    outside = max(0.0, median(one.first for one in single) - idle.ttft.p50)
+    each = median((one.last - one.first) / (asked.output - 1) for one, asked in zip(single, alone))
+    telling = max(0.0, (each - idle.tpot.p50) * tokens)
+    said = serve(replace(price, outside=outside, telling=telling), limits, trace, replicas)
+    pairs = zip(seen, trace.arrivals)
+    tpot = Spread.of([(one.last - one.first) / (asked.output - 1) for one, asked in pairs if asked.output > 1])
+    ttft, latency = Spread.of([one.first for one in seen]), Spread.of([one.last for one in seen])
+    speed = sum(one.tokens for one in seen) / (max(one.ended for one in seen) - trace.arrivals[0].at)
+    figures = {"tokens_per_second": (said.tokens_per_second, speed)}
+    for name, found in (("ttft", ttft), ("tpot", tpot), ("latency", latency)):
+        for part in ("p50", "p95"):
+            figures[f"{name}_{part}"] = (getattr(getattr(said, name), part), getattr(found, part))
+    rows = {name: {"said": one, "seen": other, "ratio": one / other} for name, (one, other) in figures.items()}
+    return {"outside": outside, "telling": telling, "utilisation_said": said.utilisation, "figures": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=1.5)
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--prompt-tokens", type=int, default=160)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--shared-prefix", type=float, default=0.5)
+    parser.add_argument("--prefixes", type=int, default=8)
+    parser.add_argument("--method", default="ngram", help="who drafts; none: plain decoding")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    drawn = Synthetic(
+        given.rate, given.prompt_tokens, given.max_tokens, 0.5, given.shared_prefix, given.prefixes, 2048, given.seed
+    )
+    arrivals = list(drawn.part(1).arrivals[: given.requests])
+    alone = [Arrival(0.0, given.prompt_tokens, given.max_tokens)] * ALONE
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.jsonl"
+        trace.write_text("".join(json.dumps(line(one)) + "\n" for one in arrivals))
+        planned(given.model, given.replicas, [], given.method, trace)
+        options = ["--spec-method", given.method]
+        single, seen = served(given.model, given.replicas, options, arrivals, alone, given.seed)
+        found = compare(Trace(arrivals), trace.with_name("plan0.json"), given.replicas, single, seen, alone)
+        costs = json.loads(trace.with_name("plan0.json").read_text())
+    settings = {key: value for key, value in vars(given).items() if key != "out"}
+    result = {"settings": settings, **found, "costs": costs["costs"], "environment": costs["environment"]}
+    for name, row in found["figures"].items():
+        print(f"{name:20} said {row['said']:8.4g}  seen {row['seen']:8.4g}  {row['ratio']:.2f}")
+    print(f"outside {found['outside']:.4f} s, telling {found['telling']:.4f} s, busy {found['utilisation_said']:.0%}")
+    if given.out is not None:
+        given.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def line(one: Arrival) -> dict[str, Any]:
+    told: dict[str, Any] = {"arrival": one.at, "prompt_tokens": one.prompt, "output_tokens": one.output}
+    return told if one.prefix is None else told | {"prefix": one.prefix, "prefix_tokens": one.shared}
+
+
+if __name__ == "__main__":
+    main()

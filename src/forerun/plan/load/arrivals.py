@@ -1,0 +1,248 @@
+"""Loads: requests in time, from a trace or drawn. Loads no library: a bad trace is told before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from forerun.core.errors import ConfigError, shown
+
+KEYS = ("arrival", "prompt_tokens", "output_tokens", "prefix", "prefix_tokens")
+"""Of a trace's lines; the last two belong together and may be missing."""
+COMPARISONS = 500_000
+"""Most requests times replicas of one simulation, which a router weighs. Beyond it a share is simulated."""
+LONGEST = 20_000
+"""Most requests of one simulation, where a share of the replicas can be simulated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request: ``at`` seconds, with so many ``prompt`` tokens, of which the first ``shared`` are those of the text
+    ``prefix``, asks for ``output`` tokens. If all of its prompt is of that text, so is its answer: a conversation."""
+
+    at: float
+    prompt: int
+    output: int
+    prefix: Hashable | None = None
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What stands for a load on a fleet: ``arrivals`` on so many ``replicas``. Figures leave out the first ``settling``
+    of them, in which queues and caches fill."""
+
+    arrivals: Seq[Arrival]
+    replicas: int
+    settling: int = 0
+
+
+class Load(Protocol):
+    """What is to be served."""
+
+    def part(self, replicas: int) -> Part:
+        """For a fleet of so many replicas: all of it, or a share of both."""
+
+    def within(self, positions: int) -> Load:
+        """For a model with so many. Raises ConfigError where requests do not fit."""
+
+    def longest(self) -> int:
+        """Most tokens of a prompt."""
+
+    def typical(self) -> Arrival:
+        """Mean lengths, for measuring."""
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests as they came, in order."""
+
+    arrivals: Seq[Arrival]
+    seed: int = 0
+
+    def part(self, replicas: int) -> Part:
+        """Where a simulation would take too long, a share of the replicas gets the same share of the requests: those
+        with the same prefix all or none, others one by one."""
+        count = len(self.arrivals)
+        kept = min(math.sqrt(COMPARISONS * replicas / count), replicas * LONGEST / count)
+        if count * replicas <= COMPARISONS and count <= LONGEST:
+            return Part(self.arrivals, replicas)
+        kept_replicas = min(replicas, max(1, round(kept)))
+        share, draw = kept_replicas / replicas, random.Random(self.seed)
+        chosen: dict[Hashable, bool] = {}
+        arrivals = []
+        for index, one in enumerate(self.arrivals):
+            name = index if one.prefix is None else ("prefix", one.prefix)
+            if chosen.setdefault(name, draw.random() < share):
+                arrivals.append(one)
+        return Part(arrivals or self.arrivals[:1], kept_replicas)
+
+    def within(self, positions: int) -> Trace:
+        for number, one in enumerate(self.arrivals, start=1):
+            if one.prompt + one.output > positions:
+                raise ConfigError(
+                    f"request {number} of the trace has {one.prompt} prompt and {one.output} output tokens; the model "
+                    f"has {positions} positions"
+                )
+        return self
+
+    def longest(self) -> int:
+        return max(one.prompt for one in self.arrivals)
+
+    def typical(self) -> Arrival:
+        count = len(self.arrivals)
+        prompt, output, shared = (
+            sum(getattr(one, name) for one in self.arrivals) / count for name in ("prompt", "output", "shared")
+        )
+        return Arrival(0.0, max(1, round(prompt)), max(1, round(output)), None, round(shared))
+
+    def describe(self) -> dict[str, Any]:
+        first, last, usual = self.arrivals[0].at, self.arrivals[-1].at, self.typical()
+        rate = (len(self.arrivals) - 1) / (last - first) if last > first else None
+        told: dict[str, Any] = {"requests": len(self.arrivals), "rate": rate, "prompt_tokens": usual.prompt}
+        return told | {"output_tokens": usual.output, "shared_tokens": usual.shared}
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Requests at random times, ``rate`` a second (Poisson). Lengths are lognormal with the means ``prompt`` and
+    ``output`` and the coefficient of variation ``spread``; the first ``shared`` of a mean prompt's tokens, from 0 to 1,
+    are those of one of ``prefixes`` texts. No request with its answer is longer than ``limit`` tokens."""
+
+    rate: float
+    prompt: int
+    output: int
+    spread: float = 0.0
+    shared: float = 0.0
+    prefixes: int = 16
+    limit: int | None = None
+    seed: int = 0
+
+    SHARE = 16
+    """Replicas that stand for more."""
+    EACH = 300
+    """Requests for each of them, beside ``ALL``: enough for caches to fill."""
+    ALL = 1500
+    SETTLING = 0.25
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "spread", "shared"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0) or (name == "rate" and not value):
+                raise ConfigError(
+                    f"the {name} of a load must be {'above 0' if name == 'rate' else '0 or more'}, not {value!r}"
+                )
+        if self.shared > 1:
+            raise ConfigError(f"the shared part of a prompt is a share from 0 to 1, not {self.shared!r}")
+        if min(self.prompt, self.output, self.prefixes) < 1:
+            raise ConfigError("prompts and answers of a load have a token or more, and there are 1 or more prefixes")
+        if self.limit is not None and self.prompt + self.output > self.limit:
+            raise ConfigError(
+                f"prompts of {self.prompt} and answers of {self.output} tokens, at the mean, do not fit into the "
+                f"model's {self.limit} positions"
+            )
+
+    def part(self, replicas: int) -> Part:
+        """The same law at a share of the rate: independent requests at random times, thinned, stay that. There are
+        fewer prefixes, each as frequent as before."""
+        kept = min(replicas, self.SHARE)
+        share = kept / replicas
+        count, prefixes = self.ALL + self.EACH * kept, max(1, round(self.prefixes * share))
+        draw, now, arrivals = random.Random(self.seed), 0.0, []
+        begun = round(self.shared * self.prompt)
+        for _ in range(count):
+            now += draw.expovariate(self.rate * share)
+            prefix = draw.randrange(prefixes) if begun else None
+            own = self._length(draw, self.prompt - begun) if self.prompt > begun else 0
+            one = Arrival(now, begun + own, self._length(draw, self.output), prefix, begun)
+            arrivals.append(self._fitting(one))
+        return Part(arrivals, kept, round(self.SETTLING * count))
+
+    def _length(self, draw: random.Random, mean: int) -> int:
+        if not self.spread:
+            return mean
+        width = math.log1p(self.spread**2)
+        return max(1, round(draw.lognormvariate(math.log(mean) - width / 2, math.sqrt(width))))
+
+    def _fitting(self, one: Arrival) -> Arrival:
+        if self.limit is None or one.prompt + one.output <= self.limit:
+            return one
+        prompt = min(one.prompt, max(self.limit - self.output, self.limit // 2, 1))
+        return replace(one, prompt=prompt, output=min(one.output, self.limit - prompt), shared=min(one.shared, prompt))
+
+    def within(self, positions: int) -> Synthetic:
+        return replace(self, limit=positions)
+
+    def longest(self) -> int:
+        return max(one.prompt for one in self.part(1).arrivals)
+
+    def typical(self) -> Arrival:
+        return Arrival(0.0, self.prompt, self.output, None, round(self.shared * self.prompt))
+
+    def describe(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"requests": None, "rate": self.rate, "prompt_tokens": self.prompt}
+        return told | {"output_tokens": self.output, "shared_tokens": round(self.shared * self.prompt)}
+
+
+def read_trace(path: Path, seed: int = 0) -> Trace:
+    """A line of JSON for each request, ``{"arrival": seconds, "prompt_tokens": ..., "output_tokens": ...}`` and, where
+    it begins as others do, ``"prefix"``, a name or number, and ``"prefix_tokens"``. Raises ConfigError, which names
+    the line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {' '.join(str(error).split())}") from None
+    arrivals: list[Arrival] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            one = _arrival(line)
+            if arrivals and one.at < arrivals[-1].at:
+                raise ConfigError(f"arrival {one.at:g} is before the last one's, {arrivals[-1].at:g}: sort them")
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from None
+        arrivals.append(one)
+    if not arrivals:
+        raise ConfigError(f"{path} has no requests: write a line of JSON for each, with {', '.join(KEYS[:3])}")
+    return Trace(arrivals, seed)
+
+
+def _arrival(line: str) -> Arrival:
+    try:
+        given = json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+        raise ConfigError(f"no JSON: {shown(line)}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"a request is an object with {', '.join(KEYS[:3])}, not {shown(given)}")
+    unknown = [key for key in given if key not in KEYS]
+    if unknown:
+        raise ConfigError(f"unknown key {shown(unknown[0])}; there are {', '.join(KEYS)}")
+    at = given.get("arrival")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not math.isfinite(at) or at < 0:
+        raise ConfigError(f"arrival must be seconds, 0 or more, not {shown(at)}")
+    prompt, output = _count(given, "prompt_tokens"), _count(given, "output_tokens")
+    prefix = given.get("prefix")
+    if prefix is None and "prefix_tokens" not in given:
+        return Arrival(float(at), prompt, output)
+    if isinstance(prefix, bool) or not isinstance(prefix, str | int):
+        raise ConfigError(f"prefix must be a name or a number, not {shown(prefix)}")
+    shared = _count(given, "prefix_tokens")
+    if shared > prompt:
+        raise ConfigError(f"prefix_tokens is {shared}, more than the {prompt} of the prompt")
+    return Arrival(float(at), prompt, output, prefix, shared)
+
+
+def _count(given: dict[str, Any], key: str) -> int:
+    value = given.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**9:
+        raise ConfigError(f"{key} must be a whole number, 1 or more, not {shown(value)}")
+    return value
