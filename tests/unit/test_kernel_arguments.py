@@ -60,8 +60,9 @@ def test_rows(kind):
                            8: [0, *sizes], 9: [2, *sizes], 10: threads}),
         "take_rows": ((2, at, at, at, 2, 3, 4), {0: [-1, 0, 1, 10, 1 << 40], 1: [None], 2: [None, *outside], 3: [None],
                                                  4: sizes, 5: [0, *sizes], 6: [0, *sizes]}),
-        "norm": ((at, at, at, 2, 1, 4, 1e-5), {0: [None], 1: [None], 2: [None], 3: sizes, 4: [0, -1], 5: [0, *sizes]}),
-        "silu_times": ((at, at, 2, 4), {0: [None], 1: [None], 2: sizes, 3: [0, *sizes]}),
+        "norm": ((at, at, at, None, 2, 1, 4, 1e-5),
+                 {0: [None], 1: [None], 2: [None], 4: sizes, 5: [0, -1], 6: [0, *sizes]}),
+        "gate": ((1, at, at, 2, 4), {0: [-1, 2, 1 << 40], 1: [None], 2: [None], 3: sizes, 4: [0, *sizes]}),
         "turn": ((at, 8, at, 2, 2, 4), {0: [None], 1: [-8], 2: [None], 3: sizes, 4: [0, -1], 5: [0, 3, -2]}),
     }  # fmt: skip
     for name, (good, bad) in cases.items():
@@ -98,6 +99,7 @@ def test_sampling():
                      {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: sizes, 4: [None, *outside], 5: [None],
                       6: [None, *outside], 7: [None], 8: threads}),
         "advise": ((at, 8), {0: [None], 1: [-1]}),
+        "softcap": ((to, 4, 2.0), {0: [None], 1: [0, *sizes]}),
     }  # fmt: skip
     assert set(cases) == set(kernels.SIGNATURES) - {f"{name}_{kind}" for name in kernels._BY_TYPE for kind in TYPES}
     for name, (good, bad) in cases.items():
@@ -256,7 +258,7 @@ def decoding(model: NativeModel, **changes: int):
     call, *_ = prepared.kept
     for name, value in changes.items():
         call[structs.Call._fields.index(name)] = value
-    return lambda: fused.call(*fused.addresses, prepared.address, fused.eps, fused.scale), prepared, batch, cache
+    return lambda: fused.call(*fused.addresses, prepared.address), prepared, batch, cache
 
 
 BAD_CALLS = [
@@ -351,9 +353,11 @@ def test_layers_over_tensors_that_do_not_fit():
     with pytest.raises(ValueError, match="8 numbers"):
         streamed.Norm(torch.randn(8), 1e-5)(torch.randn(2, 7))
     with pytest.raises(ValueError, match="2 width"):
-        streamed.SiluTimes(torch.float32)(torch.randn(2, 7))
+        streamed.Gate("silu", torch.float32)(torch.randn(2, 7))
     wide = torch.randn(2, 16)[:, ::2]
-    assert torch.equal(streamed.SiluTimes(torch.float32)(wide), streamed.SiluTimes(torch.float32)(wide.contiguous()))
+    assert torch.equal(
+        streamed.Gate("silu", torch.float32)(wide), streamed.Gate("silu", torch.float32)(wide.contiguous())
+    )
 
 
 def test_sampling_over_lists_that_do_not_fit():

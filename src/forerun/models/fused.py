@@ -4,6 +4,7 @@ the same bits, without Python between them."""
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,12 +16,12 @@ from forerun import kernels
 from forerun.attention.streamed import Plan, StreamedAttention
 from forerun.core.batch import Batch, Output
 from forerun.kernels import structs
-from forerun.models.architectures.spec import SILU, Spec
+from forerun.models.architectures.spec import SILU
 from forerun.models.formats.compiled import Compiled
 from forerun.models.layer import Layer
 from forerun.models.rotary import Rotary
 from forerun.models.streamed import Norm
-from forerun.models.words import NO_LAYER, Words
+from forerun.models.words import Words
 
 ALIGNED = 32
 """Numbers to which a piece of the working room is rounded up, ROUND_UP in the kernel."""
@@ -28,24 +29,10 @@ RAW = -1
 """Names, in ``Output.hidden``, the last layer's output before the final norm."""
 
 
-def serves(spec: Spec) -> bool:
-    """Whether the call computes such a decoder: norms before attention and MLP, silu, one set of rotary parameters, no
-    soft caps, no experts."""
-    norms = spec.architecture.norms
-    return (
-        None not in (norms.before_attention, norms.before_mlp)
-        and norms.after_attention is norms.after_mlp is None
-        and not (norms.whole or spec.softcap or spec.logits_softcap)
-        and spec.activation == SILU
-        and len(spec.rotaries) == 1
-        and not any(layer.experts for layer in spec.layers)
-    )
-
-
 @dataclass(slots=True)
 class Decoder:
-    """What a call needs: sizes of a head, embeddings, layers, the final norm and output layer, and what scores are
-    multiplied by."""
+    """What a call needs: sizes of a head, embeddings, layers, the final norm and output layer, rotary tables by the
+    layers' names for them, and what scores are multiplied by."""
 
     heads: int
     kv_heads: int
@@ -54,8 +41,11 @@ class Decoder:
     layers: Seq[Layer]
     norm: Any
     head: Any
-    rotary: Rotary
+    rotaries: Mapping[str, Rotary]
     scale: float
+    activation: str = SILU
+    softcap: float | None = None
+    logits_softcap: float | None = None
     mix: Any = None
     """Makes the first layer's input of [embedding of the token, given row]; None: that is the given row, or else the
     embedding."""
@@ -74,19 +64,23 @@ class Decoder:
             and kernels.has(f"decode_{kernels.dtype_name(self.words.dtype)}")
             and all(isinstance(linear, Compiled) for linear in linears)
             and all(isinstance(norm, Norm) for norm in norms)
+            and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
         )
 
     def check(self) -> None:
         """Raise ValueError for parts that the call would misread; it compares the layers' sizes itself."""
-        dtype, turned = self.words.dtype, self.heads + self.kv_heads
+        dtype, hidden, turned = self.words.dtype, self.words.width, self.heads + self.kv_heads
         parts = [self.norm, self.head, self.mix]
         for layer in self.layers:
             parts += [*layer.linears(), *layer.norms()]
-            kinds = [layer.norm_attention, layer.norm_mlp, *([layer.norm_token] if layer.norm_token else [])]
-            if any(norm.weight.numel() != self.words.width for norm in kinds):
-                raise ValueError("a norm has other numbers than the hidden state")
-            if layer.norm_qk is not None and layer.norm_qk.weight.shape != (turned, self.width):
-                raise ValueError(f"a norm {[*layer.norm_qk.weight.shape]} for {turned} heads of {self.width} numbers")
+            sizes = [
+                (layer.norm_attention, (hidden,)), (layer.after_attention, (hidden,)), (layer.norm_mlp, (hidden,)),
+                (layer.after_mlp, (hidden,)), (layer.norm_token, (hidden,)), (layer.norm_qk, (turned, self.width)),
+                (layer.norm_query, (self.heads * self.width,)), (layer.norm_key, (self.kv_heads * self.width,)),
+            ]  # fmt: skip
+            for norm, size in sizes:
+                if norm is not None and norm.weight.shape != size:
+                    raise ValueError(f"a norm of {[*norm.weight.shape]} numbers where {[*size]} are normed")
         if any(_dtype(part) not in (None, dtype) for part in parts):
             raise ValueError(f"embeddings, layers and norms must all be in {dtype}")
         if self.norm.weight.numel() != self.words.width:
@@ -99,8 +93,28 @@ def _dtype(part: Any) -> torch.dtype | None:
     return dtype
 
 
-def _norm(norm: Norm | None) -> int:
-    return norm.pointer if norm is not None else 0
+def _fields(layer: Layer, rotaries: list[str]) -> list[int]:
+    """A ``structs.Layer`` and what goes behind it."""
+
+    def at(norm: Norm | None) -> int:
+        return norm.pointer if norm is not None else 0
+
+    mixture = None if layer.experts is None else layer.experts.compiled
+    own = structs.Layer(
+        norm_attention=at(layer.norm_attention),
+        norm_qk=at(layer.norm_qk),
+        norm_query=at(layer.norm_query),
+        norm_key=at(layer.norm_key),
+        after_attention=at(layer.after_attention),
+        norm_mlp=at(layer.norm_mlp),
+        after_mlp=at(layer.after_mlp),
+        norm_token=at(layer.norm_token),
+        rotary=rotaries.index(layer.rotary) if layer.rope else -1,
+        window=layer.window or 0,
+        experts=0 if mixture is None else mixture.address,
+    )
+    dense = [structs.NO_LAYER] * 2 if mixture is not None else [layer.gate_up.fields(), layer.down.fields()]
+    return [field for part in (own, layer.qkv.fields(), layer.out.fields(), *dense) for field in part]
 
 
 @dataclass(slots=True)
@@ -121,7 +135,6 @@ class Fused:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder  # it keeps what the addresses below point to
         self.dtype = decoder.words.dtype
-        self.eps, self.scale = decoder.norm.eps, decoder.scale
         kind = kernels.dtype_name(self.dtype)
         self.call, self.draft = (getattr(kernels.library(), f"{verb}_{kind}") for verb in ("decode", "draft"))
         decoder.check()
@@ -131,24 +144,21 @@ class Fused:
         if fields is None:
             raise ValueError("embeddings that the call cannot read")
         numbers, rows = fields
-        inner, attended = decoder.layers[0].down.inputs, decoder.heads * decoder.width
+        inner = max((layer.down.inputs for layer in decoder.layers if layer.experts is None), default=0)
+        attended = decoder.heads * decoder.width
+        real = decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale
         model = structs.Model(
             decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner, len(decoder.layers), self.known,
-            numbers, decoder.norm.pointer,
+            numbers, decoder.norm.pointer, len(decoder.rotaries), structs.ACTIVATIONS.index(decoder.activation),
+            *map(structs.number, real),
         )  # fmt: skip
-        mix = NO_LAYER if decoder.mix is None else decoder.mix.fields()
+        mix = structs.NO_LAYER if decoder.mix is None else decoder.mix.fields()
         self.model = array("q", (*model, *decoder.head.fields(), *rows, *mix))
         self.layers = array("q")
         for layer in decoder.layers:
-            addresses = structs.Layer(
-                _norm(layer.norm_attention), _norm(layer.norm_qk), _norm(layer.norm_mlp), _norm(layer.norm_token),
-                int(layer.rope), layer.window or 0,
-            )  # fmt: skip
-            self.layers.extend(addresses)
-            for linear in layer.linears():
-                self.layers.extend(linear.fields())
+            self.layers.extend(_fields(layer, [*decoder.rotaries]))
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
-        angles = decoder.width * (4 // self.dtype.itemsize)
+        angles = len(decoder.rotaries) * decoder.width * (4 // self.dtype.itemsize)
         qkv = attended + 2 * decoder.kv_heads * decoder.width
         read = max(decoder.layers[0].qkv.inputs, 2 * self.hidden if decoder.mix is not None else 0)
         self.row = self.hidden, read, qkv, attended, 2 * inner, inner, angles
@@ -161,7 +171,7 @@ class Fused:
         """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden]: the first layer's input. Raises
         IndexError for a token without an embedding."""
         call = self.prepare(batch, cache, given)
-        self.call(*self.addresses, call.address, self.eps, self.scale)
+        self.call(*self.addresses, call.address)
         cache.finish(batch)
         return Output(call.logits, call.hidden)
 
@@ -175,7 +185,8 @@ class Fused:
         plan = cache.plan(batch)
         rows, wanted = batch.num_rows, batch.num_logits
         given = self._given(batch) if given is None else self._fitting(given, rows)
-        angles, positions = self._angles(batch, ahead)
+        tables, positions = self._angles(batch, ahead)
+        angles = array("q", (table.data_ptr() for table in tables))
         which = self.all if batch.layers is None else array("q", batch.layers)
         hidden, keep = self._keep(batch, which)
         logits = torch.empty(wanted, self.vocab_size)
@@ -184,15 +195,15 @@ class Fused:
         if len(positions) != rows or len(ids) != rows:
             raise ValueError(f"{len(ids)} tokens and {len(positions)} positions for {rows} rows")
         out = array("q", _wanted(batch) if 0 < wanted < rows else ())
-        lists = (ids, positions, which, keep, out)
+        lists = (ids, positions, which, keep, out, angles)
         at = [numbers.buffer_info()[0] for numbers in lists]
         sides, pool = cache.sides()
         call = array("q", structs.Call(
-            rows, torch.get_num_threads(), at[0], 0 if given is None else given.data_ptr(), at[1], angles.data_ptr(),
-            len(angles), at[2], len(which), at[3], at[4], wanted, room.data_ptr(), len(room), logits.data_ptr(),
-            sides, pool, plan.address,
+            rows, torch.get_num_threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
+            min(map(len, tables)), at[2], len(which), at[3], at[4], wanted, room.data_ptr(), len(room),
+            logits.data_ptr(), sides, pool, plan.address,
         ))  # fmt: skip
-        return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, angles, room, lists))
+        return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, tables, room, lists))
 
     def _fitting(self, given: torch.Tensor, rows: int) -> torch.Tensor:
         if given.shape != (rows, self.hidden) or given.dtype is not self.dtype or not given.is_cpu:
@@ -218,11 +229,12 @@ class Fused:
         x[batch.embed_rows] = batch.embeds.to(x.dtype)
         return x
 
-    def _angles(self, batch: Batch, ahead: int) -> tuple[torch.Tensor, array[int]]:
+    def _angles(self, batch: Batch, ahead: int) -> tuple[list[torch.Tensor], array[int]]:
         positions = array("q")
         for span in batch.spans:
             positions.extend(span.positions())
-        return self.decoder.rotary.table(max(span.end for span in batch.spans) + ahead), positions
+        size = max(span.end for span in batch.spans) + ahead
+        return [rotary.table(size) for rotary in self.decoder.rotaries.values()], positions
 
     def _keep(self, batch: Batch, which: Seq[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
         """Room for the hidden states that the batch asked for, and where each layer's input and the output go. The

@@ -23,7 +23,7 @@ from forerun.models import quantize, tiling
 from forerun.models.architectures.spec import ALL, applies, bind
 from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.formats.base import Linear, size
-from forerun.models.fused import Decoder, Fused, serves
+from forerun.models.fused import Decoder, Fused
 from forerun.models.layer import Builder, Layer
 from forerun.models.linear import choose, describe
 from forerun.models.parts import RMSNorm, make_gate
@@ -31,7 +31,7 @@ from forerun.models.ranks import split
 from forerun.models.ranks.parts import Gathered, SplitWords
 from forerun.models.ranks.team import Team
 from forerun.models.rotary import Rotary
-from forerun.models.streamed import Norm
+from forerun.models.streamed import Norm, softcap
 from forerun.models.weights import Maker, Weights
 
 
@@ -104,12 +104,11 @@ class NativeModel:
             self._words = SplitWords(self._words, self.team, self._tokens)
 
     def _fuse(self) -> Fused | None:
-        if not serves(self.spec):
-            return None
-        spec, rotary = self.spec, self._rotaries[self.spec.rotaries[0]]
+        spec = self.spec
         decoder = Decoder(
-            spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, rotary, spec.scale
-        )
+            spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, self._rotaries,
+            spec.scale, activation=spec.activation, softcap=spec.softcap, logits_softcap=spec.logits_softcap,
+        )  # fmt: skip
         return Fused(decoder) if decoder.can_fuse() else None
 
     def _exact(self) -> bool:
@@ -197,7 +196,9 @@ class NativeModel:
 
     def _cap(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.spec.logits_softcap
-        return logits if cap is None else torch.tanh(logits / cap).mul_(cap)
+        if cap is None:
+            return logits
+        return softcap(logits, cap) if self._how == "streamed" else torch.tanh(logits / cap).mul_(cap)
 
     def _inputs(self, batch: Batch) -> torch.Tensor:
         if batch.num_rows == 1 and batch.embeds is None and 0 not in batch.hidden:
@@ -240,13 +241,13 @@ class NativeModel:
             x, out = x.index_select(0, only), out.index_select(0, only)
         elif x.shape[0] != batch.num_rows:
             out = self._pad(out)
-        x = layer.out(out, x) if layer.after_attention is None else x + layer.after_attention(layer.out(out))
+        x = layer.out(out, x) if layer.after_attention is None else layer.after_attention(layer.out(out), x)
         normed = x if layer.norm_mlp is None else layer.norm_mlp(x)
         if layer.experts is not None:
             made = layer.experts(normed, None if self.tiles is None else self.tiles.rows)
-            return x + (made if layer.after_mlp is None else layer.after_mlp(made))
+            return x + made if layer.after_mlp is None else layer.after_mlp(made, x)
         inner = self._gate(layer.gate_up(normed))
-        return layer.down(inner, x) if layer.after_mlp is None else x + layer.after_mlp(layer.down(inner))
+        return layer.down(inner, x) if layer.after_mlp is None else layer.after_mlp(layer.down(inner), x)
 
     def _heads(
         self, layer: Layer, qkv: torch.Tensor, angles: torch.Tensor | None

@@ -212,7 +212,8 @@ class EagleHead(Head):
         head = whole.head if self.lm_head is None else linear(self.lm_head)
         mix = None if self.mix is None else linear(self.mix)
         sizes = self.heads, self.kv_heads, self.width
-        decoder = Decoder(*sizes, whole.words, [layer], norm(self.norm), head, rotary, self.width**-0.5, mix)
+        tables = {layer.rotary: rotary}
+        decoder = Decoder(*sizes, whole.words, [layer], norm(self.norm), head, tables, self.width**-0.5, mix=mix)
         shape = KVShape(self.kv_heads, self.width, self.width)
         return Fused(decoder) if decoder.can_fuse() and can_attend(target.dtype, target.device, (shape,)) else None
 
