@@ -4,10 +4,12 @@ an error, and the process lives on."""
 from __future__ import annotations
 
 from array import array
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
+from described import save_described
 from forerun import kernels
 from forerun.attention.base import Query
 from forerun.attention.streamed import StreamedAttention
@@ -306,6 +308,81 @@ def test_a_model_whose_parts_do_not_fit(model):
             with pytest.raises(KernelError):
                 run()
             model.fused.layers[at] = kept
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> NativeModel:
+    folder = tmp_path_factory.mktemp("mixture")
+    save_described("mixtral", folder)
+    return load_model(str(folder))
+
+
+@contextmanager
+def changed(fields: array, at: int, value: int):
+    kept, fields[at] = fields[at], value
+    yield
+    fields[at] = kept
+
+
+BAD_LAYERS = [{"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}]
+BAD_MODELS = [{"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation": -1}, {"activation": 2}, {"inner": 63}]
+
+
+def test_a_layer_whose_parts_do_not_fit(model):
+    fused = model.fused
+    cases = [(fused.model, structs.Model, BAD_MODELS), (fused.layers, structs.Layer, BAD_LAYERS)]
+    for fields, kind, changes in cases:
+        for change in changes:
+            run, *_ = decoding(model)
+            with ExitStack() as stack:
+                for name, value in change.items():
+                    stack.enter_context(changed(fields, kind._fields.index(name), value))
+                with pytest.raises(KernelError):
+                    run()
+    run, prepared, *_ = decoding(model)
+    prepared.kept[-1][5][0] = NOWHERE  # a table of angles
+    with pytest.raises(KernelError, match="null"):
+        run()
+
+
+BAD_EXPERTS = [
+    {"size": 0}, {"size": 4}, {"size": 6}, {"size": -1}, {"first": -1}, {"first": 1}, {"first": 1 << 62}, {"here": -1},
+    {"here": 6}, {"here": 1 << 62}, {"chosen": 0}, {"chosen": 6}, {"activation": -1}, {"activation": 2}, {"layers": 0},
+]  # fmt: skip
+
+
+def test_experts_that_do_not_fit(mixture):
+    """By themselves and within a decoder."""
+    experts = mixture._layers[0].experts.compiled
+    layers = experts.kept[2]
+    router = len(structs.Experts._fields)
+    bad = [(experts.fields, structs.Experts._fields.index(name), value)
+           for change in BAD_EXPERTS for name, value in change.items()]  # fmt: skip
+    for name, values in {"weight": [NOWHERE], "inputs": [0, -1, 1 << 40], "outputs": [0, 3, 1 << 40]}.items():
+        at = structs.Linear._fields.index(name)
+        bad += [(experts.fields, router + at, value) for value in values]
+        bad += [(layers, place + at, value) for place in range(0, len(layers), len(structs.Linear._fields))
+                for value in values]  # fmt: skip
+    x = torch.randn(3, experts.inputs)
+    run, *_ = decoding(mixture)
+    run()
+    assert experts(x).isfinite().all()
+    for fields, at, value in bad:
+        with changed(fields, at, value):
+            for attempt in (run, lambda: experts(x)):
+                with pytest.raises(KernelError):
+                    attempt()
+    name = "mix_float32"
+    to = torch.empty_like(x)
+    good = experts.address, x.data_ptr(), to.data_ptr(), 3, 1
+    call(name, *good)
+    for arguments in with_each(good, {0: [None], 1: [None], 2: [None], 3: [-1, 1 << 40], 4: [0, 1 << 20]}):
+        with pytest.raises(KernelError):
+            call(name, *arguments)
+    with pytest.raises(ValueError, match="64 inputs"):
+        experts(torch.randn(3, 63))
+    with pytest.raises(TypeError, match="float64"):
+        experts(x.double())
 
 
 def test_spans_that_are_none(model):
