@@ -42,9 +42,9 @@ class Case:
 
     def run(self, spans, q, k, v, **options) -> torch.Tensor:
         batch = Batch(spans)
-        self.attention.begin(batch)
-        out = self.attention.run(Query(0, q, k, v, self.width**-0.5, **options), batch)
-        self.attention.finish(batch)
+        metadata = self.attention.begin(batch)
+        out = self.attention.run(Query(0, q, k, v, self.width**-0.5, **options), metadata)
+        self.attention.finish(metadata)
         for span, offset in zip(spans, batch.offsets):
             for row in range(span.count):
                 place = span.key, span.start + span.stored + row

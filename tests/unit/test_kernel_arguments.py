@@ -399,12 +399,12 @@ def test_spans_that_are_none(model):
 
 def test_attention_over_tensors_that_do_not_fit():
     pool = Pool([KVShape(2, 16, 16)], 4, 8, torch.float32, CPU)
-    attention, batch = StreamedAttention(pool), Batch([Span(0, 0, [1] * 3)])
-    attention.begin(batch)
+    attention = StreamedAttention(pool)
+    metadata = attention.begin(Batch([Span(0, 0, [1] * 3)]))
 
     def run(q=(3, 4, 16), k=(3, 2, 16), v=(3, 2, 16), dtype=torch.float32):
         sides = torch.randn(q), torch.randn(k), torch.randn(v).to(dtype)
-        return attention.run(Query(0, *sides, 0.25), batch)
+        return attention.run(Query(0, *sides, 0.25), metadata)
 
     assert run().shape == (3, 64)
     for bad in ({"q": (2, 4, 16)}, {"k": (2, 2, 16)}, {"k": (3, 4, 16)}, {"v": (3, 2, 8)}, {"q": (3, 4, 8)},

@@ -144,16 +144,16 @@ def test_the_kernel_against_torch(page_size):
         inside, across = [], []
         for attention, mine in zip(both, batch):
             read(attention.pool.sources, *((span.key, span.source) for span in spans))
-            attention.begin(mine)
-            inside.append(attention.run(Query(0, *sides, 0.3, bias=bias), mine))
-            across.append(attention.cross(0, sides[0] * 0.01, 0.3, mine))
+            metadata = attention.begin(mine)
+            inside.append(attention.run(Query(0, *sides, 0.3, bias=bias), metadata))
+            across.append(attention.cross(0, sides[0] * 0.01, 0.3, metadata))
             for span in spans:
                 attention.pool.advance(span.key, span.end if span.parents is None else span.start)
         assert torch.allclose(*inside, atol=2e-5)
         assert torch.allclose(*across, atol=2e-4)
         assert across[0].std() > 0.1
-    attention, batch = both[1], Batch([Span(0, 0, [1], source=ONE)])
-    attention.begin(batch)
+    attention = both[1]
+    metadata = attention.begin(Batch([Span(0, 0, [1], source=ONE)]))
     for wrong in (bias.double(), bias[:2], bias.T, bias[:, ::2]):
         with pytest.raises(ValueError, match="a bias"):
-            attention.run(Query(0, *sides[:, :1], 0.3, bias=wrong), batch)
+            attention.run(Query(0, *sides[:, :1], 0.3, bias=wrong), metadata)

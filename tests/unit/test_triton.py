@@ -63,9 +63,9 @@ def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, w
         filled(pool)
         attention = kind(pool)
         batch = Batch(spans(), DEVICE)
-        attention.begin(batch)
-        results.append(attention.run(Query(0, q, k, v, width**-0.5, window, softcap), batch))
-        attention.finish(batch)
+        metadata = attention.begin(batch)
+        results.append(attention.run(Query(0, q, k, v, width**-0.5, window, softcap), metadata))
+        attention.finish(metadata)
         assert [pool.length(span.key) for span in spans()] == [span.end for span in spans()]
     torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)
 
@@ -85,8 +85,8 @@ def test_a_row_has_the_same_bits_alone_and_in_company():
         part = [every[i] for i in chosen]
         index = [starts[i] + row for i in chosen for row in range(every[i].count)]
         batch = Batch(part, DEVICE)
-        attention.begin(batch)
-        out = attention.run(Query(0, q[index], k[index], v[index], 0.25), batch)
+        metadata = attention.begin(batch)
+        out = attention.run(Query(0, q[index], k[index], v[index], 0.25), metadata)
         mine = out[[index.index(starts[2] + row) for row in range(4)]]
         together = mine if together is None else together
         assert torch.equal(mine, together)

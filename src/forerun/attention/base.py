@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -28,29 +29,44 @@ class Query:
     bias: torch.Tensor | None = None
 
 
-class Attention(ABC):
-    """Attention over a pool: ``begin`` once per forward, ``run`` per layer, ``finish`` at the end."""
+@dataclass(slots=True)
+class Metadata:
+    """What a backend lays out once per forward, for all layers."""
+
+    batch: Batch
+
+
+M = TypeVar("M", bound=Metadata)
+
+
+class Backend(ABC, Generic[M]):
+    """Attention over a KV cache, the pool: ``begin`` once per forward, ``run`` per layer with the metadata that it
+    returned, ``finish`` at the end."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
     @abstractmethod
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch) -> M:
         """Reserve entries and lay out the forward. Raises OutOfPages before anything is written."""
 
     @abstractmethod
-    def run(self, query: Query, batch: Batch) -> torch.Tensor:
+    def run(self, query: Query, metadata: M) -> torch.Tensor:
         """Store k and v, attend, return [rows, heads * value width].
 
         Each row sees its sequence's committed entries and, among the nodes, its ancestors.
         """
 
-    def cross(self, layer: int, q: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
+    def cross(self, layer: int, q: torch.Tensor, scale: float, metadata: M) -> torch.Tensor:
         """Attend to the whole of each sequence's source, which ``pool.sources`` has ready: q [rows, heads, width] ->
         [rows, heads * value width]. Only where encoder-decoders are run."""
         raise TypeError(f"{type(self).__name__} does not attend to sources")
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, metadata: M) -> None:
         """Record the new lengths."""
-        for span in batch.spans:
+        for span in metadata.batch.spans:
             self.pool.advance(span.key, span.end)
+
+
+Attention = Backend[Any]
+"""Any backend; its metadata is its own affair."""

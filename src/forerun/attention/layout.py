@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from forerun.attention.base import Metadata
 from forerun.cache.pool import Pool
 from forerun.core.batch import Batch, Span
 
@@ -68,9 +69,8 @@ def where(pool: Pool, batch: Batch) -> Where:
 
 
 @dataclass(slots=True)
-class Layout:
-    """The plan of one forward; ``order`` lists where in the calls' results, end to end, each of the batch's rows is
-    (None: in place)."""
+class Layout(Metadata):
+    """``order`` lists where in the calls' results, end to end, each of the batch's rows is (None: in place)."""
 
     where: Where
     calls: list[Call]
@@ -118,7 +118,7 @@ class Planner:
             pages, tree = self._pages(span.key, span.end), span.parents is not None
             first = span.start if tree else span.start + span.stored
             parts.append(Call([index], span.count, [first], span.end, pages, offset, tree=tree))
-        layout = Layout(where(self.pool, batch), parts if len(parts) < 2 else list(self._merge(parts)))
+        layout = Layout(batch, where(self.pool, batch), parts if len(parts) < 2 else list(self._merge(parts)))
         attended: list[int] = []
         for call in layout.calls:
             listed = range(call.offset, call.offset + call.count * len(call.spans))

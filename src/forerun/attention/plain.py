@@ -3,27 +3,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
-from forerun.attention.base import Attention, Query
+from forerun.attention.base import Backend, Metadata, Query
 from forerun.attention.layout import Where, where
 from forerun.attention.mask import tree_mask
 from forerun.core.batch import Batch, Span
 
 
-class PlainAttention(Attention):
+@dataclass(slots=True)
+class Stored(Metadata):
+    where: Where
+
+
+class PlainAttention(Backend[Stored]):
     """The protocol of ``attention/base.py``, but for ``softcap``; as many key heads as query heads."""
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch) -> Stored:
         for span in batch.spans:
             self.pool.reserve(span.key, span.end)
-        batch.plan["plain"] = where(self.pool, batch)
+        return Stored(batch, where(self.pool, batch))
 
-    def run(self, query: Query, batch: Batch) -> torch.Tensor:
-        place: Where = batch.plan["plain"]
-        place.store(self.pool, query.layer, query.k, query.v)
-        parts = []
+    def run(self, query: Query, stored: Stored) -> torch.Tensor:
+        stored.where.store(self.pool, query.layer, query.k, query.v)
+        parts, batch = [], stored.batch
         for span, offset in zip(batch.spans, batch.offsets):
             pages = torch.tensor(self.pool.tables[span.key], device=self.pool.device)
             k, v = (side[:, : span.end] for side in self.pool.gather(query.layer, pages))
@@ -33,10 +39,10 @@ class PlainAttention(Attention):
             parts.append(_attend(query.q[offset : offset + span.count], k, v, mask, query.scale))
         return torch.cat(parts)
 
-    def cross(self, layer: int, q: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
+    def cross(self, layer: int, q: torch.Tensor, scale: float, stored: Stored) -> torch.Tensor:
         sources = self.pool.sources
         assert sources is not None
-        parts = []
+        parts, batch = [], stored.batch
         for span, offset in zip(batch.spans, batch.offsets):
             page, length = sources.page(span.key)
             k, v = (side[layer][page, :, :length] for side in (sources.pool.keys, sources.pool.values))

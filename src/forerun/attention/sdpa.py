@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from forerun.attention.base import Attention, Query
+from forerun.attention.base import Backend, Query
 from forerun.attention.layout import Call, Layout, Planner
 from forerun.attention.mask import FOLDED, ChainMasks, repeat, tree_mask
 from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 
 
-class SdpaAttention(Attention):
+class SdpaAttention(Backend[Layout]):
     """Folded grouped-query attention; short rows of several sequences share a call, a tree is one masked call. A row's
     bits depend on its batch: ``tiled.py`` is for those who mind."""
 
@@ -21,13 +21,13 @@ class SdpaAttention(Attention):
         self.planner = Planner(pool)
         self.masks = ChainMasks(pool.device, pool.dtype)
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch) -> Layout:
         for span in batch.spans:
             self.pool.reserve(span.key, span.end)
-        batch.plan["sdpa"] = self.planner.plan(batch)
+        return self.planner.plan(batch)
 
-    def run(self, query: Query, batch: Batch) -> torch.Tensor:
-        layout: Layout = batch.plan["sdpa"]
+    def run(self, query: Query, layout: Layout) -> torch.Tensor:
+        batch = layout.batch
         k, v, count = query.k, query.v, batch.num_rows
         spare = query.q.shape[0] - count
         layout.where.store(self.pool, query.layer, k[:count] if spare else k, v[:count] if spare else v)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from forerun import kernels
-from forerun.attention.base import Attention, Query
+from forerun.attention.base import Backend, Metadata, Query
 from forerun.cache.pool import KVShape, Pool
 from forerun.cache.sources import Sources
 from forerun.core.batch import Batch, Span
@@ -33,7 +33,7 @@ def _serves(width: int) -> bool:
 
 
 @dataclass(slots=True)
-class Plan:
+class Plan(Metadata):
     """Arguments that hold for every layer of a forward: what ``structs.Plan`` points to, and itself."""
 
     lists: tuple[array[int], ...]
@@ -41,9 +41,11 @@ class Plan:
     address: int
     begins: list[int]
     """Where each span's pages begin in the tables."""
+    across: Plan | None = None
+    """Of attention to the sequences' sources, if they have any."""
 
 
-class StreamedAttention(Attention):
+class StreamedAttention(Backend[Plan]):
     """The protocol of ``attention/base.py`` on the kernel."""
 
     def __init__(self, pool: Pool) -> None:
@@ -51,11 +53,6 @@ class StreamedAttention(Attention):
         self.call = getattr(kernels.library(), f"attend_{kernels.dtype_name(pool.dtype)}")
         self._keys: list[torch.Tensor] = []
         self._sides = self._shape = array("q")
-
-    def plan(self, batch: Batch) -> Plan:
-        """What ``begin`` laid out."""
-        plan: Plan = batch.plan["streamed"]
-        return plan
 
     def sides(self) -> tuple[int, int]:
         """Addresses of every layer's keys and values, and of their ``structs.Pool``: all layers' entries have one
@@ -67,7 +64,7 @@ class StreamedAttention(Attention):
             self._shape = _lay_out(pool.keys[0], pool.values[0])
         return self._sides.buffer_info()[0], self._shape.buffer_info()[0]
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch) -> Plan:
         """Raises ValueError, before anything is reserved, for spans that are no rows of a sequence."""
         pool = self.pool
         for span in batch.spans:
@@ -86,14 +83,15 @@ class StreamedAttention(Attention):
         plan = array("q", structs.Plan(
             at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], len(entries)
         ))  # fmt: skip
-        batch.plan["streamed"] = Plan((spans, tables, paths, entries), plan, plan.buffer_info()[0], begins)
+        across = None if pool.sources is None else _plan_sources(pool.sources, batch)
+        return Plan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins, across)
 
-    def run(self, query: Query, batch: Batch) -> torch.Tensor:
-        plan, pool = self.plan(batch), self.pool
+    def run(self, query: Query, plan: Plan) -> torch.Tensor:
+        pool, count = self.pool, plan.batch.num_rows
         q, k, v = (_by_row(side) for side in (query.q, query.k, query.v))
         keys, values = pool.keys[query.layer], pool.values[query.layer]
         rows, heads, width = q.shape
-        _check_rows(q, k, v, keys, batch.num_rows)
+        _check_rows(q, k, v, keys, count)
         out = q.new_empty(rows, heads * width)
         shape = _lay_out(keys, values)
         bias, reach = _check_bias(query.bias, heads)
@@ -101,28 +99,26 @@ class StreamedAttention(Attention):
         sizes = array("q", strides)
         self.call(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            shape.buffer_info()[0], sizes.buffer_info()[0], plan.address, batch.num_rows, query.scale,
+            shape.buffer_info()[0], sizes.buffer_info()[0], plan.address, count, query.scale,
             query.softcap or 0.0, torch.get_num_threads(),
         )  # fmt: skip
-        if rows != batch.num_rows:
-            out[batch.num_rows :] = out[batch.num_rows - 1]
+        if rows != count:
+            out[count:] = out[count - 1]
         return out
 
-    def cross(self, layer: int, q: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
-        sources = self.pool.sources
+    def cross(self, layer: int, q: torch.Tensor, scale: float, plan: Plan) -> torch.Tensor:
+        sources, across, count = self.pool.sources, plan.across, plan.batch.num_rows
         assert sources is not None
-        plan: Plan | None = batch.plan.get("streamed sources")
-        if plan is None:
-            plan = batch.plan["streamed sources"] = _plan_sources(sources, batch)
+        assert across is not None
         pool, q = sources.pool, _by_row(q)
         keys, values = pool.keys[layer], pool.values[layer]
-        _check_rows(q, q, q, keys, batch.num_rows)
+        _check_rows(q, q, q, keys, count)
         rows, heads, width = q.shape
         out = q.new_empty(rows, heads * width)
         shape, sizes = _lay_out(keys, values), array("q", structs.Heads(heads, 0, q.stride(0), 0, 0, 0, 0))
         self.call(
             q.data_ptr(), None, None, out.data_ptr(), keys.data_ptr(), values.data_ptr(), shape.buffer_info()[0],
-            sizes.buffer_info()[0], plan.address, batch.num_rows, scale, 0.0, torch.get_num_threads(),
+            sizes.buffer_info()[0], across.address, count, scale, 0.0, torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -145,7 +141,7 @@ def _plan_sources(sources: Sources, batch: Batch) -> Plan:
         tables.append(page)
     at = [numbers.buffer_info()[0] for numbers in (spans, tables, paths, entries)]
     plan = array("q", structs.Plan(at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], 0))
-    return Plan((spans, tables, paths, entries), plan, plan.buffer_info()[0], begins)
+    return Plan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins)
 
 
 def _check_bias(bias: torch.Tensor | None, heads: int) -> tuple[int, int]:

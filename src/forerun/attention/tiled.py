@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from forerun.attention.base import Attention, Query
+from forerun.attention.base import Backend, Metadata, Query
 from forerun.attention.layout import Where, leaves, where
 from forerun.attention.mask import NEG_INF
 from forerun.cache.pool import KVShape
@@ -50,20 +50,20 @@ class Part:
 
 
 @dataclass(slots=True)
-class Plan:
+class Parts(Metadata):
     where: Where
     parts: list[Part]
 
 
-class TiledAttention(Attention):
+class TiledAttention(Backend[Parts]):
     """The protocol of ``attention/base.py``, in float32 sums whatever the pool's dtype."""
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch) -> Parts:
         pool = self.pool
         for span in batch.spans:
             pool.reserve(span.key, span.end)
         parts = [part for span, offset in zip(batch.spans, batch.offsets) for part in self._parts(span, offset)]
-        batch.plan["tiled"] = Plan(where(pool, batch), parts)
+        return Parts(batch, where(pool, batch), parts)
 
     def _parts(self, span: Span, offset: int) -> Iterator[Part]:
         before = span.start + span.stored
@@ -98,11 +98,10 @@ class TiledAttention(Attention):
         pages = torch.tensor(table)[entries // size]
         return None, torch.stack([pages, entries % size]).to(self.pool.device)
 
-    def run(self, query: Query, batch: Batch) -> torch.Tensor:
-        plan: Plan = batch.plan["tiled"]
-        pool, count = self.pool, batch.num_rows
+    def run(self, query: Query, parts: Parts) -> torch.Tensor:
+        pool, count = self.pool, parts.batch.num_rows
         k, v = query.k[:count], query.v[:count]
-        plan.where.store(pool, query.layer, k, v)
+        parts.where.store(pool, query.layer, k, v)
         shape = pool.layers[query.layer]
         heads = query.q.shape[1]
         sizes = row_sizes(shape, pool.device, torch.get_num_threads())
@@ -110,7 +109,7 @@ class TiledAttention(Attention):
             raise RuntimeError("no row count of torch's products keeps its bits here; self-tests come first")
         out = query.q.new_empty(query.q.shape[0], heads * shape.value_dim)
         together = max(1, sizes[-1] // (heads // shape.heads))
-        for part in plan.parts:
+        for part in parts.parts:
             first = part.first_seen(query.window)
             keys, values = (self._blocks(side[query.layer], part, first) for side in (pool.keys, pool.values))
             for at in range(0, len(part.rows), together):

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from forerun.attention.base import Attention, Query
+from forerun.attention.base import Backend, Metadata, Query
 from forerun.attention.mask import ancestors
 from forerun.core.batch import Batch, Span
 
@@ -140,7 +140,7 @@ def _merge(
 
 
 @dataclass(slots=True)
-class _Plan:
+class Tables(Metadata):
     """One forward's metadata on the device, shared by all layers."""
 
     places: tuple[torch.Tensor, torch.Tensor]
@@ -178,10 +178,10 @@ def _pack_bits(spans: list[Span], nodes: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-class TritonAttention(Attention):
+class TritonAttention(Backend[Tables]):
     """The protocol of ``attention/base.py`` on the kernels above."""
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch) -> Tables:
         pool, spans, device = self.pool, batch.spans, self.pool.device
         pages: list[int] = []
         offsets: list[int] = []
@@ -202,7 +202,8 @@ class TritonAttention(Attention):
         depths = [((s.depths() if s.parents is not None else []) + [0] * nodes)[:nodes] for s in spans]
         before = [span.start + span.stored for span in spans]
         bits = _pack_bits(spans, nodes) if trees else torch.zeros(1, 1, dtype=torch.int32)
-        batch.plan["triton"] = _Plan(
+        return Tables(
+            batch,
             places=(ints(pages, torch.long), ints(offsets, torch.long)),
             tables=ints([page for table in tables for page in table]).view(len(spans), widest),
             start=ints([span.start for span in spans]),
@@ -218,31 +219,31 @@ class TritonAttention(Attention):
         )
 
     @staticmethod
-    def _tiles(batch: Batch, plan: _Plan, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if block not in plan.tiles:
-            tiles = [(i, row) for i, span in enumerate(batch.spans) for row in range(0, span.count, block)]
-            pair = torch.tensor(tiles, dtype=torch.int32, device=plan.start.device)
-            plan.tiles[block] = (pair[:, 0].contiguous(), pair[:, 1].contiguous())
-        return plan.tiles[block]
+    def _tiles(tables: Tables, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if block not in tables.tiles:
+            tiles = [(i, row) for i, span in enumerate(tables.batch.spans) for row in range(0, span.count, block)]
+            pair = torch.tensor(tiles, dtype=torch.int32, device=tables.start.device)
+            tables.tiles[block] = (pair[:, 0].contiguous(), pair[:, 1].contiguous())
+        return tables.tiles[block]
 
-    def run(self, query: Query, batch: Batch) -> torch.Tensor:
-        plan: _Plan = batch.plan["triton"]
+    def run(self, query: Query, tables: Tables) -> torch.Tensor:
+        batch = tables.batch
         q, rows = query.q, batch.num_rows
-        self.pool.write(query.layer, plan.places, query.k[:rows], query.v[:rows])
+        self.pool.write(query.layer, tables.places, query.k[:rows], query.v[:rows])
         keys, values = self.pool.keys[query.layer], self.pool.values[query.layer]
         heads, kv_heads, width, value_width = q.shape[1], keys.shape[1], keys.shape[3], values.shape[3]
         groups = heads // kv_heads
         padded = _power_of_two(groups)
         block = max(1, 16 // padded) if max(span.count for span in batch.spans) * padded <= 16 else max(1, 64 // padded)
-        tile_span, tile_row = self._tiles(batch, plan, block)
-        partial = torch.empty(plan.splits, rows, heads, value_width, dtype=torch.float32, device=q.device)
-        top = torch.full((plan.splits, rows, heads), float("-inf"), dtype=torch.float32, device=q.device)
+        tile_span, tile_row = self._tiles(tables, block)
+        partial = torch.empty(tables.splits, rows, heads, value_width, dtype=torch.float32, device=q.device)
+        top = torch.full((tables.splits, rows, heads), float("-inf"), dtype=torch.float32, device=q.device)
         total = torch.zeros_like(top)
-        _attend_split[(tile_span.shape[0], kv_heads, plan.splits)](
-            q[:rows].contiguous(), keys, values, partial, top, total, plan.tables, tile_span, tile_row, plan.start,
-            plan.offset, plan.count, plan.tree, plan.positions, plan.bits, plan.depths, query.scale,
+        _attend_split[(tile_span.shape[0], kv_heads, tables.splits)](
+            q[:rows].contiguous(), keys, values, partial, top, total, tables.tables, tile_span, tile_row, tables.start,
+            tables.offset, tables.count, tables.tree, tables.positions, tables.bits, tables.depths, query.scale,
             query.softcap or 0.0, query.window or 0,
-            self.pool.page_size, plan.tables.shape[1], plan.bits.shape[1], plan.nodes, heads, rows,
+            self.pool.page_size, tables.tables.shape[1], tables.bits.shape[1], tables.nodes, heads, rows,
             keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
             GROUPS=groups, GROUPS_PADDED=padded, BLOCK_ROWS=block, KEYS=BLOCK_KEYS, SPAN_KEYS=SPLIT, WIDTH=width,
             WIDTH_PADDED=max(16, _power_of_two(width)), VALUE_WIDTH=value_width,
@@ -250,7 +251,7 @@ class TritonAttention(Attention):
         )  # fmt: skip
         out = q.new_zeros(q.shape[0], heads * value_width)
         _merge[(rows * heads,)](
-            partial, top, total, out, rows * heads, SPLITS=plan.splits,
+            partial, top, total, out, rows * heads, SPLITS=tables.splits,
             VALUE_WIDTH=value_width, VALUE_PADDED=max(16, _power_of_two(value_width)),
         )  # fmt: skip
         return out

@@ -92,7 +92,6 @@ class Batch:
             self.offsets.append(total)
             total += len(span.tokens)
         self.num_rows = total
-        self.plan: dict = {}
 
     def pieces(self, rows: int, logits: int) -> list[Batch]:
         """The same rows in batches of at most ``rows`` rows and ``logits`` wanted logits, to be fed in this order."""

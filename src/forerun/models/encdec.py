@@ -183,18 +183,18 @@ class EncoderDecoder:
             raise ConfigError("an encoder-decoder's layers are not run, or looked at, one by one")
         assert cache.pool.sources is not None
         cache.pool.sources.prepare(batch.spans, self._encode)
-        cache.begin(batch)
+        metadata = cache.begin(batch)
         side, spec = self._decoder, self.spec
         x = self._inputs(side, batch.input_ids, batch.positions)
         heads = spec.decoder.heads
         for layer, (attention, cross, mlp) in enumerate(zip(side.attention, side.cross, side.mlp)):
             qkv = attention.weights(self._before(attention, x)).view(-1, 3 * heads, spec.width)
             q, k, v = qkv.split_with_sizes((heads, heads, heads), 1)
-            x = self._add(attention, cache.run(Query(layer, q, k, v, spec.scale, bias=side.bias), batch), x)
+            x = self._add(attention, cache.run(Query(layer, q, k, v, spec.scale, bias=side.bias), metadata), x)
             q = cross.weights(self._before(cross, x)).view(-1, heads, spec.width)
-            x = self._add(cross, cache.cross(layer, q, spec.scale, batch), x)
+            x = self._add(cross, cache.cross(layer, q, spec.scale, metadata), x)
             x = self._mlp(mlp, x)
-        cache.finish(batch)
+        cache.finish(metadata)
         if not batch.num_logits:
             return Output(x.new_zeros(0, self.info.vocab_size, dtype=torch.float32))
         if batch.num_logits < batch.num_rows:

@@ -172,7 +172,7 @@ class Fused:
         IndexError for a token without an embedding."""
         call = self.prepare(batch, cache, given)
         self.call(*self.addresses, call.address)
-        cache.finish(batch)
+        cache.finish(call.plan)
         return Output(call.logits, call.hidden)
 
     def prepare(
@@ -181,8 +181,7 @@ class Fused:
         """A call's arguments; positions up to ``ahead`` behind the batch's have angles too."""
         if cache.pool.dtype is not self.dtype or len(cache.pool.keys) < len(self.decoder.layers):
             raise ValueError(f"a cache of {len(cache.pool.keys)} layers in {cache.pool.dtype} for {self.dtype} layers")
-        cache.begin(batch)
-        plan = cache.plan(batch)
+        plan = cache.begin(batch)
         rows, wanted = batch.num_rows, batch.num_logits
         given = self._given(batch) if given is None else self._fitting(given, rows)
         tables, positions = self._angles(batch, ahead)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers import __version__ as VERSION
 from transformers.masking_utils import AttentionMaskInterface
 
-from forerun.attention.base import Attention, Query
+from forerun.attention.base import Attention, Metadata, Query
 from forerun.cache.pool import KVShape
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
@@ -45,11 +45,11 @@ HARMLESS = frozenset(
 class _Context:
     """What one forward hands to every attention layer."""
 
-    __slots__ = ("attention", "batch")
+    __slots__ = ("attention", "metadata")
 
-    def __init__(self, batch: Batch, attention: Attention) -> None:
-        self.batch = batch
+    def __init__(self, attention: Attention, metadata: Metadata) -> None:
         self.attention = attention
+        self.metadata = metadata
 
 
 class _Probe:
@@ -91,7 +91,7 @@ def _attend(
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         return out, None
     q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
-    out = forerun.attention.run(Query(layer, q, k, v, scale, sliding_window, softcap), forerun.batch)
+    out = forerun.attention.run(Query(layer, q, k, v, scale, sliding_window, softcap), forerun.metadata)
     return out.view(1, query.shape[2], query.shape[1], -1), None
 
 
@@ -242,7 +242,7 @@ class HFModel:
 
     def feed(self, batch: Batch, cache: Attention) -> Output:
         """One call of the module, padded to a call's size where there are such."""
-        cache.begin(batch)
+        metadata = cache.begin(batch)
         rows, wanted = batch.num_rows, batch.num_logits
         if self.tiles is not None:
             rows, wanted = tiles.fit(rows, self.tiles.rows), wanted and tiles.fit(wanted, self.tiles.logits)
@@ -260,9 +260,9 @@ class HFModel:
                 use_cache=False,
                 output_hidden_states=bool(batch.hidden),
                 logits_to_keep=keep,
-                forerun=_Context(batch, cache),
+                forerun=_Context(cache, metadata),
             )
-        cache.finish(batch)
+        cache.finish(metadata)
         last = self.info.num_layers
         hidden = {
             layer: out.hidden_states[-1 if layer == last else layer][0, : batch.num_rows] for layer in batch.hidden

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from transformers import PretrainedConfig
 
-from forerun.attention.base import Attention, Query
+from forerun.attention.base import Attention, Metadata, Query
 from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape
 from forerun.core import tiles
@@ -166,13 +166,13 @@ class NativeModel:
 
     def feed(self, batch: Batch, cache: Attention) -> Output:
         """Layer by layer; padded to a call's size where there are such."""
-        cache.begin(batch)
+        metadata = cache.begin(batch)
         if self.team is None:
-            return self._feed(batch, cache)
+            return self._feed(batch, cache, metadata)
         with self.team.feeding(batch, cache, self.tiles, invariant=self.invariant):
-            return self._feed(batch, cache)
+            return self._feed(batch, cache, metadata)
 
-    def _feed(self, batch: Batch, cache: Attention) -> Output:
+    def _feed(self, batch: Batch, cache: Attention, metadata: Metadata) -> Output:
         x = self._inputs(batch)
         angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
         rows, normed = self._logit_rows(batch), len(self._layers) in batch.hidden
@@ -182,8 +182,8 @@ class NativeModel:
             if index in batch.hidden:
                 hidden[index] = x[: batch.num_rows]
             only = rows if index == layers[-1] and not normed else None
-            x = self._run(self._layers[index], index, x, angles, only, batch, cache)
-        cache.finish(batch)
+            x = self._run(self._layers[index], index, x, angles, only, cache, metadata)
+        cache.finish(metadata)
         if normed:
             x = self._norm(x)
             hidden[len(self._layers)] = x[: batch.num_rows]
@@ -228,18 +228,18 @@ class NativeModel:
         x: torch.Tensor,
         angles: Mapping[str, torch.Tensor],
         only: torch.Tensor | None,
-        batch: Batch,
         cache: Attention,
+        metadata: Metadata,
     ) -> torch.Tensor:
         """One layer; ``only`` names the rows that go on behind its attention."""
-        qkv = layer.qkv(x if layer.norm_attention is None else layer.norm_attention(x))
-        if x.shape[0] != batch.num_rows:
-            qkv = qkv[: batch.num_rows]
+        qkv, count = layer.qkv(x if layer.norm_attention is None else layer.norm_attention(x)), metadata.batch.num_rows
+        if x.shape[0] != count:
+            qkv = qkv[:count]
         heads = self._heads(layer, qkv, angles[layer.rotary] if layer.rope else None)
-        out = cache.run(Query(index, *heads, self.spec.scale, layer.window, self.spec.softcap), batch)
+        out = cache.run(Query(index, *heads, self.spec.scale, layer.window, self.spec.softcap), metadata)
         if only is not None:
             x, out = x.index_select(0, only), out.index_select(0, only)
-        elif x.shape[0] != batch.num_rows:
+        elif x.shape[0] != count:
             out = self._pad(out)
         x = layer.out(out, x) if layer.after_attention is None else layer.after_attention(layer.out(out), x)
         normed = x if layer.norm_mlp is None else layer.norm_mlp(x)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forerun.attention.base import Attention, Query
+from forerun.attention.base import Attention, Backend, Metadata, Query
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
 from forerun.models import activations
@@ -68,19 +68,19 @@ def steady() -> bool:
     return tiles.remembered("functions", lambda: [every if activations.steady() else [1]]) == [every]
 
 
-class Echo(Attention):
+class Echo(Backend[Metadata]):
     """Stands in for attention: of each row its own values, with queries and keys added."""
 
     def __init__(self) -> None:
         pass
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch) -> Metadata:
+        return Metadata(batch)
+
+    def finish(self, metadata: Metadata) -> None:
         pass
 
-    def finish(self, batch: Batch) -> None:
-        pass
-
-    def run(self, query: Query, batch: Batch) -> torch.Tensor:
+    def run(self, query: Query, metadata: Metadata) -> torch.Tensor:
         groups = query.q.shape[1] // query.k.shape[1]
         out = query.v.repeat_interleave(groups, 1)
         width = out.shape[2]

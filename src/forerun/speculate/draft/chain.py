@@ -106,7 +106,7 @@ class Chains:
         ))  # fmt: skip
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0])
-        cache.finish(batch)
+        cache.finish(prepared.plan)
         if q is not None and self.names is not None:
             q = q.new_zeros(len(q), self.chooser.sampler.vocab_size).index_copy_(1, self.names, q)
         drafts = []

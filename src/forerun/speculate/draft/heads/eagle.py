@@ -346,9 +346,9 @@ class Eagle(HeadDrafter[EagleConfig]):
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
         stream = self.eagle.enter(embedded, feature)
         q, k, v = self.eagle.qkv(embedded, stream, batch.positions)
-        self.cache.begin(batch)
-        attended = self.cache.run(Query(0, q, k, v, self.eagle.width**-0.5), batch)
-        self.cache.finish(batch)
+        metadata = self.cache.begin(batch)
+        attended = self.cache.run(Query(0, q, k, v, self.eagle.width**-0.5), metadata)
+        self.cache.finish(metadata)
         states = self.eagle.finish(stream, attended)[batch.logit_rows]
         return states, self._widen(self._predict(states))
 
