@@ -74,6 +74,8 @@ _BY_TYPE = {
     "decode": (_P, _P, _P),
     "draft": (_P, _P, _P, _P),
 }
+SUM = ctypes.CFUNCTYPE(_I, _P, _N, _P, _N)
+"""``Sum`` in ``structs.h``."""
 SIGNATURES = {
     "advise": (_P, _N),
     "softcap": (_P, _N, _F),

@@ -9,7 +9,7 @@ namespace {
 
 enum Complaint : int {
   FINE, NULL_POINTER, SIZE, HEADS_SIZE, SPAN_RANGE, PAGE_TABLE, PAGE_INDEX, PATH_RANGE, PATH_ENTRY, TOKEN_RANGE,
-  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, ROOM_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY,
+  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, ROOM_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY, STOPPED,
   UNKNOWN,
 };
 const char *const WORDS[] = {
@@ -30,6 +30,7 @@ const char *const WORDS[] = {
     "a drafted chain is out of range",
     "a layer is of an unknown kind or has too many parts",
     "out of memory",
+    "a sum failed",
     "unknown",
 };
 
@@ -55,6 +56,8 @@ int guarded(F run) {
     return FINE;
   } catch (const std::bad_alloc &) {
     return MEMORY;
+  } catch (const Stopped &) {
+    return STOPPED;
   }
 }
 
@@ -146,8 +149,13 @@ Complaint experts_fit(const Experts &e, int64_t hidden) {
 }
 
 template <class T>
+bool has_words(const Model<T> &m) {
+  return m.embedding || m.words.weight;
+}
+
+template <class T>
 Complaint words_fit(const Model<T> &m) {
-  if (m.embedding) return FINE;
+  if (m.embedding || !has_words(m)) return FINE;
   REQUIRE(within(m.words.kind, KIND_int8 + 1, KINDS - 1) && !m.words.next, LAYER_KIND);
   return layer_fits(m.words, m.hidden, m.known);
 }
@@ -159,14 +167,17 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 0, MOST) && within(m.known, 1, MOST), SIZE);
   REQUIRE(within(m.rotaries, 0, m.layers) && within(m.activation, 0, ACTIVATIONS - 1), SIZE);
   REQUIRE(m.norm, NULL_POINTER);
-  REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, 1, MOST) && !m.head.next, SIZE);
+  REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, m.head.weight ? 1 : 0, m.head.weight ? MOST : 0), SIZE);
+  REQUIRE(!m.head.next, SIZE);
   if (const Complaint wrong = words_fit(m)) return wrong;
-  if (const Complaint wrong = layer_fits(m.head, m.hidden, m.head.outputs)) return wrong;
+  if (m.head.weight)
+    if (const Complaint wrong = layer_fits(m.head, m.hidden, m.head.outputs)) return wrong;
+  REQUIRE(!m.mix.weight || has_words(m), NULL_POINTER);
   if (m.mix.weight)
     if (const Complaint wrong = layer_fits(m.mix, 2 * m.hidden, m.hidden)) return wrong;
   for (int64_t i = 0; i < m.layers; i++) {
     const Layer &l = layers[i];
-    REQUIRE(l.norm_attention || !l.norm_token, NULL_POINTER);
+    REQUIRE((l.norm_attention && has_words(m)) || !l.norm_token, NULL_POINTER);
     REQUIRE(l.qkv.inputs == layers[0].qkv.inputs && l.window >= 0 && within(l.rotary, -1, m.rotaries - 1), SIZE);
     const int64_t heads = m.heads * m.width, qkv = (m.heads + 2 * m.kv_heads) * m.width;
     if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
@@ -185,7 +196,7 @@ template <class T>
 Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_which, 0, m.layers), SIZE);
   REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.room, c.sides, c.pool, c.plan), NULL_POINTER);
-  REQUIRE(!m.mix.weight || c.given, NULL_POINTER);
+  REQUIRE((!m.mix.weight && has_words(m)) || c.given, NULL_POINTER);
   for (int64_t table = 0; table < m.rotaries; table++) REQUIRE(c.angles[table], NULL_POINTER);
   REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);
   REQUIRE(room_wanted(m, layers, c.rows, c.num_out) <= c.room_size, ROOM_SIZE);
@@ -195,7 +206,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
     REQUIRE(within(c.ids[row], 0, m.known - 1), TOKEN_RANGE);
     REQUIRE(within(c.positions[row], 0, c.num_angles - 1), POSITION_RANGE);
   }
-  REQUIRE(!c.num_out || c.logits, NULL_POINTER);
+  REQUIRE(!c.num_out || !m.head.weight == !c.logits, NULL_POINTER);
   if (c.num_out && c.num_out < c.rows) {
     REQUIRE(c.rows_out, NULL_POINTER);
     for (int64_t i = 0; i < c.num_out; i++)
@@ -210,6 +221,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
 template <class T>
 Complaint chains_fit(const Model<T> &m, const Call<T> &c, const Chains<T> &d) {
   REQUIRE(d.sequences == c.num_out && d.sequences >= 1 && within(d.longest, 1, MOST), CHAIN_RANGE);
+  REQUIRE(m.head.weight && has_words(m), NULL_POINTER);
   REQUIRE(given(d.depths, d.starts, d.tables, d.heats, d.shares, d.top_ks, d.words, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.room_size, ROOM_SIZE);
   REQUIRE(d.names || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed

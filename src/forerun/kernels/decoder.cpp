@@ -72,12 +72,13 @@ class Decoder {
       if (rows) rest(layer, rows);
     }
     if (c.keep[c.num_which + 1]) std::memcpy(c.keep[c.num_which + 1], x, rows * m.hidden * sizeof(T));
+    if (!m.head.weight && !output) return;
     normalise(x, m.norm, normed, rows, 1, m.hidden);
     if (output) {
       std::memcpy(output, normed, rows * m.hidden * sizeof(T));
       if (c.num_out < rows) pick(normed, m.hidden);
     }
-    if (!c.num_out) return;
+    if (!c.num_out || !m.head.weight) return;
     multiply(m.head, normed, scores, nullptr, c.num_out);
     for (int64_t i = 0, all = c.num_out * m.head.outputs; i < all; i += 16)
       store(c.logits + i, first(all - i), load(scores + i, first(all - i)));
@@ -116,11 +117,25 @@ class Decoder {
     return weights ? normed : x;
   }
 
-  // x += what ``layer`` makes, normed by ``after`` if that is there.
+  // x += what ``layer`` makes, here and in other processes, normed by ``after`` if that is there.
   void add(const Linear &layer, const T *in, const float *after, int64_t rows) const {
-    if (!after) return multiply(layer, in, x, x, rows);
+    if (!after && !c.sum) return multiply(layer, in, x, x, rows);
     multiply(layer, in, normed, nullptr, rows);
-    norm(normed, after, x, x, rows, 1, m.hidden, eps);
+    if (c.sum) {
+      std::vector<float> total(rows * m.hidden);
+      sum(normed, false, total, rows);
+      for (int64_t i = 0; i < rows * m.hidden; i += 16) {
+        const First lanes = first(rows * m.hidden - i);
+        const Floats made = load(&total[i], lanes);
+        if (after) store(normed + i, lanes, made);
+        else store(x + i, lanes, made + load(x + i, lanes));
+      }
+    }
+    if (after) norm(normed, after, x, x, rows, 1, m.hidden, eps);
+  }
+
+  void sum(const void *part, bool wide, std::vector<float> &total, int64_t rows) const {
+    if (c.sum(part, wide, total.data(), rows)) throw Stopped();
   }
 
   void look_back(const Layer &layer, int64_t index) const {
@@ -161,6 +176,7 @@ class Decoder {
   void add_experts(const Layer &layer, const T *in, int64_t rows) const {
     std::vector<float> total(rows * m.hidden);
     mix(*layer.experts, in, total.data(), rows, threads);
+    if (c.sum) sum(total.data(), true, total, rows);
     for (int64_t i = 0; i < rows * m.hidden; i += 16) {
       const First lanes = first(rows * m.hidden - i);
       store(normed + i, lanes, load(&total[i], lanes));

@@ -46,6 +46,8 @@ void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, cons
 template <class T>
 int64_t room_wanted(const Model<T> &model, const Layer *layers, int64_t rows, int64_t num_out);
 
+struct Stopped {};  // thrown where a caller's sum fails
+
 void advise(char *at, int64_t bytes);
 void softcap(float *numbers, int64_t count, float cap);
 void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size);

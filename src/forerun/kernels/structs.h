@@ -105,6 +105,10 @@
   F(double, logits_softcap)                                                                                         \
   F(double, embedding_scale)
 
+// Adds up ``part`` [rows, hidden], float if it is ``wide`` and else as the rows are, with those of other processes, in
+// float. What it returns is 0, or the call ends.
+using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
+
 #define CALL(F)                                                                                                     \
   F(int64_t, rows)                                                                                                  \
   F(int64_t, threads)                                                                                               \
@@ -120,10 +124,11 @@
   F(int64_t, num_out)                                                                                               \
   F(T *, room)                                                                                                      \
   F(int64_t, room_size)                                                                                             \
-  F(float *, logits)   /* [num_out, vocabulary] */                                                                  \
+  F(float *, logits)   /* [num_out, vocabulary]; null where the model has no head */                                \
   F(T *const *, sides) /* keys and values of every layer */                                                         \
   F(const Pool *, pool)                                                                                             \
-  F(const Plan *, plan)
+  F(const Plan *, plan)                                                                                             \
+  F(Sum, sum) /* of what attention and MLP make of rows, or null: they are whole */
 
 #define CHAINS(F)                                                                                                   \
   F(int64_t, sequences)       /* each with a row of the first call's logits, in order */                            \
@@ -196,7 +201,7 @@ struct Layer {
 template <class T>
 struct Model {
   MODEL(FIELD)
-  Linear head, words;
+  Linear head, words;  // either may be elsewhere: its weight is null
   Linear mix;  // makes the first layer's input of [the token's embedding, the given row]; its weight may be null
 };
 

@@ -126,6 +126,7 @@ class Call(NamedTuple):
     sides: int
     pool: int
     plan: int
+    sum: int
 
 
 class Chains(NamedTuple):

@@ -3,8 +3,9 @@ the same bits, without Python between them."""
 
 from __future__ import annotations
 
+import ctypes
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,10 +16,11 @@ import torch
 from forerun import kernels
 from forerun.attention.streamed import Plan, StreamedAttention
 from forerun.core.batch import Batch, Output
-from forerun.kernels import structs
+from forerun.kernels import KernelError, structs
 from forerun.models.architectures.spec import SILU
 from forerun.models.formats.compiled import Compiled
 from forerun.models.layer import Layer
+from forerun.models.ranks.parts import Summed
 from forerun.models.rotary import Rotary
 from forerun.models.streamed import Norm
 from forerun.models.words import Words
@@ -32,7 +34,8 @@ RAW = -1
 @dataclass(slots=True)
 class Decoder:
     """What a call needs: sizes of a head, embeddings, layers, the final norm and output layer, rotary tables by the
-    layers' names for them, and what scores are multiplied by."""
+    layers' names for them, and what scores are multiplied by. With ``total`` the layers are one rank's, of which it
+    adds up all ranks' parts, and the ends are the caller's."""
 
     heads: int
     kv_heads: int
@@ -46,23 +49,21 @@ class Decoder:
     activation: str = SILU
     softcap: float | None = None
     logits_softcap: float | None = None
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None
     mix: Any = None
     """Makes the first layer's input of [embedding of the token, given row]; None: that is the given row, or else the
     embedding."""
 
     def can_fuse(self) -> bool:
         """Whether the call is here and every linear layer and norm has a kernel."""
-        linears = [
-            self.head,
-            *([self.mix] if self.mix is not None else []),
-            *(linear for layer in self.layers for linear in layer.linears()),
-        ]
+        linears = [linear for layer in self.layers for linear in layer.linears()]
+        ends = [] if self.total is not None else [self.head, *([self.mix] if self.mix is not None else [])]
         norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms())]
         return (
             self.words.device.type == "cpu"
-            and self.words.fields() is not None
+            and (self.total is not None or self.words.fields() is not None)
             and kernels.has(f"decode_{kernels.dtype_name(self.words.dtype)}")
-            and all(isinstance(linear, Compiled) for linear in linears)
+            and all(isinstance(_own(linear), Compiled) for linear in (*ends, *linears))
             and all(isinstance(norm, Norm) for norm in norms)
             and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
         )
@@ -70,9 +71,9 @@ class Decoder:
     def check(self) -> None:
         """Raise ValueError for parts that the call would misread; it compares the layers' sizes itself."""
         dtype, hidden, turned = self.words.dtype, self.words.width, self.heads + self.kv_heads
-        parts = [self.norm, self.head, self.mix]
+        parts = [self.norm] if self.total is not None else [self.norm, self.head, self.mix]
         for layer in self.layers:
-            parts += [*layer.linears(), *layer.norms()]
+            parts += [*map(_own, layer.linears()), *layer.norms()]
             sizes = [
                 (layer.norm_attention, (hidden,)), (layer.after_attention, (hidden,)), (layer.norm_mlp, (hidden,)),
                 (layer.after_mlp, (hidden,)), (layer.norm_token, (hidden,)), (layer.norm_qk, (turned, self.width)),
@@ -91,6 +92,11 @@ def _dtype(part: Any) -> torch.dtype | None:
     """None: any."""
     dtype: torch.dtype | None = getattr(part, "dtype", None)
     return dtype
+
+
+def _own(linear: Any) -> Any:
+    """The part of a layer that is here."""
+    return linear.linear if isinstance(linear, Summed) else linear
 
 
 def _fields(layer: Layer, rotaries: list[str]) -> list[int]:
@@ -113,8 +119,32 @@ def _fields(layer: Layer, rotaries: list[str]) -> list[int]:
         window=layer.window or 0,
         experts=0 if mixture is None else mixture.address,
     )
-    dense = [structs.NO_LAYER] * 2 if mixture is not None else [layer.gate_up.fields(), layer.down.fields()]
-    return [field for part in (own, layer.qkv.fields(), layer.out.fields(), *dense) for field in part]
+    dense = [structs.NO_LAYER] * 2 if mixture is not None else [layer.gate_up.fields(), _own(layer.down).fields()]
+    return [field for part in (own, layer.qkv.fields(), _own(layer.out).fields(), *dense) for field in part]
+
+
+class Sums:
+    """Lets compiled code ask for ``total``."""
+
+    def __init__(self, total: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype) -> None:
+        self.total, self.width, self.dtype = total, width, dtype
+        self.error: BaseException | None = None
+        """What ended the last call."""
+        self.call = kernels.SUM(self._sum)
+        self.address = ctypes.cast(self.call, ctypes.c_void_p).value or 0
+
+    def _sum(self, part: int, wide: int, total: int, rows: int) -> int:
+        try:
+            found = self.total(self._rows(part, rows, torch.float32 if wide else self.dtype))
+            self._rows(total, rows, torch.float32).copy_(found)
+        except BaseException as error:  # noqa: BLE001 - compiled code cannot pass it on, ``through`` raises it
+            self.error = error
+            return 1
+        return 0
+
+    def _rows(self, address: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        numbers = (ctypes.c_char * (rows * self.width * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(numbers, dtype=dtype).view(rows, self.width)
 
 
 @dataclass(slots=True)
@@ -138,13 +168,16 @@ class Fused:
         kind = kernels.dtype_name(self.dtype)
         self.call, self.draft = (getattr(kernels.library(), f"{verb}_{kind}") for verb in ("decode", "draft"))
         decoder.check()
-        words, self.vocab_size = decoder.words, decoder.head.outputs
+        words, whole = decoder.words, decoder.total is None
         self.known, self.hidden = words.count, words.width
-        fields = words.fields()
+        self.sums = None if decoder.total is None else Sums(decoder.total, self.hidden, self.dtype)
+        head = decoder.head.fields() if whole else structs.NO_LAYER
+        self.vocab_size = head.outputs
+        fields = words.fields() if whole else (0, structs.NO_LAYER)
         if fields is None:
             raise ValueError("embeddings that the call cannot read")
         numbers, rows = fields
-        inner = max((layer.down.inputs for layer in decoder.layers if layer.experts is None), default=0)
+        inner = max((_own(layer.down).inputs for layer in decoder.layers if layer.experts is None), default=0)
         attended = decoder.heads * decoder.width
         real = decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale
         model = structs.Model(
@@ -153,7 +186,7 @@ class Fused:
             *map(structs.number, real),
         )  # fmt: skip
         mix = structs.NO_LAYER if decoder.mix is None else decoder.mix.fields()
-        self.model = array("q", (*model, *decoder.head.fields(), *rows, *mix))
+        self.model = array("q", (*model, *head, *rows, *mix))
         self.layers = array("q")
         for layer in decoder.layers:
             self.layers.extend(_fields(layer, [*decoder.rotaries]))
@@ -175,13 +208,34 @@ class Fused:
         cache.finish(call.plan)
         return Output(call.logits, call.hidden)
 
+    def through(self, batch: Batch, cache: StreamedAttention, plan: Plan, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The batch's layers of one rank: hidden states as ``Output.hidden``, and under ``RAW`` the output of the rows
+        whose logits are wanted, or of all where the normed one is asked for too. Raises what ``total`` raises."""
+        assert self.sums is not None
+        call = self.prepare(batch, cache, x, plan=plan)
+        self.sums.error = None
+        try:
+            self.call(*self.addresses, call.address)
+        except KernelError:
+            if self.sums.error is not None:
+                raise self.sums.error from None
+            raise
+        cache.finish(plan)
+        return call.hidden
+
     def prepare(
-        self, batch: Batch, cache: StreamedAttention, given: torch.Tensor | None = None, ahead: int = 0
+        self,
+        batch: Batch,
+        cache: StreamedAttention,
+        given: torch.Tensor | None = None,
+        ahead: int = 0,
+        plan: Plan | None = None,
     ) -> Prepared:
-        """A call's arguments; positions up to ``ahead`` behind the batch's have angles too."""
+        """A call's arguments; positions up to ``ahead`` behind the batch's have angles too. ``plan``: what the cache's
+        ``begin`` returned, if that has been called."""
         if cache.pool.dtype is not self.dtype or len(cache.pool.keys) < len(self.decoder.layers):
             raise ValueError(f"a cache of {len(cache.pool.keys)} layers in {cache.pool.dtype} for {self.dtype} layers")
-        plan = cache.begin(batch)
+        plan = cache.begin(batch) if plan is None else plan
         rows, wanted = batch.num_rows, batch.num_logits
         given = self._given(batch) if given is None else self._fitting(given, rows)
         tables, positions = self._angles(batch, ahead)
@@ -200,7 +254,8 @@ class Fused:
         call = array("q", structs.Call(
             rows, torch.get_num_threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
             min(map(len, tables)), at[2], len(which), at[3], at[4], wanted, room.data_ptr(), len(room),
-            logits.data_ptr(), sides, pool, plan.address,
+            logits.data_ptr() if self.vocab_size else 0, sides, pool, plan.address,
+            0 if self.sums is None else self.sums.address,
         ))  # fmt: skip
         return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, tables, room, lists))
 
@@ -238,15 +293,14 @@ class Fused:
     def _keep(self, batch: Batch, which: Seq[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
         """Room for the hidden states that the batch asked for, and where each layer's input and the output go. The
         raw output has the rows alone whose logits are wanted, unless the normed one is asked for too."""
-        if not batch.hidden:
+        asked = batch.hidden if self.sums is None else (*batch.hidden, RAW)
+        if not asked:
             return {}, array("q", bytes(8 * (len(which) + 2)))
         last = len(self.decoder.layers)
         rows = dict.fromkeys((*which, last), batch.num_rows)
         rows[RAW] = batch.num_rows if last in batch.hidden else batch.num_logits
         hidden = {
-            layer: torch.empty(count, self.hidden, dtype=self.dtype)
-            for layer, count in rows.items()
-            if layer in batch.hidden
+            layer: torch.empty(count, self.hidden, dtype=self.dtype) for layer, count in rows.items() if layer in asked
         }
         return hidden, array("q", (hidden[i].data_ptr() if i in hidden else 0 for i in (*which, last, RAW)))
 

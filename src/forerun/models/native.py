@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from forerun.attention.base import Attention, Metadata, Query
-from forerun.attention.streamed import StreamedAttention, can_attend
+from forerun.attention.streamed import Plan, StreamedAttention, can_attend
 from forerun.cache.pool import KVShape
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output
@@ -23,7 +23,7 @@ from forerun.models import quantize, tiling
 from forerun.models.architectures.spec import ALL, applies, bind
 from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.formats.base import Linear, size
-from forerun.models.fused import Decoder, Fused
+from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.layer import Builder, Layer
 from forerun.models.linear import choose, describe
 from forerun.models.parts import RMSNorm, make_gate
@@ -74,8 +74,11 @@ class NativeModel:
             self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors)
         self.tiles: Tiles | None = None
         self.info = self._describe(config, name, eos_ids, quantization)
-        self.fused = self._fuse()
-        """All layers in one call, where every part has a kernel."""
+        compiled = self._compile()
+        self.fused = compiled if team is None else None
+        """The whole decoder in one call, where every part has a kernel."""
+        self.ranges = compiled if team is not None else None
+        """This rank's layers in one call."""
         if invariant and (team is None or team.leads) and not self._exact():
             self.tiles = self._find()
 
@@ -103,11 +106,12 @@ class NativeModel:
             self._head = Gathered(self._head, self.team, self._tokens)
             self._words = SplitWords(self._words, self.team, self._tokens)
 
-    def _fuse(self) -> Fused | None:
+    def _compile(self) -> Fused | None:
         spec = self.spec
         decoder = Decoder(
             spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, self._rotaries,
             spec.scale, activation=spec.activation, softcap=spec.softcap, logits_softcap=spec.logits_softcap,
+            total=None if self.team is None else self.team.sum,
         )  # fmt: skip
         return Fused(decoder) if decoder.can_fuse() else None
 
@@ -119,7 +123,7 @@ class NativeModel:
             can_attend(self.dtype, self.device, self.info.kv_shapes)
             and all(linear.exact for linear in self.linears())
             and all(isinstance(norm, Norm) for norm in norms)
-            and (self.fused is not None or tiling.steady())
+            and (self.fused is not None or self.ranges is not None or tiling.steady())
         )
 
     def _describe(
@@ -173,26 +177,39 @@ class NativeModel:
             return self._feed(batch, cache, metadata)
 
     def _feed(self, batch: Batch, cache: Attention, metadata: Metadata) -> Output:
-        x = self._inputs(batch)
-        angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
-        rows, normed = self._logit_rows(batch), len(self._layers) in batch.hidden
-        hidden: dict[int, torch.Tensor] = {}
-        layers = range(len(self._layers)) if batch.layers is None else batch.layers
-        for index in layers:
-            if index in batch.hidden:
-                hidden[index] = x[: batch.num_rows]
-            only = rows if index == layers[-1] and not normed else None
-            x = self._run(self._layers[index], index, x, angles, only, cache, metadata)
-        cache.finish(metadata)
+        x, last = self._inputs(batch), len(self._layers)
+        rows, normed = self._logit_rows(batch), last in batch.hidden
+        if self.ranges is not None and isinstance(cache, StreamedAttention) and isinstance(metadata, Plan):
+            hidden = self.ranges.through(batch, cache, metadata, x)
+            raw = hidden.pop(RAW)
+            x = hidden[last] if normed else raw
+        else:
+            x, hidden = self._through(batch, cache, metadata, x, None if normed else rows)
         if normed:
-            x = self._norm(x)
-            hidden[len(self._layers)] = x[: batch.num_rows]
             x = x if rows is None else x.index_select(0, rows)
         if not batch.num_logits:
             return Output(x.new_zeros(0, self.info.vocab_size, dtype=torch.float32), hidden)
         x = (x if normed else self._norm(x))[: batch.num_logits]
         logits = self._head(self._pad_logits(x))
         return Output(self._cap(logits[: batch.num_logits].float()), hidden)
+
+    def _through(
+        self, batch: Batch, cache: Attention, metadata: Metadata, x: torch.Tensor, only: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The batch's layers, one after the other, and the hidden states that it asked for; ``only`` names the rows
+        that go on behind the last one's attention. Where the normed output is asked for, that is returned."""
+        hidden: dict[int, torch.Tensor] = {}
+        angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
+        layers = range(len(self._layers)) if batch.layers is None else batch.layers
+        for index in layers:
+            if index in batch.hidden:
+                hidden[index] = x[: batch.num_rows]
+            x = self._run(self._layers[index], index, x, angles, only if index == layers[-1] else None, cache, metadata)
+        cache.finish(metadata)
+        if len(self._layers) in batch.hidden:
+            x = self._norm(x)
+            hidden[len(self._layers)] = x[: batch.num_rows]
+        return x, hidden
 
     def _cap(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.spec.logits_softcap

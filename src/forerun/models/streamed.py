@@ -100,9 +100,10 @@ class Mixture:
 
 
 def softcap(numbers: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap tanh(numbers / cap), in place: contiguous float32 on cpu."""
-    if numbers.dtype is not torch.float32 or not numbers.is_cpu or not numbers.is_contiguous():
+    """cap tanh(numbers / cap) of float32 on cpu; in place where they are contiguous."""
+    if numbers.dtype is not torch.float32 or not numbers.is_cpu:
         raise ValueError(f"a soft cap on {numbers.dtype} {[*numbers.shape]} on {numbers.device}")
+    numbers = numbers.contiguous()
     if numbers.numel():
         getattr(kernels.library(), "softcap")(numbers.data_ptr(), numbers.numel(), cap)  # noqa: B009
     return numbers
