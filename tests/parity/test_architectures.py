@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import one_call
 from described import CASES, MAIN, PARTIAL, SIZES, TOKENS, TWO_BASES, save_described
 from forerun import LLM, SamplingParams
+from forerun.attention.sdpa import SdpaAttention
+from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.models.architectures.families import ARCHITECTURES
@@ -188,6 +190,29 @@ def test_a_head_reads_its_hidden_states(checkpoint, tmp_path, name):
         texts.append(out.outputs[0].token_ids)
     assert texts[0] == texts[1]
     assert out.metrics.num_draft_tokens > 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", where(can_stream(torch.float32), ["gemma2", "mixtral"]))
+def test_a_head_in_one_call_says_what_its_module_says(checkpoint, tmp_path, name):
+    """With the target's embedding and output layer, scale and soft cap included."""
+    options = {"heads": 4, "kv_heads": 2, "width": 16, "inner_size": 24}
+    head = EagleHead(Sizes(SIZES["hidden_size"], TOKENS, SIZES["num_hidden_layers"], 4, options))
+    torch.manual_seed(5)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    head.save(tmp_path)
+    llm = LLM(checkpoint(name), speculative_config={"method": "eagle", "model": str(tmp_path)})
+    (drafter,) = llm.engine.router.drafters.values()
+    feature, found = torch.randn(6, SIZES["hidden_size"]), []
+    for _ in range(2):
+        found.append(drafter._run([Span(0, 0, ids(6), logits=[2, 5])], feature))
+        assert drafter.fused is not None or len(found) == 2
+        shape = KVShape(2, 16, 16)
+        drafter.cache = SdpaAttention(Pool([shape], 1, 64, torch.float32, torch.device("cpu")))
+        drafter.fused = None
+    assert apart(found[0][0], found[1][0]) < 1e-5
+    assert apart(found[0][1], found[1][1]) < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
