@@ -3,6 +3,7 @@ an error, and the process lives on."""
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from contextlib import ExitStack, contextmanager
 
@@ -343,6 +344,39 @@ def test_a_layer_whose_parts_do_not_fit(model):
     prepared.kept[-1][5][0] = NOWHERE  # a table of angles
     with pytest.raises(KernelError, match="null"):
         run()
+
+
+def test_a_model_without_ends(model):
+    """Its rows are given, its logits not asked for; its sums are the caller's, and may fail."""
+    fused, line = model.fused, len(structs.Linear._fields)
+    head = len(structs.Model._fields)
+    embedding = structs.Model._fields.index("embedding")
+    x = torch.randn(3, fused.hidden)
+    failing = kernels.SUM(lambda *_: 1)
+
+    def run(**changes: int) -> None:
+        attempt, *_ = decoding(model, **{"given": x.data_ptr(), "logits": 0, **changes})
+        attempt()
+
+    with ExitStack() as stack:
+        stack.enter_context(changed(fused.model, embedding, NOWHERE))
+        for at in range(head, head + line):
+            stack.enter_context(changed(fused.model, at, 0))
+        run()
+        for change in ({"given": 0}, {"logits": x.data_ptr()}):
+            with pytest.raises(KernelError, match="null"):
+                run(**change)
+        with pytest.raises(KernelError, match="a sum failed"):
+            run(sum=ctypes.cast(failing, ctypes.c_void_p).value)
+        outputs = head + structs.Linear._fields.index("outputs")
+        with changed(fused.model, outputs, 5), pytest.raises(KernelError, match="out of range"):
+            run()
+        token = structs.Layer._fields.index("norm_token")
+        with changed(fused.layers, token, x.data_ptr()), pytest.raises(KernelError, match="null"):
+            run()
+        mix = head + 2 * line + structs.Linear._fields.index("weight")
+        with changed(fused.model, mix, x.data_ptr()), pytest.raises(KernelError, match="null"):
+            run()
 
 
 BAD_EXPERTS = [
