@@ -287,12 +287,14 @@ def test_a_decoder_refuses_what_it_would_misread(model, change):
 )
 def test_a_decoder_refuses_ids_positions_layers_and_rows_out_of_range(model, which, value):
     run, prepared, *_ = decoding(model)
-    prepared.kept[-1][which][0] = value
-    with pytest.raises(KernelError):
+    run()
+    with changed(prepared.kept[-1][which], 0, value), pytest.raises(KernelError):  # the list of layers is the model's
         run()
 
 
 def test_a_model_whose_parts_do_not_fit(model):
+    run, *_ = decoding(model)
+    run()
     for at, value in enumerate((3, 0, 15, 31, 63, 0, 0, 0, 0)):
         run, *_ = decoding(model)
         kept = model.fused.model[at]
@@ -332,6 +334,8 @@ BAD_MODELS = [{"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation"
 def test_a_layer_whose_parts_do_not_fit(model):
     fused = model.fused
     cases = [(fused.model, structs.Model, BAD_MODELS), (fused.layers, structs.Layer, BAD_LAYERS)]
+    run, *_ = decoding(model)
+    run()
     for fields, kind, changes in cases:
         for change in changes:
             run, *_ = decoding(model)

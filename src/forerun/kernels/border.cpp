@@ -56,8 +56,6 @@ int guarded(F run) {
     return FINE;
   } catch (const std::bad_alloc &) {
     return MEMORY;
-  } catch (const Stopped &) {
-    return STOPPED;
   }
 }
 
@@ -221,7 +219,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
 template <class T>
 Complaint chains_fit(const Model<T> &m, const Call<T> &c, const Chains<T> &d) {
   REQUIRE(d.sequences == c.num_out && d.sequences >= 1 && within(d.longest, 1, MOST), CHAIN_RANGE);
-  REQUIRE(m.head.weight && has_words(m), NULL_POINTER);
+  REQUIRE(m.head.weight && has_words(m) && !c.sum, NULL_POINTER);
   REQUIRE(given(d.depths, d.starts, d.tables, d.heats, d.shares, d.top_ks, d.words, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.room_size, ROOM_SIZE);
   REQUIRE(d.names || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
@@ -358,7 +356,9 @@ int forerun_advise(char *at, int64_t bytes) {
     REQUIRE(given(model, layers, call), NULL_POINTER);                                                             \
     CHECK(model_fits(*model, layers));                                                                               \
     CHECK(call_fits(*model, layers, *call));                                                                         \
-    return guarded([=] { decode(*model, layers, *call); });                                                          \
+    bool whole = true;                                                                                               \
+    const int told = guarded([&] { whole = decode(*model, layers, *call); });                                        \
+    return whole ? told : STOPPED;                                                                                   \
   }                                                                                                                  \
   int forerun_draft_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call,                          \
                            const Chains<T> *chains) {                                                                \

@@ -42,7 +42,8 @@ class Decoder {
     scores = take(c.num_out * m.head.outputs);
   }
 
-  void run() {
+  // False where a sum failed.
+  bool run() {
     for (int64_t row = 0; row < c.rows; row++) {
       if (m.mix.weight) {
         T *const to = normed + row * 2 * m.hidden;
@@ -70,19 +71,21 @@ class Decoder {
         rows = c.num_out;
       }
       if (rows) rest(layer, rows);
+      if (failed) return false;
     }
     if (c.keep[c.num_which + 1]) std::memcpy(c.keep[c.num_which + 1], x, rows * m.hidden * sizeof(T));
-    if (!m.head.weight && !output) return;
+    if (!m.head.weight && !output) return true;
     normalise(x, m.norm, normed, rows, 1, m.hidden);
     if (output) {
       std::memcpy(output, normed, rows * m.hidden * sizeof(T));
       if (c.num_out < rows) pick(normed, m.hidden);
     }
-    if (!c.num_out || !m.head.weight) return;
+    if (!c.num_out || !m.head.weight) return true;
     multiply(m.head, normed, scores, nullptr, c.num_out);
     for (int64_t i = 0, all = c.num_out * m.head.outputs; i < all; i += 16)
       store(c.logits + i, first(all - i), load(scores + i, first(all - i)));
     if (m.logits_softcap > 0) softcap(c.logits, c.num_out * m.head.outputs, static_cast<float>(m.logits_softcap));
+    return true;
   }
 
  private:
@@ -118,7 +121,7 @@ class Decoder {
   }
 
   // x += what ``layer`` makes, here and in other processes, normed by ``after`` if that is there.
-  void add(const Linear &layer, const T *in, const float *after, int64_t rows) const {
+  void add(const Linear &layer, const T *in, const float *after, int64_t rows) {
     if (!after && !c.sum) return multiply(layer, in, x, x, rows);
     multiply(layer, in, normed, nullptr, rows);
     if (c.sum) {
@@ -134,8 +137,8 @@ class Decoder {
     if (after) norm(normed, after, x, x, rows, 1, m.hidden, eps);
   }
 
-  void sum(const void *part, bool wide, std::vector<float> &total, int64_t rows) const {
-    if (c.sum(part, wide, total.data(), rows)) throw Stopped();
+  void sum(const void *part, bool wide, std::vector<float> &total, int64_t rows) {
+    if (c.sum(part, wide, total.data(), rows)) failed = true;
   }
 
   void look_back(const Layer &layer, int64_t index) const {
@@ -164,8 +167,9 @@ class Decoder {
            static_cast<float>(m.scale), static_cast<float>(m.softcap), threads);
   }
 
-  void rest(const Layer &layer, int64_t rows) const {
+  void rest(const Layer &layer, int64_t rows) {
     add(layer.out, attended, layer.after_attention, rows);
+    if (failed) return;
     const T *const in = read(layer.norm_mlp, rows);
     if (layer.experts) return add_experts(layer, in, rows);
     multiply(layer.gate_up, in, wide, nullptr, rows);
@@ -173,7 +177,7 @@ class Decoder {
     add(layer.down, inner, layer.after_mlp, rows);
   }
 
-  void add_experts(const Layer &layer, const T *in, int64_t rows) const {
+  void add_experts(const Layer &layer, const T *in, int64_t rows) {
     std::vector<float> total(rows * m.hidden);
     mix(*layer.experts, in, total.data(), rows, threads);
     if (c.sum) sum(total.data(), true, total, rows);
@@ -193,6 +197,7 @@ class Decoder {
   int64_t qkv_width;
   T *x, *normed, *qkv, *attended, *wide, *inner, *scores;
   float *angles;
+  bool failed = false;
 };
 
 template <class T>
@@ -278,8 +283,8 @@ class Drafting {
 }  // namespace
 
 template <class T>
-void decode(const Model<T> &model, const Layer *layers, const Call<T> &call) {
-  Decoder<T>(model, layers, call).run();
+bool decode(const Model<T> &model, const Layer *layers, const Call<T> &call) {
+  return Decoder<T>(model, layers, call).run();
 }
 
 template <class T>
@@ -297,7 +302,7 @@ int64_t room_wanted(const Model<T> &m, const Layer *layers, int64_t rows, int64_
 }
 
 #define INSTANTIATE(KIND, T)                                                                \
-  template void decode(const Model<T> &, const Layer *, const Call<T> &);                   \
+  template bool decode(const Model<T> &, const Layer *, const Call<T> &);                   \
   template void draft(const Model<T> &, const Layer *, const Call<T> &, const Chains<T> &); \
   template int64_t room_wanted(const Model<T> &, const Layer *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

@@ -39,14 +39,13 @@ void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, cons
 // What a row's experts make of it, added up in the order of their numbers: of those that are here.
 template <class T>
 void mix(const Experts &experts, const T *x, float *total, int64_t rows, int threads);
+// Whether every sum was had.
 template <class T>
-void decode(const Model<T> &model, const Layer *layers, const Call<T> &call);
+bool decode(const Model<T> &model, const Layer *layers, const Call<T> &call);
 template <class T>
 void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, const Chains<T> &chains);
 template <class T>
 int64_t room_wanted(const Model<T> &model, const Layer *layers, int64_t rows, int64_t num_out);
-
-struct Stopped {};  // thrown where a caller's sum fails
 
 void advise(char *at, int64_t bytes);
 void softcap(float *numbers, int64_t count, float cap);
