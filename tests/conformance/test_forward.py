@@ -10,6 +10,7 @@ import pytest
 import torch
 from matrix import PATHS
 
+from described import MAIN, save_described
 from forerun import kernels
 from forerun.attention.base import Attention
 from forerun.attention.streamed import StreamedAttention
@@ -17,8 +18,8 @@ from forerun.core.batch import Batch, Span
 from forerun.core.tree import Draft
 from forerun.models.base import Model, new_cache
 from forerun.models.load import load_model
-from tiny import HEAD, WIDE
 
+LLAMA, WIDE = "llama", "wide heads"
 PROMPT = 23
 LAYOUTS = [None, 4, 16]
 
@@ -28,14 +29,20 @@ def some_tokens(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_target: str, wide_target: str) -> Callable[[str, bool, int], Model]:
-    folders = {HEAD: tiny_target, WIDE: wide_target}
-    loaded: dict[tuple[str, bool, int], Model] = {}
+def model(
+    tiny_target: str, wide_target: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, bool, str], Model]:
+    folders = {LLAMA: tiny_target, WIDE: wide_target}
+    loaded: dict[tuple[str, bool, str], Model] = {}
 
-    def get(path: str, invariant: bool, head: int) -> Model:
-        key = path, invariant, head
+    def get(path: str, invariant: bool, name: str) -> Model:
+        key = path, invariant, name
+        if name not in folders:
+            folder = tmp_path_factory.mktemp(name)
+            save_described(name, folder)
+            folders[name] = str(folder)
         if key not in loaded:
-            loaded[key] = load_model(folders[head], model_path=path, invariant=invariant)
+            loaded[key] = load_model(folders[name], model_path=path, invariant=invariant)
         return loaded[key]
 
     return get
@@ -67,9 +74,16 @@ class Feeder:
         return fresh.decode(0, start, tokens[start:])
 
 
-@pytest.fixture(params=[*product(PATHS, (True, False), (HEAD,)), ("native", True, WIDE)], ids=str)
-def backend(request) -> tuple[str, bool, int]:
-    """How the model is run, whether to the bit, and its heads' width."""
+BACKENDS = [
+    *product(PATHS, (True, False), (LLAMA,)),
+    ("native", True, WIDE),
+    *(("native", True, name) for name in MAIN),
+]
+
+
+@pytest.fixture(params=BACKENDS, ids=str)
+def backend(request) -> tuple[str, bool, str]:
+    """How the model is run, whether to the bit, and which it is."""
     return request.param
 
 
@@ -128,9 +142,11 @@ def behind(key: int, start: int, last: int, draft: Draft) -> Span:
 
 def test_the_models_take_the_paths_that_they_are_for(model):
     """All layers in one call where there are kernels for it, otherwise one layer after the other."""
-    served, wide = (model("native", True, head) for head in (HEAD, WIDE))
-    assert isinstance(new_cache(served, max_seqs=1, max_len=8), StreamedAttention) == kernels.has("decode_float32")
-    assert (served.fused is not None) == kernels.has("decode_float32")
+    wide = model("native", True, WIDE)
+    for name in (LLAMA, *MAIN):
+        served = model("native", True, name)
+        assert isinstance(new_cache(served, max_seqs=1, max_len=8), StreamedAttention) == kernels.has("decode_float32")
+        assert (served.fused is not None) == kernels.has("decode_float32")
     assert not isinstance(new_cache(wide, max_seqs=1, max_len=8), StreamedAttention)
 
 

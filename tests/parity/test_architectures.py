@@ -12,51 +12,25 @@ from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+import one_call
+from described import CASES, MAIN, PARTIAL, SIZES, TOKENS, TWO_BASES, save_described
 from forerun import LLM, SamplingParams
+from forerun.attention.sdpa import SdpaAttention
+from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import applies, bind
 from forerun.models.base import new_cache
-from forerun.models.formats.streamed import can_stream
+from forerun.models.formats.streamed import DTYPES, can_stream
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from here import where
-from tiny import save_tokenizer
 
-TOKENS, ROWS = 98, 40
-SIZES = {
-    "vocab_size": TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "intermediate_size": 72, "max_position_embeddings": 256,
-    "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
-TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
-TWO_BASES = {"rope_parameters": {
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-}}  # fmt: skip
-PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}
-CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-CASES: dict[str, tuple[str, dict]] = {
-    "gemma2": ("gemma2", {**TYPES, **CAPS, "query_pre_attn_scalar": 24}),
-    "gemma2-untied": ("gemma2", {**TYPES, "head_dim": 24, "attention_bias": True, "tie_word_embeddings": False}),
-    "gemma3": ("gemma3_text", {**TYPES, **TWO_BASES, "query_pre_attn_scalar": 24}),
-    "gemma3-cap": ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 5, "final_logit_softcapping": 3.0}),
-    "phi3": ("phi3", {"sliding_window": 9}),
-    "phi3-partial": ("phi3", {**PARTIAL, "tie_word_embeddings": True}),
-    "olmo2": ("olmo2", {}),
-    "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
-    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}),
-    "mixtral-tied": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
-    "qwen3_moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-                                "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 6}),
-    "qwen3_moe-some": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-                                     "norm_topk_prob": False, "mlp_only_layers": [1]}),
-}  # fmt: skip
-MAIN = ("gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some")
+ROWS = 40
 EXPERTS = ("mixtral", "mixtral-tied", "qwen3_moe", "qwen3_moe-some")
 
 
@@ -70,16 +44,8 @@ def checkpoint(tmp_path_factory):
 
     @cache
     def get(name: str) -> str:
-        kind, options = CASES[name]
-        torch.manual_seed(sorted(CASES).index(name))
-        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
-        for part, parameter in module.named_parameters():
-            around_one = parameter.dim() == 1 and part.endswith("norm.weight") and "gemma" not in name
-            torch.nn.init.normal_(parameter, 1.0 if around_one else 0.0, 0.2)
-        module.tie_weights()
         folder = tmp_path_factory.mktemp(name)
-        module.save_pretrained(folder)
-        save_tokenizer(folder)
+        save_described(name, folder)
         return str(folder)
 
     return get
@@ -143,6 +109,7 @@ def test_what_is_described_bites(checkpoint, part):
     """The parity above would not hold without it."""
     name = "gemma3" if part == "rotary" else "gemma2"
     model, tokens = load_model(checkpoint(name), invariant=False), ids(ROWS)
+    model.fused = None  # layer by layer, parts can be changed
     with_it = feed(model, Span(0, 0, tokens)).logits
     for layer in model._layers:
         if part == "window":
@@ -161,6 +128,13 @@ def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtyp
     assert model.invariant
     assert model.tiles is None
     assert self_test(model, page_size=16, rows=60, chunks=(5, 33)) == []
+
+
+@pytest.mark.parametrize("quantization", [None, "int8_rows", "q8_0"])
+@pytest.mark.parametrize("dtype", where(can_stream, DTYPES))
+@pytest.mark.parametrize("name", CASES)
+def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype, quantization):
+    one_call.check(load_model(checkpoint(name), dtype=dtype, invariant=True, quantization=quantization))
 
 
 @pytest.mark.usefixtures("cpu_attention")
@@ -216,6 +190,29 @@ def test_a_head_reads_its_hidden_states(checkpoint, tmp_path, name):
         texts.append(out.outputs[0].token_ids)
     assert texts[0] == texts[1]
     assert out.metrics.num_draft_tokens > 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", where(can_stream(torch.float32), ["gemma2", "mixtral"]))
+def test_a_head_in_one_call_says_what_its_module_says(checkpoint, tmp_path, name):
+    """With the target's embedding and output layer, scale and soft cap included."""
+    options = {"heads": 4, "kv_heads": 2, "width": 16, "inner_size": 24}
+    head = EagleHead(Sizes(SIZES["hidden_size"], TOKENS, SIZES["num_hidden_layers"], 4, options))
+    torch.manual_seed(5)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    head.save(tmp_path)
+    llm = LLM(checkpoint(name), speculative_config={"method": "eagle", "model": str(tmp_path)})
+    (drafter,) = llm.engine.router.drafters.values()
+    feature, found = torch.randn(6, SIZES["hidden_size"]), []
+    for _ in range(2):
+        found.append(drafter._run([Span(0, 0, ids(6), logits=[2, 5])], feature))
+        assert drafter.fused is not None or len(found) == 2
+        shape = KVShape(2, 16, 16)
+        drafter.cache = SdpaAttention(Pool([shape], 1, 64, torch.float32, torch.device("cpu")))
+        drafter.fused = None
+    assert apart(found[0][0], found[1][0]) < 1e-5
+    assert apart(found[0][1], found[1][1]) < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+import one_call
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ModelError
@@ -224,25 +225,7 @@ ONE_CALL = where(lambda d: kernels.has(f"decode_{kernels.dtype_name(d)}"), TYPES
 @pytest.mark.parametrize("dtype", ONE_CALL)
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoints, dtype, name, quantization):
     model = native(checkpoints(name), dtype, quantization=quantization)
-    assert model.fused is not None
-    prompts, nodes = [ids(30), ids(9, 1)], ids(6, 2)
-    embeds = torch.randn(2, model.info.hidden_size)
-    found = []
-    for _ in range(2):
-        cache = new_cache(model, max_seqs=2, max_len=64, page_size=4)
-        tree = Span(0, 30, nodes, [-1, 0, 0, 1, 2, 2], logits=[0, 2, 3])
-        found.append([
-            run(model, cache, [Span(0, 0, prompts[0], logits=[29]), Span(1, 0, prompts[1])], hidden=(0, 2, 3)),
-            run(model, cache, [tree, Span(1, 9, [5], logits=[0])], hidden=(1,)),
-            run(model, cache, [Span(1, 10, [6, 7])]),
-            run(model, cache, [Span(1, 12, [6, 7], logits=[1])], layers=(0, 2), hidden=(2, 3)),
-            run(model, cache, [Span(1, 12, [6, 7, 8], logits=[0, 1, 2])], embeds=embeds, embed_rows=[0, 2]),
-        ])  # fmt: skip
-        model.fused = None
-    for one, many in zip(*found):
-        assert torch.equal(one.logits, many.logits)
-        assert one.hidden.keys() == many.hidden.keys()
-        assert all(torch.equal(one.hidden[layer], many.hidden[layer]) for layer in one.hidden)
+    one_call.check(model)
 
 
 @pytest.mark.parametrize("dtype", ONE_CALL)

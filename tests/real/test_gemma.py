@@ -20,6 +20,7 @@ def llm(gemma):
 
 def test_it_runs_packed_and_knows_something(llm, gemma):
     assert llm.model.info.path.startswith("native")
+    assert llm.model.fused is not None
     assert llm.model.info.weight_bytes < 1.1 * gemma.stat().st_size  # five bits are held in bytes
     answer = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
     assert "Tokyo" in answer.outputs[0].text

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from described import CASES, save_described
 from forerun import LLM, SamplingParams, kernels
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import Chains
@@ -25,10 +26,13 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(params=["draft_model", "eagle", "reduced"])
+@pytest.fixture(params=["draft_model", "eagle", "reduced", "gemma2", "qwen3_moe-some"])
 def options(request, tiny_target: str, tiny_draft: str, tmp_path: Path) -> dict[str, Any]:
     if request.param == "draft_model":
         return {"method": "draft_model", "model": tiny_draft}
+    if request.param in CASES:
+        save_described(request.param, tmp_path)
+        return {"method": "draft_model", "model": str(tmp_path)}
     if request.param == "reduced":
         return {"method": "eagle", "model": reduced_head(Path(tiny_target), tmp_path), "quantization": "int8_rows"}
     return {"method": "eagle", **drafters["eagle"].example(Path(tiny_target), tmp_path)}

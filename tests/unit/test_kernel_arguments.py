@@ -3,11 +3,14 @@ an error, and the process lives on."""
 
 from __future__ import annotations
 
+import ctypes
 from array import array
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
+from described import save_described
 from forerun import kernels
 from forerun.attention.base import Query
 from forerun.attention.streamed import StreamedAttention
@@ -60,8 +63,9 @@ def test_rows(kind):
                            8: [0, *sizes], 9: [2, *sizes], 10: threads}),
         "take_rows": ((2, at, at, at, 2, 3, 4), {0: [-1, 0, 1, 10, 1 << 40], 1: [None], 2: [None, *outside], 3: [None],
                                                  4: sizes, 5: [0, *sizes], 6: [0, *sizes]}),
-        "norm": ((at, at, at, 2, 1, 4, 1e-5), {0: [None], 1: [None], 2: [None], 3: sizes, 4: [0, -1], 5: [0, *sizes]}),
-        "silu_times": ((at, at, 2, 4), {0: [None], 1: [None], 2: sizes, 3: [0, *sizes]}),
+        "norm": ((at, at, at, None, 2, 1, 4, 1e-5),
+                 {0: [None], 1: [None], 2: [None], 4: sizes, 5: [0, -1], 6: [0, *sizes]}),
+        "gate": ((1, at, at, 2, 4), {0: [-1, 2, 1 << 40], 1: [None], 2: [None], 3: sizes, 4: [0, *sizes]}),
         "turn": ((at, 8, at, 2, 2, 4), {0: [None], 1: [-8], 2: [None], 3: sizes, 4: [0, -1], 5: [0, 3, -2]}),
     }  # fmt: skip
     for name, (good, bad) in cases.items():
@@ -98,6 +102,7 @@ def test_sampling():
                      {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: sizes, 4: [None, *outside], 5: [None],
                       6: [None, *outside], 7: [None], 8: threads}),
         "advise": ((at, 8), {0: [None], 1: [-1]}),
+        "softcap": ((to, 4, 2.0), {0: [None], 1: [0, *sizes]}),
     }  # fmt: skip
     assert set(cases) == set(kernels.SIGNATURES) - {f"{name}_{kind}" for name in kernels._BY_TYPE for kind in TYPES}
     for name, (good, bad) in cases.items():
@@ -256,7 +261,7 @@ def decoding(model: NativeModel, **changes: int):
     call, *_ = prepared.kept
     for name, value in changes.items():
         call[structs.Call._fields.index(name)] = value
-    return lambda: fused.call(*fused.addresses, prepared.address, fused.eps, fused.scale), prepared, batch, cache
+    return lambda: fused.call(*fused.addresses, prepared.address), prepared, batch, cache
 
 
 BAD_CALLS = [
@@ -282,12 +287,14 @@ def test_a_decoder_refuses_what_it_would_misread(model, change):
 )
 def test_a_decoder_refuses_ids_positions_layers_and_rows_out_of_range(model, which, value):
     run, prepared, *_ = decoding(model)
-    prepared.kept[-1][which][0] = value
-    with pytest.raises(KernelError):
+    run()
+    with changed(prepared.kept[-1][which], 0, value), pytest.raises(KernelError):  # the list of layers is the model's
         run()
 
 
 def test_a_model_whose_parts_do_not_fit(model):
+    run, *_ = decoding(model)
+    run()
     for at, value in enumerate((3, 0, 15, 31, 63, 0, 0, 0, 0)):
         run, *_ = decoding(model)
         kept = model.fused.model[at]
@@ -304,6 +311,116 @@ def test_a_model_whose_parts_do_not_fit(model):
             with pytest.raises(KernelError):
                 run()
             model.fused.layers[at] = kept
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> NativeModel:
+    folder = tmp_path_factory.mktemp("mixture")
+    save_described("mixtral", folder)
+    return load_model(str(folder))
+
+
+@contextmanager
+def changed(fields: array, at: int, value: int):
+    kept, fields[at] = fields[at], value
+    yield
+    fields[at] = kept
+
+
+BAD_LAYERS = [{"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}]
+BAD_MODELS = [{"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation": -1}, {"activation": 2}, {"inner": 63}]
+
+
+def test_a_layer_whose_parts_do_not_fit(model):
+    fused = model.fused
+    cases = [(fused.model, structs.Model, BAD_MODELS), (fused.layers, structs.Layer, BAD_LAYERS)]
+    run, *_ = decoding(model)
+    run()
+    for fields, kind, changes in cases:
+        for change in changes:
+            run, *_ = decoding(model)
+            with ExitStack() as stack:
+                for name, value in change.items():
+                    stack.enter_context(changed(fields, kind._fields.index(name), value))
+                with pytest.raises(KernelError):
+                    run()
+    run, prepared, *_ = decoding(model)
+    prepared.kept[-1][5][0] = NOWHERE  # a table of angles
+    with pytest.raises(KernelError, match="null"):
+        run()
+
+
+def test_a_model_without_ends(model):
+    """Its rows are given, its logits not asked for; its sums are the caller's, and may fail."""
+    fused, line = model.fused, len(structs.Linear._fields)
+    head = len(structs.Model._fields)
+    embedding = structs.Model._fields.index("embedding")
+    x = torch.randn(3, fused.hidden)
+    failing = kernels.SUM(lambda *_: 1)
+
+    def run(**changes: int) -> None:
+        attempt, *_ = decoding(model, **{"given": x.data_ptr(), "logits": 0, **changes})
+        attempt()
+
+    with ExitStack() as stack:
+        stack.enter_context(changed(fused.model, embedding, NOWHERE))
+        for at in range(head, head + line):
+            stack.enter_context(changed(fused.model, at, 0))
+        run()
+        for change in ({"given": 0}, {"logits": x.data_ptr()}):
+            with pytest.raises(KernelError, match="null"):
+                run(**change)
+        with pytest.raises(KernelError, match="a sum failed"):
+            run(sum=ctypes.cast(failing, ctypes.c_void_p).value)
+        outputs = head + structs.Linear._fields.index("outputs")
+        with changed(fused.model, outputs, 5), pytest.raises(KernelError, match="out of range"):
+            run()
+        token = structs.Layer._fields.index("norm_token")
+        with changed(fused.layers, token, x.data_ptr()), pytest.raises(KernelError, match="null"):
+            run()
+        mix = head + 2 * line + structs.Linear._fields.index("weight")
+        with changed(fused.model, mix, x.data_ptr()), pytest.raises(KernelError, match="null"):
+            run()
+
+
+BAD_EXPERTS = [
+    {"size": 0}, {"size": 4}, {"size": 6}, {"size": -1}, {"first": -1}, {"first": 1}, {"first": 1 << 62}, {"here": -1},
+    {"here": 6}, {"here": 1 << 62}, {"chosen": 0}, {"chosen": 6}, {"activation": -1}, {"activation": 2}, {"layers": 0},
+]  # fmt: skip
+
+
+def test_experts_that_do_not_fit(mixture):
+    """By themselves and within a decoder."""
+    experts = mixture._layers[0].experts.compiled
+    layers = experts.kept[2]
+    router = len(structs.Experts._fields)
+    bad = [(experts.fields, structs.Experts._fields.index(name), value)
+           for change in BAD_EXPERTS for name, value in change.items()]  # fmt: skip
+    for name, values in {"weight": [NOWHERE], "inputs": [0, -1, 1 << 40], "outputs": [0, 3, 1 << 40]}.items():
+        at = structs.Linear._fields.index(name)
+        bad += [(experts.fields, router + at, value) for value in values]
+        bad += [(layers, place + at, value) for place in range(0, len(layers), len(structs.Linear._fields))
+                for value in values]  # fmt: skip
+    x = torch.randn(3, experts.inputs)
+    run, *_ = decoding(mixture)
+    run()
+    assert experts(x).isfinite().all()
+    for fields, at, value in bad:
+        with changed(fields, at, value):
+            for attempt in (run, lambda: experts(x)):
+                with pytest.raises(KernelError):
+                    attempt()
+    name = "mix_float32"
+    to = torch.empty_like(x)
+    good = experts.address, x.data_ptr(), to.data_ptr(), 3, 1
+    call(name, *good)
+    for arguments in with_each(good, {0: [None], 1: [None], 2: [None], 3: [-1, 1 << 40], 4: [0, 1 << 20]}):
+        with pytest.raises(KernelError):
+            call(name, *arguments)
+    with pytest.raises(ValueError, match="64 inputs"):
+        experts(torch.randn(3, 63))
+    with pytest.raises(TypeError, match="float64"):
+        experts(x.double())
 
 
 def test_spans_that_are_none(model):
@@ -351,9 +468,11 @@ def test_layers_over_tensors_that_do_not_fit():
     with pytest.raises(ValueError, match="8 numbers"):
         streamed.Norm(torch.randn(8), 1e-5)(torch.randn(2, 7))
     with pytest.raises(ValueError, match="2 width"):
-        streamed.SiluTimes(torch.float32)(torch.randn(2, 7))
+        streamed.Gate("silu", torch.float32)(torch.randn(2, 7))
     wide = torch.randn(2, 16)[:, ::2]
-    assert torch.equal(streamed.SiluTimes(torch.float32)(wide), streamed.SiluTimes(torch.float32)(wide.contiguous()))
+    assert torch.equal(
+        streamed.Gate("silu", torch.float32)(wide), streamed.Gate("silu", torch.float32)(wide.contiguous())
+    )
 
 
 def test_sampling_over_lists_that_do_not_fit():

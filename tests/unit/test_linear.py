@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.models import linear
 from forerun.models import streamed as kernel_layers
 from forerun.models.formats import blocks, compiled, int8, packed, streamed
+from forerun.models.parts import RMSNorm
 from here import NO_PACKING, where
 
 CPU = torch.device("cpu")
@@ -258,15 +260,39 @@ def test_streamed_norms(dtype):
 
 
 @pytest.mark.parametrize("dtype", SERVED)
-def test_streamed_silu(dtype):
+def test_streamed_norms_of_what_is_added(dtype):
+    weight, x, add = torch.randn(70), torch.randn(5, 70).to(dtype) * 3, torch.randn(5, 70).to(dtype)
+    got = kernel_layers.Norm(weight, 1e-5, dtype)(x, add)
+    wanted = F.rms_norm(x.double(), (70,), None, 1e-5) * weight.double() + add.double()
+    bound = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
+    assert ((got - wanted).abs() <= bound * wanted.abs() + 1e-6).all()
+    assert (RMSNorm(weight, 1e-5, dtype)(x, add) - wanted).abs().max() <= 2 * bound * wanted.abs().max()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", SERVED)
+def test_streamed_gates(dtype, activation):
     gate = torch.cat([torch.linspace(-30, 30, 400), torch.tensor([-200.0, 200.0, 0.0, -100.0])])
     rows = torch.stack([gate, torch.full_like(gate, 1.7)]).to(dtype).view(1, -1)
-    got = kernel_layers.SiluTimes(dtype)(rows)
-    wanted = F.silu(rows[:, :404].double()) * rows[:, 404:].double()
-    bound = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
-    least = 1e-7 if dtype == torch.float16 else 1e-30  # half of the smallest number
+    got = kernel_layers.Gate(activation, dtype)(rows)
+    function = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[activation]
+    wanted = function(rows[:, :404].double()) * rows[:, 404:].double()
+    bound = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
+    least = 1e-7 if dtype == torch.float16 else 1e-14  # half of the smallest number; what the double tanh rounds off
     assert ((got - wanted).abs() <= bound * wanted.abs() + least).all()
-    assert torch.isnan(kernel_layers.SiluTimes(dtype)(torch.tensor([[float("nan"), 1.0]], dtype=dtype))).all()
+    assert torch.isnan(kernel_layers.Gate(activation, dtype)(torch.tensor([[float("nan"), 1.0]], dtype=dtype))).all()
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_caps(cap):
+    numbers = torch.cat([torch.linspace(-100, 100, 403), torch.tensor([1e30, -1e30, float("inf"), -float("inf"), 0.0])])
+    wanted = torch.tanh(numbers.double() / cap) * cap
+    assert (kernel_layers.softcap(numbers.clone(), cap) - wanted).abs().max() <= 3e-7 * cap
+    assert torch.isnan(kernel_layers.softcap(torch.tensor([float("nan")]), cap)).all()
+    with pytest.raises(ValueError, match="soft cap on"):
+        kernel_layers.softcap(numbers.double(), cap)
+    apart = numbers.view(4, -1)[:, :5]
+    assert torch.equal(kernel_layers.softcap(apart, cap), kernel_layers.softcap(apart.clone(), cap))
 
 
 def test_without_the_private_operations(monkeypatch):

@@ -11,17 +11,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun.core.batch import Batch, Span
-from forerun.core.errors import ConfigError
+from forerun.core.batch import Batch, Output, Span
+from forerun.core.errors import ConfigError, RankError
 from forerun.models.architectures.spec import bind
 from forerun.models.base import new_cache
 from forerun.models.formats.base import size
+from forerun.models.formats.streamed import can_stream
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model, read_config
 from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
 from forerun.models.ranks import split
 from forerun.models.ranks.team import Team
+from here import where
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +137,52 @@ def test_two_ranks_compute_what_one_does_and_each_row_by_itself(checkpoint, name
     assert not together(ranks, lambda model: self_test(model, rows=30, page_size=8))
     ids = torch.arange(TOKENS)
     assert torch.equal(together(ranks, lambda model: model.embed(ids)), one.embed(ids))
+
+
+@pytest.mark.parametrize("dtype", where(can_stream, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize("name", CASES)
+def test_a_ranks_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype):
+    ranks = two(checkpoint(name), dtype)
+    if name == "olmo2":  # its norms go over the heads of all ranks
+        assert ranks[0].ranges is None
+        return
+    found = []
+    for _ in range(2):
+        found.append(together(ranks, pieces))
+        for model in ranks:
+            model.ranges = None
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.logits, other.logits)
+        assert one.hidden.keys() == other.hidden.keys()
+        assert all(torch.equal(one.hidden[layer], other.hidden[layer]) for layer in one.hidden)
+
+
+@torch.inference_mode()
+def pieces(model) -> list[Output]:
+    cache = new_cache(model, max_seqs=2, max_len=64, page_size=4)
+    nodes = Span(0, 12, [9, 8, 7, 6], [-1, 0, 0, 1], logits=[1, 3])
+    batches = [
+        Batch([Span(0, 0, [*range(3, 15)], logits=[11]), Span(1, 0, [5, 6])], hidden=(0, 1)),
+        Batch([nodes, Span(1, 2, [5], logits=[0])], hidden=(1, 2)),
+        Batch([Span(1, 3, [6, 7])]),
+        Batch([Span(1, 5, [6, 7], logits=[1])], layers=(1,)),
+    ]
+    return [model.forward(batch, cache) for batch in batches]
+
+
+def test_a_sum_that_fails_ends_the_forward(checkpoint):
+    first, _ = two(checkpoint("llama"))
+    first.team.parts = lambda part: [part, part]
+    logits(first)
+
+    def fail(part):
+        raise RankError("rank 1 has gone")
+
+    first.ranges.sums.total = fail
+    with pytest.raises(RankError, match="rank 1 has gone"):
+        logits(first)
+    first.ranges.sums.total = lambda part: part.float()
+    assert logits(first).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

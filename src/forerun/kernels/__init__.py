@@ -30,7 +30,8 @@ from forerun.kernels import structs
 log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 SOURCES = tuple(
-    HERE / f"{name}.cpp" for name in ("attention", "border", "decoder", "linear", "quants", "sampling", "warp")
+    HERE / f"{name}.cpp"
+    for name in ("attention", "border", "decoder", "experts", "linear", "quants", "sampling", "warp")
 )
 HEADERS = tuple(
     HERE / f"{name}.h"
@@ -65,15 +66,19 @@ _BY_TYPE = {
     "linear_int8": (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _I),
     "linear_quants": (_N, _P, _P, _P, _P, _P, _N, _N, _N, _N, _I),
     "take_rows": (_N, _P, _P, _P, _N, _N, _N),
-    "norm": (_P, _P, _P, _N, _N, _N, _F),
-    "silu_times": (_P, _P, _N, _N),
+    "norm": (_P, _P, _P, _P, _N, _N, _N, _F),
+    "gate": (_N, _P, _P, _N, _N),
+    "mix": (_P, _P, _P, _N, _I),
     "attend": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _N, _F, _F, _I),
     "turn": (_P, _N, _P, _N, _N, _N),
-    "decode": (_P, _P, _P, _F, _F),
-    "draft": (_P, _P, _P, _P, _F, _F),
+    "decode": (_P, _P, _P),
+    "draft": (_P, _P, _P, _P),
 }
+SUM = ctypes.CFUNCTYPE(_I, _P, _N, _P, _N)
+"""``Sum`` in ``structs.h``."""
 SIGNATURES = {
     "advise": (_P, _N),
+    "softcap": (_P, _N, _F),
     "gumbel": (_U, _P, _P, _N),
     "choose": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _I),
     "draw": (_P, _N, _N, _P, _P),

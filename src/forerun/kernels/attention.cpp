@@ -17,12 +17,6 @@ namespace {
 constexpr int64_t TILE = 16;      // rows that share the keys brought in
 constexpr double PARALLEL = 2e5;  // products worth a second thread
 
-inline Floats capped(Floats scores, float softcap) {  // softcap * tanh(scores / softcap)
-  const Floats one = broadcast(1), two = broadcast(2), cap = broadcast(softcap);
-  const Floats power = exponential(two * (scores / cap));
-  return cap * (one - two / (power + one));
-}
-
 // A query's running softmax: its largest score and, by lanes, the sum of e^(score - largest); with it goes that sum
 // weighted by values.
 struct State {

@@ -9,7 +9,7 @@ namespace {
 
 enum Complaint : int {
   FINE, NULL_POINTER, SIZE, HEADS_SIZE, SPAN_RANGE, PAGE_TABLE, PAGE_INDEX, PATH_RANGE, PATH_ENTRY, TOKEN_RANGE,
-  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, ROOM_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY,
+  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, ROOM_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY, STOPPED,
   UNKNOWN,
 };
 const char *const WORDS[] = {
@@ -30,6 +30,7 @@ const char *const WORDS[] = {
     "a drafted chain is out of range",
     "a layer is of an unknown kind or has too many parts",
     "out of memory",
+    "a sum failed",
     "unknown",
 };
 
@@ -128,9 +129,31 @@ Complaint layer_fits(const Linear &all, int64_t inputs, int64_t outputs) {
   return FINE;
 }
 
+// What comes behind each other, from rows of ``hidden`` numbers to as many.
+Complaint mlp_fits(const Linear &gate_up, const Linear &down, int64_t hidden) {
+  REQUIRE(within(down.inputs, 1, MOST), SIZE);
+  if (const Complaint wrong = layer_fits(gate_up, hidden, 2 * down.inputs)) return wrong;
+  return layer_fits(down, down.inputs, hidden);
+}
+
+Complaint experts_fit(const Experts &e, int64_t hidden) {
+  REQUIRE(within(e.size, 1, MOST) && within(e.first, 0, e.size) && within(e.here, 0, e.size - e.first), SIZE);
+  REQUIRE(within(e.chosen, 1, e.size) && within(e.activation, 0, ACTIVATIONS - 1), SIZE);
+  REQUIRE(!e.here || e.layers, NULL_POINTER);
+  if (const Complaint wrong = layer_fits(e.router, hidden, e.size)) return wrong;
+  for (int64_t i = 0; i < e.here; i++)
+    if (const Complaint wrong = mlp_fits(e.layers[2 * i], e.layers[2 * i + 1], hidden)) return wrong;
+  return FINE;
+}
+
+template <class T>
+bool has_words(const Model<T> &m) {
+  return m.embedding || m.words.weight;
+}
+
 template <class T>
 Complaint words_fit(const Model<T> &m) {
-  if (m.embedding) return FINE;
+  if (m.embedding || !has_words(m)) return FINE;
   REQUIRE(within(m.words.kind, KIND_int8 + 1, KINDS - 1) && !m.words.next, LAYER_KIND);
   return layer_fits(m.words, m.hidden, m.known);
 }
@@ -139,22 +162,30 @@ template <class T>
 Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(within(m.kv_heads, 1, MOST) && within(m.heads, 1, MOST) && m.heads % m.kv_heads == 0, HEADS_SIZE);
   REQUIRE(within(m.width, 2, WIDEST) && m.width % 2 == 0, HEADS_SIZE);
-  REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 1, MOST) && within(m.known, 1, MOST), SIZE);
+  REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 0, MOST) && within(m.known, 1, MOST), SIZE);
+  REQUIRE(within(m.rotaries, 0, m.layers) && within(m.activation, 0, ACTIVATIONS - 1), SIZE);
   REQUIRE(m.norm, NULL_POINTER);
-  REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, 1, MOST) && !m.head.next, SIZE);
+  REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, m.head.weight ? 1 : 0, m.head.weight ? MOST : 0), SIZE);
+  REQUIRE(!m.head.next, SIZE);
   if (const Complaint wrong = words_fit(m)) return wrong;
-  if (const Complaint wrong = layer_fits(m.head, m.hidden, m.head.outputs)) return wrong;
+  if (m.head.weight)
+    if (const Complaint wrong = layer_fits(m.head, m.hidden, m.head.outputs)) return wrong;
+  REQUIRE(!m.mix.weight || has_words(m), NULL_POINTER);
   if (m.mix.weight)
     if (const Complaint wrong = layer_fits(m.mix, 2 * m.hidden, m.hidden)) return wrong;
   for (int64_t i = 0; i < m.layers; i++) {
     const Layer &l = layers[i];
-    REQUIRE(given(l.norm_attention, l.norm_mlp), NULL_POINTER);
-    REQUIRE(l.qkv.inputs == layers[0].qkv.inputs && l.window >= 0, SIZE);
+    REQUIRE((l.norm_attention && has_words(m)) || !l.norm_token, NULL_POINTER);
+    REQUIRE(l.qkv.inputs == layers[0].qkv.inputs && l.window >= 0 && within(l.rotary, -1, m.rotaries - 1), SIZE);
     const int64_t heads = m.heads * m.width, qkv = (m.heads + 2 * m.kv_heads) * m.width;
     if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
     if (const Complaint wrong = layer_fits(l.out, heads, m.hidden)) return wrong;
-    if (const Complaint wrong = layer_fits(l.gate_up, m.hidden, 2 * m.inner)) return wrong;
-    if (const Complaint wrong = layer_fits(l.down, m.inner, m.hidden)) return wrong;
+    if (l.experts) {
+      if (const Complaint wrong = experts_fit(*l.experts, m.hidden)) return wrong;
+      continue;
+    }
+    REQUIRE(l.down.inputs <= m.inner, SIZE);
+    if (const Complaint wrong = mlp_fits(l.gate_up, l.down, m.hidden)) return wrong;
   }
   return FINE;
 }
@@ -163,7 +194,8 @@ template <class T>
 Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_which, 0, m.layers), SIZE);
   REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.room, c.sides, c.pool, c.plan), NULL_POINTER);
-  REQUIRE(!m.mix.weight || c.given, NULL_POINTER);
+  REQUIRE((!m.mix.weight && has_words(m)) || c.given, NULL_POINTER);
+  for (int64_t table = 0; table < m.rotaries; table++) REQUIRE(c.angles[table], NULL_POINTER);
   REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);
   REQUIRE(room_wanted(m, layers, c.rows, c.num_out) <= c.room_size, ROOM_SIZE);
   REQUIRE(!c.num_which || c.which, NULL_POINTER);
@@ -172,7 +204,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
     REQUIRE(within(c.ids[row], 0, m.known - 1), TOKEN_RANGE);
     REQUIRE(within(c.positions[row], 0, c.num_angles - 1), POSITION_RANGE);
   }
-  REQUIRE(!c.num_out || c.logits, NULL_POINTER);
+  REQUIRE(!c.num_out || !m.head.weight == !c.logits, NULL_POINTER);
   if (c.num_out && c.num_out < c.rows) {
     REQUIRE(c.rows_out, NULL_POINTER);
     for (int64_t i = 0; i < c.num_out; i++)
@@ -187,6 +219,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
 template <class T>
 Complaint chains_fit(const Model<T> &m, const Call<T> &c, const Chains<T> &d) {
   REQUIRE(d.sequences == c.num_out && d.sequences >= 1 && within(d.longest, 1, MOST), CHAIN_RANGE);
+  REQUIRE(m.head.weight && has_words(m) && !c.sum, NULL_POINTER);
   REQUIRE(given(d.depths, d.starts, d.tables, d.heats, d.shares, d.top_ks, d.words, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.room_size, ROOM_SIZE);
   REQUIRE(d.names || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
@@ -235,10 +268,11 @@ const char *forerun_words(int complaint) { return WORDS[within(complaint, 0, UNK
 
 #define NAMES(TYPE, NAME) " " #NAME
 #define FORMS(NAME, SIZE, BYTES) " " #NAME " " #SIZE " " #BYTES
+#define WORD(NAME) " " #NAME
 const char *forerun_layout() {
   return "Span" SPAN(NAMES) "\nPlan" PLAN(NAMES) "\nPool" POOL(NAMES) "\nHeads" HEADS(NAMES) "\nLinear" LINEAR(NAMES)
-         "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES) "\nChains" CHAINS(NAMES)
-         "\nKinds own int8" QUANTS(FORMS);
+         "\nExperts" EXPERTS(NAMES) "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES)
+         "\nChains" CHAINS(NAMES) "\nKinds own int8" QUANTS(FORMS) "\nActivations" ACTIVATIONS_OF(WORD);
 }
 
 int forerun_advise(char *at, int64_t bytes) {
@@ -276,19 +310,28 @@ int forerun_advise(char *at, int64_t bytes) {
     take_rows(kind, w, ids, y, count, inputs);                                                                       \
     return FINE;                                                                                                     \
   }                                                                                                                  \
-  int forerun_norm_##KIND(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, int64_t width,        \
-                          float eps) {                                                                               \
+  int forerun_norm_##KIND(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds,         \
+                          int64_t width, float eps) {                                                                \
     CHECK(rows_fit(x, rows, width));                                                                                 \
     REQUIRE(within(kinds, 1, MOST), SIZE);                                                                           \
     REQUIRE(!rows || given(weights, y), NULL_POINTER);                                                               \
-    norm(x, weights, y, rows, kinds, width, eps);                                                                    \
+    norm(x, weights, y, add, rows, kinds, width, eps);                                                               \
     return FINE;                                                                                                     \
   }                                                                                                                  \
-  int forerun_silu_times_##KIND(const T *x, T *y, int64_t rows, int64_t width) {                                     \
+  int forerun_gate_##KIND(int64_t activation, const T *x, T *y, int64_t rows, int64_t width) {                       \
     CHECK(rows_fit(x, rows, width));                                                                                 \
+    REQUIRE(within(activation, 0, ACTIVATIONS - 1), LAYER_KIND);                                                     \
     REQUIRE(!rows || y, NULL_POINTER);                                                                               \
-    silu_times(x, y, rows, width);                                                                                   \
+    gate(activation, x, y, rows, width);                                                                             \
     return FINE;                                                                                                     \
+  }                                                                                                                  \
+  int forerun_mix_##KIND(const Experts *experts, const T *x, float *total, int64_t rows, int threads) {              \
+    REQUIRE(experts, NULL_POINTER);                                                                                  \
+    REQUIRE(threads_fit(threads), SIZE);                                                                             \
+    CHECK(rows_fit(x, rows, experts->router.inputs));                                                                \
+    CHECK(experts_fit(*experts, experts->router.inputs));                                                            \
+    REQUIRE(!rows || total, NULL_POINTER);                                                                           \
+    return guarded([=] { mix(*experts, x, total, rows, threads); });                                                 \
   }                                                                                                                  \
   int forerun_turn_##KIND(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {   \
     CHECK(rows_fit(x, rows, width));                                                                                 \
@@ -309,22 +352,29 @@ int forerun_advise(char *at, int64_t bytes) {
     CHECK(bias_fits(*plan, *heads));                                                                                 \
     return guarded([=] { attend(q, k, v, out, keys, values, *pool, *heads, *plan, scale, softcap, threads); });      \
   }                                                                                                                  \
-  int forerun_decode_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call, float eps,              \
-                            float scale) {                                                                           \
+  int forerun_decode_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call) {                       \
     REQUIRE(given(model, layers, call), NULL_POINTER);                                                             \
     CHECK(model_fits(*model, layers));                                                                               \
     CHECK(call_fits(*model, layers, *call));                                                                         \
-    return guarded([=] { decode(*model, layers, *call, eps, scale); });                                              \
+    bool whole = true;                                                                                               \
+    const int told = guarded([&] { whole = decode(*model, layers, *call); });                                        \
+    return whole ? told : STOPPED;                                                                                   \
   }                                                                                                                  \
-  int forerun_draft_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call, const Chains<T> *chains, \
-                           float eps, float scale) {                                                                 \
+  int forerun_draft_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call,                          \
+                           const Chains<T> *chains) {                                                                \
     REQUIRE(given(model, layers, call, chains), NULL_POINTER);                                                     \
     CHECK(model_fits(*model, layers));                                                                               \
     CHECK(call_fits(*model, layers, *call));                                                                         \
     CHECK(chains_fit(*model, *call, *chains));                                                                       \
-    return guarded([=] { draft(*model, layers, *call, *chains, eps, scale); });                                      \
+    return guarded([=] { draft(*model, layers, *call, *chains); });                                                  \
   }
 FOR_EACH_TYPE(ENTRIES)
+
+int forerun_softcap(float *numbers, int64_t count, float cap) {
+  CHECK(rows_fit(numbers, 1, count));
+  softcap(numbers, count, cap);
+  return FINE;
+}
 
 int forerun_gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
   CHECK(rows_fit(out, 1, size));

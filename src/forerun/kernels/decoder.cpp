@@ -11,6 +11,9 @@ namespace {
 
 int64_t rounded(int64_t numbers) { return (numbers + ROUND_UP - 1) / ROUND_UP * ROUND_UP; }
 
+template <class T>
+constexpr int64_t FLOATS = sizeof(float) / sizeof(T);  // numbers in the room of a float
+
 // Numbers of a row of what a layer reads, or the matrix before the layers.
 template <class T>
 int64_t widest_input(const Model<T> &m, const Layer *layers) {
@@ -20,8 +23,8 @@ int64_t widest_input(const Model<T> &m, const Layer *layers) {
 template <class T>
 class Decoder {
  public:
-  Decoder(const Model<T> &model, const Layer *layers, const Call<T> &call, float eps, float scale)
-      : m(model), layers(layers), c(call), eps(eps), scale(scale), threads(static_cast<int>(call.threads)) {
+  Decoder(const Model<T> &model, const Layer *layers, const Call<T> &call)
+      : m(model), layers(layers), c(call), eps(static_cast<float>(model.eps)), threads(static_cast<int>(call.threads)) {
     qkv_width = (m.heads + 2 * m.kv_heads) * m.width;
     T *at = c.room;
     const auto take = [&at](int64_t numbers) {
@@ -35,11 +38,12 @@ class Decoder {
     attended = take(c.rows * m.heads * m.width);
     wide = take(c.rows * 2 * m.inner);
     inner = take(c.rows * m.inner);
-    angles = reinterpret_cast<float *>(take(c.rows * m.width * (sizeof(float) / sizeof(T))));
+    angles = reinterpret_cast<float *>(take(c.rows * m.rotaries * m.width * FLOATS<T>));
     scores = take(c.num_out * m.head.outputs);
   }
 
-  void run() {
+  // False where a sum failed.
+  bool run() {
     for (int64_t row = 0; row < c.rows; row++) {
       if (m.mix.weight) {
         T *const to = normed + row * 2 * m.hidden;
@@ -50,7 +54,9 @@ class Decoder {
       } else {
         embed(row, x + row * m.hidden);
       }
-      std::memcpy(angles + row * m.width, c.angles + c.positions[row] * m.width, m.width * sizeof(float));
+      for (int64_t table = 0; table < m.rotaries; table++)
+        std::memcpy(angles + (table * c.rows + row) * m.width, c.angles[table] + c.positions[row] * m.width,
+                    m.width * sizeof(float));
     }
     if (m.mix.weight) multiply(m.mix, normed, x, nullptr, c.rows);
     int64_t rows = c.rows;  // that go on
@@ -65,17 +71,21 @@ class Decoder {
         rows = c.num_out;
       }
       if (rows) rest(layer, rows);
+      if (failed) return false;
     }
     if (c.keep[c.num_which + 1]) std::memcpy(c.keep[c.num_which + 1], x, rows * m.hidden * sizeof(T));
-    norm(x, m.norm, normed, rows, 1, m.hidden, eps);
+    if (!m.head.weight && !output) return true;
+    normalise(x, m.norm, normed, rows, 1, m.hidden);
     if (output) {
       std::memcpy(output, normed, rows * m.hidden * sizeof(T));
       if (c.num_out < rows) pick(normed, m.hidden);
     }
-    if (!c.num_out) return;
+    if (!c.num_out || !m.head.weight) return true;
     multiply(m.head, normed, scores, nullptr, c.num_out);
     for (int64_t i = 0, all = c.num_out * m.head.outputs; i < all; i += 16)
       store(c.logits + i, first(all - i), load(scores + i, first(all - i)));
+    if (m.logits_softcap > 0) softcap(c.logits, c.num_out * m.head.outputs, static_cast<float>(m.logits_softcap));
+    return true;
   }
 
  private:
@@ -84,6 +94,10 @@ class Decoder {
       std::memcpy(to, m.embedding + c.ids[row] * m.hidden, m.hidden * sizeof(T));
     else
       take_rows(m.words.kind, m.words.weight, c.ids + row, to, 1, m.hidden);
+    if (m.embedding_scale == 1) return;
+    const Floats factor = broadcast(static_cast<float>(m.embedding_scale));
+    for (int64_t i = 0; i < m.hidden; i += 16)
+      store(to + i, first(m.hidden - i), load(to + i, first(m.hidden - i)) * factor);
   }
 
   // The rows whose logits are wanted, to the front.
@@ -92,17 +106,39 @@ class Decoder {
       if (c.rows_out[i] != i) std::memcpy(from + i * width, from + c.rows_out[i] * width, width * sizeof(T));
   }
 
-  void multiply(const Linear &all, const T *in, T *out, const T *add, int64_t rows) const {
-    const int64_t stride = all.all_outputs();
-    for (const Linear *at = &all; at; out += at->outputs, add = add ? add + at->outputs : add, at = at->next) {
-      const Linear &l = *at;
-      if (l.kind == KIND_own)
-        linear(l.weight, in, out, add, l.bias, rows, l.outputs, l.inputs, stride, threads);
-      else if (l.kind == KIND_int8)
-        linear_int8(l.weight, in, out, add, l.bias, l.scales, l.offsets, rows, l.outputs, l.inputs, stride, threads);
-      else
-        linear_quants(l.kind, l.weight, in, out, add, l.bias, rows, l.outputs, l.inputs, stride, threads);
+  void multiply(const Linear &layer, const T *in, T *out, const T *add, int64_t rows) const {
+    project(layer, in, out, add, rows, threads);
+  }
+
+  void normalise(const T *in, const float *weights, T *out, int64_t rows, int64_t kinds, int64_t width) const {
+    norm(in, weights, out, static_cast<const T *>(nullptr), rows, kinds, width, eps);
+  }
+
+  // What a layer reads of x.
+  const T *read(const float *weights, int64_t rows) const {
+    if (weights) normalise(x, weights, normed, rows, 1, m.hidden);
+    return weights ? normed : x;
+  }
+
+  // x += what ``layer`` makes, here and in other processes, normed by ``after`` if that is there.
+  void add(const Linear &layer, const T *in, const float *after, int64_t rows) {
+    if (!after && !c.sum) return multiply(layer, in, x, x, rows);
+    multiply(layer, in, normed, nullptr, rows);
+    if (c.sum) {
+      std::vector<float> total(rows * m.hidden);
+      sum(normed, false, total, rows);
+      for (int64_t i = 0; i < rows * m.hidden; i += 16) {
+        const First lanes = first(rows * m.hidden - i);
+        const Floats made = load(&total[i], lanes);
+        if (after) store(normed + i, lanes, made);
+        else store(x + i, lanes, made + load(x + i, lanes));
+      }
     }
+    if (after) norm(normed, after, x, x, rows, 1, m.hidden, eps);
+  }
+
+  void sum(const void *part, bool wide, std::vector<float> &total, int64_t rows) {
+    if (c.sum(part, wide, total.data(), rows)) failed = true;
   }
 
   void look_back(const Layer &layer, int64_t index) const {
@@ -110,60 +146,78 @@ class Decoder {
       for (int64_t row = 0; row < c.rows; row++) {
         T *const to = normed + row * 2 * m.hidden;
         embed(row, to);
-        norm(to, layer.norm_token, to, 1, 1, m.hidden, eps);
-        norm(x + row * m.hidden, layer.norm_attention, to + m.hidden, 1, 1, m.hidden, eps);
+        normalise(to, layer.norm_token, to, 1, 1, m.hidden);
+        normalise(x + row * m.hidden, layer.norm_attention, to + m.hidden, 1, 1, m.hidden);
       }
+      multiply(layer.qkv, normed, qkv, nullptr, c.rows);
     } else {
-      norm(x, layer.norm_attention, normed, c.rows, 1, m.hidden, eps);
+      multiply(layer.qkv, read(layer.norm_attention, c.rows), qkv, nullptr, c.rows);
     }
-    multiply(layer.qkv, normed, qkv, nullptr, c.rows);
-    const int64_t turned = m.heads + m.kv_heads;
-    for (int64_t row = 0; layer.norm_qk && row < c.rows; row++)
-      norm(qkv + row * qkv_width, layer.norm_qk, qkv + row * qkv_width, turned, turned, m.width, eps);
-    if (layer.rope) turn(qkv, qkv_width, angles, c.rows, turned, m.width);
+    const int64_t turned = m.heads + m.kv_heads, queries = m.heads * m.width, shared = m.kv_heads * m.width;
+    for (int64_t row = 0; row < c.rows; row++) {
+      T *const q = qkv + row * qkv_width;
+      if (layer.norm_qk) normalise(q, layer.norm_qk, q, turned, turned, m.width);
+      if (layer.norm_query) normalise(q, layer.norm_query, q, 1, 1, queries);
+      if (layer.norm_key) normalise(q + queries, layer.norm_key, q + queries, 1, 1, shared);
+    }
+    if (layer.rotary >= 0) turn(qkv, qkv_width, angles + layer.rotary * c.rows * m.width, c.rows, turned, m.width);
     const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0};
-    T *const k = qkv + m.heads * m.width, *const v = k + m.kv_heads * m.width;
-    attend(qkv, k, v, attended, c.sides[2 * index], c.sides[2 * index + 1], *c.pool, heads, *c.plan, scale, 0, threads);
+    T *const k = qkv + queries, *const v = k + shared;
+    attend(qkv, k, v, attended, c.sides[2 * index], c.sides[2 * index + 1], *c.pool, heads, *c.plan,
+           static_cast<float>(m.scale), static_cast<float>(m.softcap), threads);
   }
 
-  void rest(const Layer &layer, int64_t rows) const {
-    multiply(layer.out, attended, x, x, rows);
-    norm(x, layer.norm_mlp, normed, rows, 1, m.hidden, eps);
-    multiply(layer.gate_up, normed, wide, nullptr, rows);
-    silu_times(wide, inner, rows, m.inner);
-    multiply(layer.down, inner, x, x, rows);
+  void rest(const Layer &layer, int64_t rows) {
+    add(layer.out, attended, layer.after_attention, rows);
+    if (failed) return;
+    const T *const in = read(layer.norm_mlp, rows);
+    if (layer.experts) return add_experts(layer, in, rows);
+    multiply(layer.gate_up, in, wide, nullptr, rows);
+    gate(m.activation, wide, inner, rows, layer.down.inputs);
+    add(layer.down, inner, layer.after_mlp, rows);
+  }
+
+  void add_experts(const Layer &layer, const T *in, int64_t rows) {
+    std::vector<float> total(rows * m.hidden);
+    mix(*layer.experts, in, total.data(), rows, threads);
+    if (c.sum) sum(total.data(), true, total, rows);
+    for (int64_t i = 0; i < rows * m.hidden; i += 16) {
+      const First lanes = first(rows * m.hidden - i);
+      store(normed + i, lanes, load(&total[i], lanes));
+      if (!layer.after_mlp) store(x + i, lanes, load(x + i, lanes) + load(normed + i, lanes));
+    }
+    if (layer.after_mlp) norm(normed, layer.after_mlp, x, x, rows, 1, m.hidden, eps);
   }
 
   const Model<T> &m;
   const Layer *layers;
   const Call<T> &c;
-  const float eps, scale;
+  const float eps;
   const int threads;
   int64_t qkv_width;
   T *x, *normed, *qkv, *attended, *wide, *inner, *scores;
   float *angles;
+  bool failed = false;
 };
 
 template <class T>
 class Drafting {
  public:
-  Drafting(const Model<T> &model, const Layer *layers, const Call<T> &first, const Chains<T> &chains, float eps,
-           float scale)
-      : model(model), layers(layers), first(first), d(chains), eps(eps), scale(scale), size(model.head.outputs),
-        active(d.sequences), ids(d.sequences), positions(d.sequences), spans(d.sequences), keep(first.num_which + 2),
+  Drafting(const Model<T> &model, const Layer *layers, const Call<T> &first, const Chains<T> &chains)
+      : model(model), layers(layers), first(first), d(chains), size(model.head.outputs), active(d.sequences), ids(d.sequences), positions(d.sequences), spans(d.sequences), keep(first.num_which + 2),
         states(d.feeds ? d.sequences * model.hidden : 0) {
     for (int64_t i = 0; i < d.sequences; i++) active[i] = i;
     std::fill(d.tokens, d.tokens + d.longest * d.sequences, -1);
   }
 
   void run() {
-    Decoder<T>(model, layers, first, eps, scale).run();
+    Decoder<T>(model, layers, first).run();
     for (int64_t step = 0; step < d.longest; step++) {
       const int64_t rows = active.size();
 #pragma omp parallel for num_threads(first.threads) if (first.threads > 1 && rows * size > 1000000)
       for (int64_t row = 0; row < rows; row++) choose_token(step, active[row], first.logits + row * size);
       if (!advance(step)) return;
-      Decoder<T>(model, layers, next(), eps, scale).run();
+      Decoder<T>(model, layers, next()).run();
     }
   }
 
@@ -218,7 +272,6 @@ class Drafting {
   const Layer *const layers;
   const Call<T> &first;
   const Chains<T> &d;
-  const float eps, scale;
   const int64_t size;
   std::vector<int64_t> active, ids, positions;
   std::vector<Span> spans;
@@ -230,27 +283,26 @@ class Drafting {
 }  // namespace
 
 template <class T>
-void decode(const Model<T> &model, const Layer *layers, const Call<T> &call, float eps, float scale) {
-  Decoder<T>(model, layers, call, eps, scale).run();
+bool decode(const Model<T> &model, const Layer *layers, const Call<T> &call) {
+  return Decoder<T>(model, layers, call).run();
 }
 
 template <class T>
-void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, const Chains<T> &chains, float eps,
-           float scale) {
-  Drafting<T>(model, layers, call, chains, eps, scale).run();
+void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, const Chains<T> &chains) {
+  Drafting<T>(model, layers, call, chains).run();
 }
 
 template <class T>
 int64_t room_wanted(const Model<T> &m, const Layer *layers, int64_t rows, int64_t num_out) {
   int64_t numbers = num_out * m.head.outputs;
   for (int64_t width : {m.hidden, widest_input(m, layers), (m.heads + 2 * m.kv_heads) * m.width, m.heads * m.width,
-                        2 * m.inner, m.inner, static_cast<int64_t>(m.width * (sizeof(float) / sizeof(T)))})
+                        2 * m.inner, m.inner, m.rotaries * m.width * FLOATS<T>})
     numbers += rounded(rows * width);
   return numbers;
 }
 
-#define INSTANTIATE(KIND, T)                                                                              \
-  template void decode(const Model<T> &, const Layer *, const Call<T> &, float, float);                   \
-  template void draft(const Model<T> &, const Layer *, const Call<T> &, const Chains<T> &, float, float); \
+#define INSTANTIATE(KIND, T)                                                                \
+  template bool decode(const Model<T> &, const Layer *, const Call<T> &);                   \
+  template void draft(const Model<T> &, const Layer *, const Call<T> &, const Chains<T> &); \
   template int64_t room_wanted(const Model<T> &, const Layer *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

@@ -18,28 +18,37 @@ void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bia
 template <class T>
 void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows,
                    int64_t outputs, int64_t inputs, int64_t stride, int threads);
+// A layer of any kind and its parts, rows end to end.
+template <class T>
+void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, int threads);
 // Rows of weights, as numbers.
 template <class T>
 void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
+// ``add``, which may be y or null, is added to what is normed.
 template <class T>
-void norm(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, int64_t width, float eps);
+void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds, int64_t width, float eps);
+// activation(gate) * up of rows [gate, up]
 template <class T>
-void silu_times(const T *x, T *y, int64_t rows, int64_t width);
+void gate(int64_t activation, const T *x, T *y, int64_t rows, int64_t width);
 template <class T>
 void turn(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width);
 // Stores k and v of the plan's rows, unless they are null, and attends.
 template <class T>
 void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool &pool, const Heads &heads,
             const Plan &plan, float scale, float softcap, int threads);
+// What a row's experts make of it, added up in the order of their numbers: of those that are here.
 template <class T>
-void decode(const Model<T> &model, const Layer *layers, const Call<T> &call, float eps, float scale);
+void mix(const Experts &experts, const T *x, float *total, int64_t rows, int threads);
+// Whether every sum was had.
 template <class T>
-void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, const Chains<T> &chains, float eps,
-           float scale);
+bool decode(const Model<T> &model, const Layer *layers, const Call<T> &call);
+template <class T>
+void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, const Chains<T> &chains);
 template <class T>
 int64_t room_wanted(const Model<T> &model, const Layer *layers, int64_t rows, int64_t num_out);
 
 void advise(char *at, int64_t bytes);
+void softcap(float *numbers, int64_t count, float cap);
 void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size);
 void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
             const int64_t *noisy, float *tops, int64_t *places, float *softmax, int threads);

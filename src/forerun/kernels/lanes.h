@@ -44,3 +44,9 @@ LANES_INLINE Floats exponential(Floats x) {
   for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, broadcast(c));
   return times_power(p, n);
 }
+
+LANES_INLINE Floats capped(Floats v, float softcap) {  // softcap * tanh(v / softcap)
+  const Floats one = broadcast(1), two = broadcast(2), cap = broadcast(softcap);
+  const Floats power = exponential(two * (v / cap));
+  return cap * (one - two / (power + one));
+}

@@ -304,8 +304,22 @@ void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bia
 }
 
 template <class T>
-void norm(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, int64_t width, float eps) {
-  for (int64_t r = 0; r < rows; r++, x += width, y += width) {
+void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, int threads) {
+  const int64_t stride = layer.all_outputs();
+  for (const Linear *at = &layer; at; y += at->outputs, add = add ? add + at->outputs : add, at = at->next) {
+    const Linear &l = *at;
+    if (l.kind == KIND_own)
+      linear(l.weight, x, y, add, l.bias, rows, l.outputs, l.inputs, stride, threads);
+    else if (l.kind == KIND_int8)
+      linear_int8(l.weight, x, y, add, l.bias, l.scales, l.offsets, rows, l.outputs, l.inputs, stride, threads);
+    else
+      linear_quants(l.kind, l.weight, x, y, add, l.bias, rows, l.outputs, l.inputs, stride, threads);
+  }
+}
+
+template <class T>
+void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds, int64_t width, float eps) {
+  for (int64_t r = 0; r < rows; r++, x += width, y += width, add = add ? add + width : add) {
     const float *weight = weights + r % kinds * width;
     Floats squares = zeros();
     for (int64_t i = 0; i < width; i += 16) {
@@ -315,20 +329,28 @@ void norm(const T *x, const float *weights, T *y, int64_t rows, int64_t kinds, i
     const Floats scale = broadcast(1 / std::sqrt(reduce_sum(squares) / width + eps));
     for (int64_t i = 0; i < width; i += 16) {
       const First lanes = first(width - i);
-      store(y + i, lanes, load(x + i, lanes) * scale * load(weight + i, lanes));
+      const Floats scaled = load(x + i, lanes) * scale, w = load(weight + i, lanes);
+      store(y + i, lanes, add ? fma(scaled, w, load(add + i, lanes)) : scaled * w);
     }
   }
 }
 
 template <class T>
-void silu_times(const T *x, T *y, int64_t rows, int64_t width) {
+void gate(int64_t activation, const T *x, T *y, int64_t rows, int64_t width) {
   for (int64_t r = 0; r < rows; r++, x += 2 * width, y += width)
     for (int64_t i = 0; i < width; i += 16) {
       const First lanes = first(width - i);
-      const Floats gate = load(x + i, lanes), up = load(x + width + i, lanes);
-      const Floats low = exponential(zeros() - gate);
-      store(y + i, lanes, gate / (broadcast(1.0f) + low) * up);
+      const Floats v = load(x + i, lanes), up = load(x + width + i, lanes);
+      Floats inside = v;
+      if (activation == ACTIVATION_gelu_tanh)  // 1 + tanh(u) is 2 sigmoid(2 u)
+        inside = v * fma(v * v, broadcast(2 * 0.79788456f * 0.044715f), broadcast(2 * 0.79788456f));
+      store(y + i, lanes, v / (broadcast(1.0f) + exponential(zeros() - inside)) * up);
     }
+}
+
+void softcap(float *numbers, int64_t count, float cap) {
+  for (int64_t i = 0; i < count; i += 16)
+    store(numbers + i, first(count - i), capped(load(numbers + i, first(count - i)), cap));
 }
 
 void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
@@ -344,6 +366,7 @@ void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
                        int);                                                                                        \
   template void linear_int8(const char *, const T *, T *, const T *, const float *, const float *, const int32_t *, \
                             int64_t, int64_t, int64_t, int64_t, int);                                               \
-  template void norm(const T *, const float *, T *, int64_t, int64_t, int64_t, float);                              \
-  template void silu_times(const T *, T *, int64_t, int64_t);
+  template void project(const Linear &, const T *, T *, const T *, int64_t, int);                                   \
+  template void norm(const T *, const float *, T *, const T *, int64_t, int64_t, int64_t, float);                   \
+  template void gate(int64_t, const T *, T *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

@@ -60,24 +60,54 @@
   F(int64_t, inputs)                                                                                                \
   F(const Linear *, next) /* a layer over the same inputs whose outputs follow, or null */
 
+// What is between a gate and the numbers that it multiplies.
+#define ACTIVATIONS_OF(F) F(silu) F(gelu_tanh)
+
+// Instead of gate_up and down: the experts of a row. Behind it the router's ``Linear``.
+#define EXPERTS(F)                                                                                                  \
+  F(int64_t, size)  /* how many there are in all */                                                                 \
+  F(int64_t, first) /* the number of the first that is here */                                                      \
+  F(int64_t, here)                                                                                                  \
+  F(int64_t, chosen)                                                                                                \
+  F(int64_t, normalised)     /* whether their weights add up to 1 */                                                \
+  F(int64_t, activation)                                                                                            \
+  F(const Linear *, layers)  /* gate_up and down of each that is here */
+
+// A norm that is null is not there.
 #define LAYER(F)                                                                                                    \
   F(const float *, norm_attention)                                                                                  \
-  F(const float *, norm_qk)                                                                                         \
+  F(const float *, norm_qk) /* of every head of queries and keys */                                                 \
+  F(const float *, norm_query) /* of all heads together, as norm_key */                                             \
+  F(const float *, norm_key)                                                                                        \
+  F(const float *, after_attention) /* of what attention adds, as after_mlp */                                      \
   F(const float *, norm_mlp)                                                                                        \
+  F(const float *, after_mlp)                                                                                       \
   F(const float *, norm_token) /* attention reads the token's embedding, normed by this, beside the normed input */ \
-  F(int64_t, rope)                                                                                                  \
-  F(int64_t, window)
+  F(int64_t, rotary) /* which table of angles; -1: nothing is turned */                                             \
+  F(int64_t, window)                                                                                                \
+  F(const Experts *, experts) /* or null */
 
 #define MODEL(F)                                                                                                    \
   F(int64_t, heads)                                                                                                 \
   F(int64_t, kv_heads)                                                                                              \
   F(int64_t, width)                                                                                                 \
   F(int64_t, hidden)                                                                                                \
-  F(int64_t, inner)                                                                                                 \
+  F(int64_t, inner) /* of the widest MLP */                                                                         \
   F(int64_t, layers)                                                                                                \
   F(int64_t, known) /* tokens with an embedding */                                                                  \
   F(const T *, embedding) /* or null: the rows of ``words`` */                                                      \
-  F(const float *, norm)
+  F(const float *, norm)                                                                                            \
+  F(int64_t, rotaries)        /* tables of angles */                                                                \
+  F(int64_t, activation)                                                                                            \
+  F(double, eps)                                                                                                    \
+  F(double, scale)            /* of attention's scores */                                                           \
+  F(double, softcap)          /* of attention's scores; 0: none */                                                  \
+  F(double, logits_softcap)                                                                                         \
+  F(double, embedding_scale)
+
+// Adds up ``part`` [rows, hidden], float if it is ``wide`` and else as the rows are, with those of other processes, in
+// float. What it returns is 0, or the call ends.
+using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
 
 #define CALL(F)                                                                                                     \
   F(int64_t, rows)                                                                                                  \
@@ -85,7 +115,7 @@
   F(const int64_t *, ids)       /* tokens */                                                                        \
   F(const T *, given)           /* [rows, hidden], or null: the tokens' embeddings */                               \
   F(const int64_t *, positions) /* [rows] */                                                                        \
-  F(const float *, angles)      /* [num_angles, width] */                                                           \
+  F(const float *const *, angles) /* of each table, [num_angles, width] */                                          \
   F(int64_t, num_angles)                                                                                            \
   F(const int64_t *, which) /* the layers to run */                                                                 \
   F(int64_t, num_which)                                                                                                 \
@@ -94,10 +124,11 @@
   F(int64_t, num_out)                                                                                               \
   F(T *, room)                                                                                                      \
   F(int64_t, room_size)                                                                                             \
-  F(float *, logits)   /* [num_out, vocabulary] */                                                                  \
+  F(float *, logits)   /* [num_out, vocabulary]; null where the model has no head */                                \
   F(T *const *, sides) /* keys and values of every layer */                                                         \
   F(const Pool *, pool)                                                                                             \
-  F(const Plan *, plan)
+  F(const Plan *, plan)                                                                                             \
+  F(Sum, sum) /* of what attention and MLP make of rows, or null: they are whole */
 
 #define CHAINS(F)                                                                                                   \
   F(int64_t, sequences)       /* each with a row of the first call's logits, in order */                            \
@@ -153,6 +184,15 @@ struct Linear {
   int64_t all_outputs() const { return outputs + (next ? next->all_outputs() : 0); }
 };
 
+#define ACTIVATION(NAME) ACTIVATION_##NAME,
+enum Activation : int64_t { ACTIVATIONS_OF(ACTIVATION) ACTIVATIONS };
+#undef ACTIVATION
+
+struct Experts {
+  EXPERTS(FIELD)
+  Linear router;
+};
+
 struct Layer {
   LAYER(FIELD)
   Linear qkv, out, gate_up, down;
@@ -161,7 +201,7 @@ struct Layer {
 template <class T>
 struct Model {
   MODEL(FIELD)
-  Linear head, words;
+  Linear head, words;  // either may be elsewhere: its weight is null
   Linear mix;  // makes the first layer's input of [the token's embedding, the given row]; its weight may be null
 };
 

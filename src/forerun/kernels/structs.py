@@ -1,11 +1,12 @@
 """What crosses into the kernels as arrays of int64, a field each: ``structs.h`` names the same fields in the same
 order, and says what they mean; ``library`` compares the names. Other things go behind: a ``Layer`` is followed by the
-``Linear`` of qkv, out, gate_up and down, a ``Model`` by those of the head, the embedding and the mix. Pointers are
-addresses, 0 for null.
+``Linear`` of qkv, out, gate_up and down, ``Experts`` by the router's, a ``Model`` by those of the head, the embedding
+and the mix. Pointers are addresses, 0 for null; numbers that are not whole go through ``number``.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 
@@ -63,13 +64,28 @@ class Linear(NamedTuple):
     next: int
 
 
+class Experts(NamedTuple):
+    size: int
+    first: int
+    here: int
+    chosen: int
+    normalised: int
+    activation: int
+    layers: int
+
+
 class Layer(NamedTuple):
     norm_attention: int
     norm_qk: int
+    norm_query: int
+    norm_key: int
+    after_attention: int
     norm_mlp: int
+    after_mlp: int
     norm_token: int
-    rope: int
+    rotary: int
     window: int
+    experts: int
 
 
 class Model(NamedTuple):
@@ -82,6 +98,13 @@ class Model(NamedTuple):
     known: int
     embedding: int
     norm: int
+    rotaries: int
+    activation: int
+    eps: int
+    scale: int
+    softcap: int
+    logits_softcap: int
+    embedding_scale: int
 
 
 class Call(NamedTuple):
@@ -103,6 +126,7 @@ class Call(NamedTuple):
     sides: int
     pool: int
     plan: int
+    sum: int
 
 
 class Chains(NamedTuple):
@@ -131,13 +155,20 @@ QUANTS = {
 lie."""
 KINDS = ("own", "int8", *QUANTS)
 """How a layer's weights lie, by ``Linear.kind``; ``own``: in the dtype of the rows."""
+ACTIVATIONS = ("silu", "gelu_tanh")
+NO_LAYER = Linear(*[0] * len(Linear._fields))
+
+
+def number(value: float) -> int:
+    """A field that is a double."""
+    return int(struct.unpack("q", struct.pack("d", value))[0])
 
 
 def _layout() -> str:
-    structs = (Span, Plan, Pool, Heads, Linear, Layer, Model, Call, Chains)
+    structs = (Span, Plan, Pool, Heads, Linear, Experts, Layer, Model, Call, Chains)
     sizes = (f"{name} {inputs} {size}" for name, (inputs, size) in QUANTS.items())
-    lines = [(struct.__name__, *struct._fields) for struct in structs]
-    return "\n".join(map(" ".join, [*lines, ("Kinds own int8", *sizes)]))
+    lines = [(each.__name__, *each._fields) for each in structs]
+    return "\n".join(map(" ".join, [*lines, ("Kinds own int8", *sizes), ("Activations", *ACTIVATIONS)]))
 
 
 LAYOUT = _layout()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,6 +17,9 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.cache.sources import Sources
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forerun.models.fused import Fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,10 @@ class Model(Protocol):
     """Whether a row's bits do not depend on the rows beside it."""
     tiles: Tiles | None
     """How rows are put into calls to be invariant; None: as they come."""
+
+    @property
+    def fused(self) -> Fused | None:
+        """The whole decoder, or a chain of draft steps, in one compiled call; None: it is not offered."""
 
     @property
     def row_multiple(self) -> int:

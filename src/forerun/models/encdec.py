@@ -93,6 +93,7 @@ class EncoderDecoder:
 
     tiles: Tiles | None = None
     row_multiple = 1
+    fused: None = None
 
     def __init__(
         self,

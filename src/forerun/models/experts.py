@@ -14,8 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from forerun.core import tiles
+from forerun.kernels import structs
 from forerun.models.base import pad_rows
 from forerun.models.formats.base import Linear, size
+from forerun.models.formats.compiled import Compiled
+from forerun.models.streamed import Gate, Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,17 @@ class Experts:
         self.normalised = normalised
         self.count = len(self.experts) if count is None else count
         self.first, self.total = first, total
+        self.compiled = self._compile()
+        """All of it in one call, where every part has a kernel."""
+
+    def _compile(self) -> Mixture | None:
+        layers = [layer for layer in self.linears() if isinstance(layer, Compiled)]
+        if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, Gate):
+            return None
+        sizes = structs.Experts(
+            self.count, self.first, len(self.experts), self.chosen, int(self.normalised), self.gate.activation, 0
+        )
+        return Mixture(sizes, layers[0], layers[1:], self.gate.dtype)
 
     def linears(self) -> Iterator[Linear]:
         yield self.router
@@ -69,6 +83,8 @@ class Experts:
 
     def __call__(self, x: torch.Tensor, sizes: Seq[int] | None = None) -> torch.Tensor:
         """What the experts make of rows [rows, width], in their dtype; ``sizes``: the row counts of calls."""
+        if self.compiled is not None:
+            return self.total(self.compiled(x)).to(x.dtype)
         chosen, weights = self.route(x)
         flat = chosen.flatten()
         order = flat.argsort(stable=True)

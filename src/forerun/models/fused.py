@@ -3,7 +3,9 @@ the same bits, without Python between them."""
 
 from __future__ import annotations
 
+import ctypes
 from array import array
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,13 +16,14 @@ import torch
 from forerun import kernels
 from forerun.attention.streamed import Plan, StreamedAttention
 from forerun.core.batch import Batch, Output
-from forerun.kernels import structs
-from forerun.models.architectures.spec import SILU, Spec
+from forerun.kernels import KernelError, structs
+from forerun.models.architectures.spec import SILU
 from forerun.models.formats.compiled import Compiled
 from forerun.models.layer import Layer
+from forerun.models.ranks.parts import Summed
 from forerun.models.rotary import Rotary
 from forerun.models.streamed import Norm
-from forerun.models.words import NO_LAYER, Words
+from forerun.models.words import Words
 
 ALIGNED = 32
 """Numbers to which a piece of the working room is rounded up, ROUND_UP in the kernel."""
@@ -28,24 +31,11 @@ RAW = -1
 """Names, in ``Output.hidden``, the last layer's output before the final norm."""
 
 
-def serves(spec: Spec) -> bool:
-    """Whether the call computes such a decoder: norms before attention and MLP, silu, one set of rotary parameters, no
-    soft caps, no experts."""
-    norms = spec.architecture.norms
-    return (
-        None not in (norms.before_attention, norms.before_mlp)
-        and norms.after_attention is norms.after_mlp is None
-        and not (norms.whole or spec.softcap or spec.logits_softcap)
-        and spec.activation == SILU
-        and len(spec.rotaries) == 1
-        and not any(layer.experts for layer in spec.layers)
-    )
-
-
 @dataclass(slots=True)
 class Decoder:
-    """What a call needs: sizes of a head, embeddings, layers, the final norm and output layer, and what scores are
-    multiplied by."""
+    """What a call needs: sizes of a head, embeddings, layers, the final norm and output layer, rotary tables by the
+    layers' names for them, and what scores are multiplied by. With ``total`` the layers are one rank's, of which it
+    adds up all ranks' parts, and the ends are the caller's."""
 
     heads: int
     kv_heads: int
@@ -54,39 +44,44 @@ class Decoder:
     layers: Seq[Layer]
     norm: Any
     head: Any
-    rotary: Rotary
+    rotaries: Mapping[str, Rotary]
     scale: float
+    activation: str = SILU
+    softcap: float | None = None
+    logits_softcap: float | None = None
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None
     mix: Any = None
     """Makes the first layer's input of [embedding of the token, given row]; None: that is the given row, or else the
     embedding."""
 
     def can_fuse(self) -> bool:
         """Whether the call is here and every linear layer and norm has a kernel."""
-        linears = [
-            self.head,
-            *([self.mix] if self.mix is not None else []),
-            *(linear for layer in self.layers for linear in layer.linears()),
-        ]
+        linears = [linear for layer in self.layers for linear in layer.linears()]
+        ends = [] if self.total is not None else [self.head, *([self.mix] if self.mix is not None else [])]
         norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms())]
         return (
             self.words.device.type == "cpu"
-            and self.words.fields() is not None
+            and (self.total is not None or self.words.fields() is not None)
             and kernels.has(f"decode_{kernels.dtype_name(self.words.dtype)}")
-            and all(isinstance(linear, Compiled) for linear in linears)
+            and all(isinstance(_own(linear), Compiled) for linear in (*ends, *linears))
             and all(isinstance(norm, Norm) for norm in norms)
+            and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
         )
 
     def check(self) -> None:
         """Raise ValueError for parts that the call would misread; it compares the layers' sizes itself."""
-        dtype, turned = self.words.dtype, self.heads + self.kv_heads
-        parts = [self.norm, self.head, self.mix]
+        dtype, hidden, turned = self.words.dtype, self.words.width, self.heads + self.kv_heads
+        parts = [self.norm] if self.total is not None else [self.norm, self.head, self.mix]
         for layer in self.layers:
-            parts += [*layer.linears(), *layer.norms()]
-            kinds = [layer.norm_attention, layer.norm_mlp, *([layer.norm_token] if layer.norm_token else [])]
-            if any(norm.weight.numel() != self.words.width for norm in kinds):
-                raise ValueError("a norm has other numbers than the hidden state")
-            if layer.norm_qk is not None and layer.norm_qk.weight.shape != (turned, self.width):
-                raise ValueError(f"a norm {[*layer.norm_qk.weight.shape]} for {turned} heads of {self.width} numbers")
+            parts += [*map(_own, layer.linears()), *layer.norms()]
+            sizes = [
+                (layer.norm_attention, (hidden,)), (layer.after_attention, (hidden,)), (layer.norm_mlp, (hidden,)),
+                (layer.after_mlp, (hidden,)), (layer.norm_token, (hidden,)), (layer.norm_qk, (turned, self.width)),
+                (layer.norm_query, (self.heads * self.width,)), (layer.norm_key, (self.kv_heads * self.width,)),
+            ]  # fmt: skip
+            for norm, size in sizes:
+                if norm is not None and norm.weight.shape != size:
+                    raise ValueError(f"a norm of {[*norm.weight.shape]} numbers where {[*size]} are normed")
         if any(_dtype(part) not in (None, dtype) for part in parts):
             raise ValueError(f"embeddings, layers and norms must all be in {dtype}")
         if self.norm.weight.numel() != self.words.width:
@@ -99,8 +94,57 @@ def _dtype(part: Any) -> torch.dtype | None:
     return dtype
 
 
-def _norm(norm: Norm | None) -> int:
-    return norm.pointer if norm is not None else 0
+def _own(linear: Any) -> Any:
+    """The part of a layer that is here."""
+    return linear.linear if isinstance(linear, Summed) else linear
+
+
+def _fields(layer: Layer, rotaries: list[str]) -> list[int]:
+    """A ``structs.Layer`` and what goes behind it."""
+
+    def at(norm: Norm | None) -> int:
+        return norm.pointer if norm is not None else 0
+
+    mixture = None if layer.experts is None else layer.experts.compiled
+    own = structs.Layer(
+        norm_attention=at(layer.norm_attention),
+        norm_qk=at(layer.norm_qk),
+        norm_query=at(layer.norm_query),
+        norm_key=at(layer.norm_key),
+        after_attention=at(layer.after_attention),
+        norm_mlp=at(layer.norm_mlp),
+        after_mlp=at(layer.after_mlp),
+        norm_token=at(layer.norm_token),
+        rotary=rotaries.index(layer.rotary) if layer.rope else -1,
+        window=layer.window or 0,
+        experts=0 if mixture is None else mixture.address,
+    )
+    dense = [structs.NO_LAYER] * 2 if mixture is not None else [layer.gate_up.fields(), _own(layer.down).fields()]
+    return [field for part in (own, layer.qkv.fields(), _own(layer.out).fields(), *dense) for field in part]
+
+
+class Sums:
+    """Lets compiled code ask for ``total``."""
+
+    def __init__(self, total: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype) -> None:
+        self.total, self.width, self.dtype = total, width, dtype
+        self.error: BaseException | None = None
+        """What ended the last call."""
+        self.call = kernels.SUM(self._sum)
+        self.address = ctypes.cast(self.call, ctypes.c_void_p).value or 0
+
+    def _sum(self, part: int, wide: int, total: int, rows: int) -> int:
+        try:
+            found = self.total(self._rows(part, rows, torch.float32 if wide else self.dtype))
+            self._rows(total, rows, torch.float32).copy_(found)
+        except BaseException as error:  # noqa: BLE001 - compiled code cannot pass it on, ``through`` raises it
+            self.error = error
+            return 1
+        return 0
+
+    def _rows(self, address: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        numbers = (ctypes.c_char * (rows * self.width * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(numbers, dtype=dtype).view(rows, self.width)
 
 
 @dataclass(slots=True)
@@ -121,34 +165,33 @@ class Fused:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder  # it keeps what the addresses below point to
         self.dtype = decoder.words.dtype
-        self.eps, self.scale = decoder.norm.eps, decoder.scale
         kind = kernels.dtype_name(self.dtype)
         self.call, self.draft = (getattr(kernels.library(), f"{verb}_{kind}") for verb in ("decode", "draft"))
         decoder.check()
-        words, self.vocab_size = decoder.words, decoder.head.outputs
+        words, whole = decoder.words, decoder.total is None
         self.known, self.hidden = words.count, words.width
-        fields = words.fields()
+        self.sums = None if decoder.total is None else Sums(decoder.total, self.hidden, self.dtype)
+        head = decoder.head.fields() if whole else structs.NO_LAYER
+        self.vocab_size = head.outputs
+        fields = words.fields() if whole else (0, structs.NO_LAYER)
         if fields is None:
             raise ValueError("embeddings that the call cannot read")
         numbers, rows = fields
-        inner, attended = decoder.layers[0].down.inputs, decoder.heads * decoder.width
+        inner = max((_own(layer.down).inputs for layer in decoder.layers if layer.experts is None), default=0)
+        attended = decoder.heads * decoder.width
+        real = decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale
         model = structs.Model(
             decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner, len(decoder.layers), self.known,
-            numbers, decoder.norm.pointer,
+            numbers, decoder.norm.pointer, len(decoder.rotaries), structs.ACTIVATIONS.index(decoder.activation),
+            *map(structs.number, real),
         )  # fmt: skip
-        mix = NO_LAYER if decoder.mix is None else decoder.mix.fields()
-        self.model = array("q", (*model, *decoder.head.fields(), *rows, *mix))
+        mix = structs.NO_LAYER if decoder.mix is None else decoder.mix.fields()
+        self.model = array("q", (*model, *head, *rows, *mix))
         self.layers = array("q")
         for layer in decoder.layers:
-            addresses = structs.Layer(
-                _norm(layer.norm_attention), _norm(layer.norm_qk), _norm(layer.norm_mlp), _norm(layer.norm_token),
-                int(layer.rope), layer.window or 0,
-            )  # fmt: skip
-            self.layers.extend(addresses)
-            for linear in layer.linears():
-                self.layers.extend(linear.fields())
+            self.layers.extend(_fields(layer, [*decoder.rotaries]))
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
-        angles = decoder.width * (4 // self.dtype.itemsize)
+        angles = len(decoder.rotaries) * decoder.width * (4 // self.dtype.itemsize)
         qkv = attended + 2 * decoder.kv_heads * decoder.width
         read = max(decoder.layers[0].qkv.inputs, 2 * self.hidden if decoder.mix is not None else 0)
         self.row = self.hidden, read, qkv, attended, 2 * inner, inner, angles
@@ -161,20 +204,42 @@ class Fused:
         """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden]: the first layer's input. Raises
         IndexError for a token without an embedding."""
         call = self.prepare(batch, cache, given)
-        self.call(*self.addresses, call.address, self.eps, self.scale)
+        self.call(*self.addresses, call.address)
         cache.finish(call.plan)
         return Output(call.logits, call.hidden)
 
+    def through(self, batch: Batch, cache: StreamedAttention, plan: Plan, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The batch's layers of one rank: hidden states as ``Output.hidden``, and under ``RAW`` the output of the rows
+        whose logits are wanted, or of all where the normed one is asked for too. Raises what ``total`` raises."""
+        assert self.sums is not None
+        call = self.prepare(batch, cache, x, plan=plan)
+        self.sums.error = None
+        try:
+            self.call(*self.addresses, call.address)
+        except KernelError:
+            if self.sums.error is not None:
+                raise self.sums.error from None
+            raise
+        cache.finish(plan)
+        return call.hidden
+
     def prepare(
-        self, batch: Batch, cache: StreamedAttention, given: torch.Tensor | None = None, ahead: int = 0
+        self,
+        batch: Batch,
+        cache: StreamedAttention,
+        given: torch.Tensor | None = None,
+        ahead: int = 0,
+        plan: Plan | None = None,
     ) -> Prepared:
-        """A call's arguments; positions up to ``ahead`` behind the batch's have angles too."""
+        """A call's arguments; positions up to ``ahead`` behind the batch's have angles too. ``plan``: what the cache's
+        ``begin`` returned, if that has been called."""
         if cache.pool.dtype is not self.dtype or len(cache.pool.keys) < len(self.decoder.layers):
             raise ValueError(f"a cache of {len(cache.pool.keys)} layers in {cache.pool.dtype} for {self.dtype} layers")
-        plan = cache.begin(batch)
+        plan = cache.begin(batch) if plan is None else plan
         rows, wanted = batch.num_rows, batch.num_logits
         given = self._given(batch) if given is None else self._fitting(given, rows)
-        angles, positions = self._angles(batch, ahead)
+        tables, positions = self._angles(batch, ahead)
+        angles = array("q", (table.data_ptr() for table in tables))
         which = self.all if batch.layers is None else array("q", batch.layers)
         hidden, keep = self._keep(batch, which)
         logits = torch.empty(wanted, self.vocab_size)
@@ -183,15 +248,16 @@ class Fused:
         if len(positions) != rows or len(ids) != rows:
             raise ValueError(f"{len(ids)} tokens and {len(positions)} positions for {rows} rows")
         out = array("q", _wanted(batch) if 0 < wanted < rows else ())
-        lists = (ids, positions, which, keep, out)
+        lists = (ids, positions, which, keep, out, angles)
         at = [numbers.buffer_info()[0] for numbers in lists]
         sides, pool = cache.sides()
         call = array("q", structs.Call(
-            rows, torch.get_num_threads(), at[0], 0 if given is None else given.data_ptr(), at[1], angles.data_ptr(),
-            len(angles), at[2], len(which), at[3], at[4], wanted, room.data_ptr(), len(room), logits.data_ptr(),
-            sides, pool, plan.address,
+            rows, torch.get_num_threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
+            min(map(len, tables)), at[2], len(which), at[3], at[4], wanted, room.data_ptr(), len(room),
+            logits.data_ptr() if self.vocab_size else 0, sides, pool, plan.address,
+            0 if self.sums is None else self.sums.address,
         ))  # fmt: skip
-        return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, angles, room, lists))
+        return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, tables, room, lists))
 
     def _fitting(self, given: torch.Tensor, rows: int) -> torch.Tensor:
         if given.shape != (rows, self.hidden) or given.dtype is not self.dtype or not given.is_cpu:
@@ -217,24 +283,24 @@ class Fused:
         x[batch.embed_rows] = batch.embeds.to(x.dtype)
         return x
 
-    def _angles(self, batch: Batch, ahead: int) -> tuple[torch.Tensor, array[int]]:
+    def _angles(self, batch: Batch, ahead: int) -> tuple[list[torch.Tensor], array[int]]:
         positions = array("q")
         for span in batch.spans:
             positions.extend(span.positions())
-        return self.decoder.rotary.table(max(span.end for span in batch.spans) + ahead), positions
+        size = max(span.end for span in batch.spans) + ahead
+        return [rotary.table(size) for rotary in self.decoder.rotaries.values()], positions
 
     def _keep(self, batch: Batch, which: Seq[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
         """Room for the hidden states that the batch asked for, and where each layer's input and the output go. The
         raw output has the rows alone whose logits are wanted, unless the normed one is asked for too."""
-        if not batch.hidden:
+        asked = batch.hidden if self.sums is None else (*batch.hidden, RAW)
+        if not asked:
             return {}, array("q", bytes(8 * (len(which) + 2)))
         last = len(self.decoder.layers)
         rows = dict.fromkeys((*which, last), batch.num_rows)
         rows[RAW] = batch.num_rows if last in batch.hidden else batch.num_logits
         hidden = {
-            layer: torch.empty(count, self.hidden, dtype=self.dtype)
-            for layer, count in rows.items()
-            if layer in batch.hidden
+            layer: torch.empty(count, self.hidden, dtype=self.dtype) for layer, count in rows.items() if layer in asked
         }
         return hidden, array("q", (hidden[i].data_ptr() if i in hidden else 0 for i in (*which, last, RAW)))
 

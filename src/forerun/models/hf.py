@@ -128,6 +128,7 @@ class HFModel:
     """A transformers causal LM behind the engine's protocol."""
 
     routes = False
+    fused: None = None
 
     def __init__(
         self,

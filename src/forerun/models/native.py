@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from forerun.attention.base import Attention, Metadata, Query
-from forerun.attention.streamed import StreamedAttention, can_attend
+from forerun.attention.streamed import Plan, StreamedAttention, can_attend
 from forerun.cache.pool import KVShape
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output
@@ -23,7 +23,7 @@ from forerun.models import quantize, tiling
 from forerun.models.architectures.spec import ALL, applies, bind
 from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.formats.base import Linear, size
-from forerun.models.fused import Decoder, Fused, serves
+from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.layer import Builder, Layer
 from forerun.models.linear import choose, describe
 from forerun.models.parts import RMSNorm, make_gate
@@ -31,7 +31,7 @@ from forerun.models.ranks import split
 from forerun.models.ranks.parts import Gathered, SplitWords
 from forerun.models.ranks.team import Team
 from forerun.models.rotary import Rotary
-from forerun.models.streamed import Norm
+from forerun.models.streamed import Norm, softcap
 from forerun.models.weights import Maker, Weights
 
 
@@ -74,8 +74,11 @@ class NativeModel:
             self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors)
         self.tiles: Tiles | None = None
         self.info = self._describe(config, name, eos_ids, quantization)
-        self.fused = self._fuse()
-        """All layers in one call, where every part has a kernel."""
+        compiled = self._compile()
+        self.fused = compiled if team is None else None
+        """The whole decoder in one call, where every part has a kernel."""
+        self.ranges = compiled if team is not None else None
+        """This rank's layers in one call."""
         if invariant and (team is None or team.leads) and not self._exact():
             self.tiles = self._find()
 
@@ -103,13 +106,13 @@ class NativeModel:
             self._head = Gathered(self._head, self.team, self._tokens)
             self._words = SplitWords(self._words, self.team, self._tokens)
 
-    def _fuse(self) -> Fused | None:
-        if not serves(self.spec):
-            return None
-        spec, rotary = self.spec, self._rotaries[self.spec.rotaries[0]]
+    def _compile(self) -> Fused | None:
+        spec = self.spec
         decoder = Decoder(
-            spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, rotary, spec.scale
-        )
+            spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, self._rotaries,
+            spec.scale, activation=spec.activation, softcap=spec.softcap, logits_softcap=spec.logits_softcap,
+            total=None if self.team is None else self.team.sum,
+        )  # fmt: skip
         return Fused(decoder) if decoder.can_fuse() else None
 
     def _exact(self) -> bool:
@@ -120,7 +123,7 @@ class NativeModel:
             can_attend(self.dtype, self.device, self.info.kv_shapes)
             and all(linear.exact for linear in self.linears())
             and all(isinstance(norm, Norm) for norm in norms)
-            and (self.fused is not None or tiling.steady())
+            and (self.fused is not None or self.ranges is not None or tiling.steady())
         )
 
     def _describe(
@@ -174,20 +177,15 @@ class NativeModel:
             return self._feed(batch, cache, metadata)
 
     def _feed(self, batch: Batch, cache: Attention, metadata: Metadata) -> Output:
-        x = self._inputs(batch)
-        angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
-        rows, normed = self._logit_rows(batch), len(self._layers) in batch.hidden
-        hidden: dict[int, torch.Tensor] = {}
-        layers = range(len(self._layers)) if batch.layers is None else batch.layers
-        for index in layers:
-            if index in batch.hidden:
-                hidden[index] = x[: batch.num_rows]
-            only = rows if index == layers[-1] and not normed else None
-            x = self._run(self._layers[index], index, x, angles, only, cache, metadata)
-        cache.finish(metadata)
+        x, last = self._inputs(batch), len(self._layers)
+        rows, normed = self._logit_rows(batch), last in batch.hidden
+        if self.ranges is not None and isinstance(cache, StreamedAttention) and isinstance(metadata, Plan):
+            hidden = self.ranges.through(batch, cache, metadata, x)
+            raw = hidden.pop(RAW)
+            x = hidden[last] if normed else raw
+        else:
+            x, hidden = self._through(batch, cache, metadata, x, None if normed else rows)
         if normed:
-            x = self._norm(x)
-            hidden[len(self._layers)] = x[: batch.num_rows]
             x = x if rows is None else x.index_select(0, rows)
         if not batch.num_logits:
             return Output(x.new_zeros(0, self.info.vocab_size, dtype=torch.float32), hidden)
@@ -195,9 +193,29 @@ class NativeModel:
         logits = self._head(self._pad_logits(x))
         return Output(self._cap(logits[: batch.num_logits].float()), hidden)
 
+    def _through(
+        self, batch: Batch, cache: Attention, metadata: Metadata, x: torch.Tensor, only: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The batch's layers, one after the other, and the hidden states that it asked for; ``only`` names the rows
+        that go on behind the last one's attention. Where the normed output is asked for, that is returned."""
+        hidden: dict[int, torch.Tensor] = {}
+        angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
+        layers = range(len(self._layers)) if batch.layers is None else batch.layers
+        for index in layers:
+            if index in batch.hidden:
+                hidden[index] = x[: batch.num_rows]
+            x = self._run(self._layers[index], index, x, angles, only if index == layers[-1] else None, cache, metadata)
+        cache.finish(metadata)
+        if len(self._layers) in batch.hidden:
+            x = self._norm(x)
+            hidden[len(self._layers)] = x[: batch.num_rows]
+        return x, hidden
+
     def _cap(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.spec.logits_softcap
-        return logits if cap is None else torch.tanh(logits / cap).mul_(cap)
+        if cap is None:
+            return logits
+        return softcap(logits, cap) if self._how == "streamed" else torch.tanh(logits / cap).mul_(cap)
 
     def _inputs(self, batch: Batch) -> torch.Tensor:
         if batch.num_rows == 1 and batch.embeds is None and 0 not in batch.hidden:
@@ -240,13 +258,13 @@ class NativeModel:
             x, out = x.index_select(0, only), out.index_select(0, only)
         elif x.shape[0] != count:
             out = self._pad(out)
-        x = layer.out(out, x) if layer.after_attention is None else x + layer.after_attention(layer.out(out))
+        x = layer.out(out, x) if layer.after_attention is None else layer.after_attention(layer.out(out), x)
         normed = x if layer.norm_mlp is None else layer.norm_mlp(x)
         if layer.experts is not None:
             made = layer.experts(normed, None if self.tiles is None else self.tiles.rows)
-            return x + (made if layer.after_mlp is None else layer.after_mlp(made))
+            return x + made if layer.after_mlp is None else layer.after_mlp(made, x)
         inner = self._gate(layer.gate_up(normed))
-        return layer.down(inner, x) if layer.after_mlp is None else x + layer.after_mlp(layer.down(inner))
+        return layer.down(inner, x) if layer.after_mlp is None else layer.after_mlp(layer.down(inner), x)
 
     def _heads(
         self, layer: Layer, qkv: torch.Tensor, angles: torch.Tensor | None

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from forerun.models import activations
+from forerun.models import activations, streamed
 from forerun.models.architectures.spec import GELU_TANH, SILU
 from forerun.models.formats.streamed import Streamed, can_stream
-from forerun.models.streamed import Norm, SiluTimes
+from forerun.models.streamed import Norm
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 FAST: dict[str, Function] = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
@@ -30,11 +30,14 @@ class RMSNorm:
         self.weight = weight.float() * width**0.5
         self.eps = torch.tensor([eps * width], device=weight.device)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        """``add`` is added to what is normed before that is rounded."""
         half = self.dtype is not torch.float32
         wide = x.float() if half else x
         norm = torch.linalg.vector_norm(wide, 2, -1, True)
         wide = (wide * torch.addcmul(self.eps, norm, norm).rsqrt_()).mul_(self.weight)
+        if add is not None:
+            wide.add_(add)
         return wide.to(self.dtype) if half else wide
 
 
@@ -74,8 +77,8 @@ class Gate:
         return self.activation(gate).mul_(up)
 
 
-def make_gate(activation: str, dtype: torch.dtype, *, kernels: bool, invariant: bool) -> Gate | SiluTimes:
-    """Under its name in ``spec.py``; on a kernel where that is wished and there is one."""
-    if kernels and activation == SILU:
-        return SiluTimes(dtype)
+def make_gate(activation: str, dtype: torch.dtype, *, kernels: bool, invariant: bool) -> Gate | streamed.Gate:
+    """Under its name in ``spec.py``; on a kernel where that is wished."""
+    if kernels:
+        return streamed.Gate(activation, dtype)
     return Gate((STEADY if invariant else FAST)[activation])

@@ -1,10 +1,15 @@
-"""Norms and activations on kernels of our own."""
+"""Norms, activations, experts and soft caps on kernels of our own."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence as Seq
+
 import torch
 
-from forerun.models.formats.compiled import kernel
+from forerun import kernels
+from forerun.kernels import structs
+from forerun.models.formats.compiled import Compiled, kernel
 
 
 class Norm:
@@ -25,26 +30,32 @@ class Norm:
         if not self.kinds or not weight.is_cpu:
             raise ValueError(f"a norm's weights {[*weight.shape]} on {weight.device}")
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        """``add``, of x's shape, is added to what is normed before that is rounded."""
         if x.dtype is not self.dtype:
             raise TypeError(f"rows in {x.dtype} for a norm in {self.dtype}")
         if x.shape[-1:] != self.weight.shape[-1:] or not x.is_cpu:
             raise ValueError(f"rows {[*x.shape]} on {x.device} for a norm of {self.width} numbers on cpu")
         if not x.is_contiguous():
             x = x.contiguous()
-        y = torch.empty_like(x)
-        self.call(x.data_ptr(), self.pointer, y.data_ptr(), x.numel() // self.width, self.kinds, self.width, self.eps)
+        y, rows = torch.empty_like(x), x.numel() // self.width
+        if add is not None and (add.shape != x.shape or add.dtype is not x.dtype or not add.is_cpu):
+            raise ValueError(f"cannot add {add.dtype} {[*add.shape]} on {add.device} to {x.dtype} {[*x.shape]}")
+        add = add if add is None else add.contiguous()
+        added = None if add is None else add.data_ptr()
+        self.call(x.data_ptr(), self.pointer, y.data_ptr(), added, rows, self.kinds, self.width, self.eps)
         return y
 
 
-class SiluTimes:
-    """silu(gate) * up of rows [gate, up]."""
+class Gate:
+    """activation(gate) * up of rows [gate, up]; the activation by its name in ``structs.py``."""
 
-    __slots__ = ("call", "dtype")
+    __slots__ = ("activation", "call", "dtype")
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, activation: str, dtype: torch.dtype) -> None:
+        self.activation = structs.ACTIVATIONS.index(activation)
         self.dtype = dtype
-        self.call = kernel("silu_times", dtype)
+        self.call = kernel("gate", dtype)
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         if gate_up.dtype is not self.dtype:
@@ -54,5 +65,45 @@ class SiluTimes:
         gate_up = gate_up.contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         y = gate_up.new_empty(rows, width)
-        self.call(gate_up.data_ptr(), y.data_ptr(), rows, width)
+        self.call(self.activation, gate_up.data_ptr(), y.data_ptr(), rows, width)
         return y
+
+
+class Mixture:
+    """A router and the experts that are here, ``kernels/experts.cpp``."""
+
+    __slots__ = ("address", "call", "dtype", "fields", "inputs", "kept")
+
+    def __init__(self, sizes: structs.Experts, router: Compiled, layers: Seq[Compiled], dtype: torch.dtype) -> None:
+        """``layers``: gate_up and down of each expert; rows are in ``dtype``. Raises ValueError for layers of rows in
+        another one."""
+        if any(layer.dtype not in (None, dtype) for layer in (router, *layers)):
+            raise ValueError(f"experts must all be for rows in {dtype}")
+        numbers = array("q", [field for layer in layers for field in layer.fields()])
+        sizes = sizes._replace(layers=numbers.buffer_info()[0] if numbers else 0)
+        self.fields = array("q", (*sizes, *router.fields()))
+        self.address = self.fields.buffer_info()[0]
+        self.kept = router, layers, numbers
+        self.inputs, self.dtype = router.inputs, dtype
+        self.call = kernel("mix", dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """What the experts here make of rows [rows, inputs], added up in float32."""
+        if x.dtype is not self.dtype:
+            raise TypeError(f"rows in {x.dtype} for experts in {self.dtype}")
+        if x.dim() != 2 or x.shape[1] != self.inputs or not x.is_cpu:
+            raise ValueError(f"rows {[*x.shape]} on {x.device} for experts with {self.inputs} inputs on cpu")
+        x = x.contiguous()
+        total = torch.empty(x.shape)
+        self.call(self.address, x.data_ptr(), total.data_ptr(), len(x), torch.get_num_threads())
+        return total
+
+
+def softcap(numbers: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap tanh(numbers / cap) of float32 on cpu; in place where they are contiguous."""
+    if numbers.dtype is not torch.float32 or not numbers.is_cpu:
+        raise ValueError(f"a soft cap on {numbers.dtype} {[*numbers.shape]} on {numbers.device}")
+    numbers = numbers.contiguous()
+    if numbers.numel():
+        getattr(kernels.library(), "softcap")(numbers.data_ptr(), numbers.numel(), cap)  # noqa: B009
+    return numbers

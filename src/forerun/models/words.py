@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from forerun.kernels import structs
 from forerun.models.formats.blocks import Blocked
 
-NO_LAYER = structs.Linear(*[0] * len(structs.Linear._fields))
-
 
 class Words(Protocol):
     """Ids int64 of any shape -> [..., width] in ``dtype``."""
@@ -23,6 +21,8 @@ class Words(Protocol):
     device: torch.device
     nbytes: int
     """Of memory that nothing else has a share in."""
+    scale: float
+    """What the numbers that ``fields`` tells of are multiplied by."""
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor: ...
 
@@ -36,6 +36,8 @@ class Words(Protocol):
 class Table:
     """Numbers [tokens, width]."""
 
+    scale = 1.0
+
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers = numbers.contiguous()
         self.count, self.width = numbers.shape
@@ -48,11 +50,13 @@ class Table:
         return self.numbers.narrow(0, token, 1)
 
     def fields(self) -> tuple[int, structs.Linear]:
-        return self.numbers.data_ptr(), NO_LAYER
+        return self.numbers.data_ptr(), structs.NO_LAYER
 
 
 class BlockedRows:
     """The rows of a layer, which may be the output layer too (``shared``)."""
+
+    scale = 1.0
 
     def __init__(self, layer: Blocked, dtype: torch.dtype, *, shared: bool) -> None:
         self.layer = layer
@@ -77,13 +81,14 @@ class Scaled:
         self.words = words
         self.count, self.width = words.count, words.width
         self.dtype, self.device, self.nbytes = words.dtype, words.device, words.nbytes
-        self.scale = torch.tensor(scale, dtype=words.dtype, device=words.device)
+        self.factor = torch.tensor(scale, dtype=words.dtype, device=words.device)
+        self.scale = float(self.factor) * words.scale
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.words(ids) * self.scale
+        return self.words(ids) * self.factor
 
     def one(self, token: int) -> torch.Tensor:
-        return self.words.one(token) * self.scale
+        return self.words.one(token) * self.factor
 
-    def fields(self) -> None:
-        return None
+    def fields(self) -> tuple[int, structs.Linear] | None:
+        return self.words.fields()

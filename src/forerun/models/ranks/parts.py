@@ -38,6 +38,8 @@ class Gathered:
 class SplitWords:
     """An embedding of ``count`` tokens of which each rank has as many, one after the other's."""
 
+    scale = 1.0
+
     def __init__(self, words: Words, team: Team, count: int) -> None:
         self.words, self.team, self.count = words, team, count
         self.width, self.dtype, self.device, self.nbytes = words.width, words.dtype, words.device, words.nbytes

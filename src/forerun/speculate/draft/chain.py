@@ -105,7 +105,7 @@ class Chains:
             0 if q is None else q.data_ptr(), int(self.feeds),
         ))  # fmt: skip
         fused = self.fused
-        fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0], fused.eps, fused.scale)
+        fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0])
         cache.finish(prepared.plan)
         if q is not None and self.names is not None:
             q = q.new_zeros(len(q), self.chooser.sampler.vocab_size).index_copy_(1, self.names, q)

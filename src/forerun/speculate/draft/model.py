@@ -101,7 +101,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         """Per sequence: where each node of its draft is among those that this model has read, or -1."""
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         translates = config.use_heterogeneous_vocab
-        fused = getattr(self.model, "fused", None) if not translates else None
+        fused = None if translates else self.model.fused
         self.chains = Chains.find(fused, self.cache, self.chooser, branches=config.branches)
 
     @classmethod

@@ -53,6 +53,8 @@ class StagedConfig(DraftModelConfig):
 class Aligned:
     """A draft model whose logits have the target's vocabulary."""
 
+    fused: None = None
+
     def __init__(self, model: Model, chooser: Chooser) -> None:
         self.model = model
         self.info = replace(model.info, vocab_size=chooser.sampler.vocab_size)

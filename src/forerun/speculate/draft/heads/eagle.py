@@ -34,7 +34,6 @@ from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.kinds import UNQUANTIZED
 from forerun.models.layer import Layer
 from forerun.models.linear import make_linear
-from forerun.models.native import NativeModel
 from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.best_first import TreeConfig
@@ -184,11 +183,11 @@ class EagleHead(Head):
     @torch.no_grad()
     def fuse(self, target: Model, quantization: str | None = None) -> Fused | None:
         """The layer, the norm behind it and the output layer in one call, where ``target`` runs so."""
-        if not isinstance(target, NativeModel) or target.fused is None:
+        if target.fused is None:
             return None
-        whole = target.fused.decoder
+        whole, dtype, device = target.fused.decoder, target.info.dtype, target.info.device
         rope: Any = SimpleNamespace(rope_parameters={"rope_theta": self.options["theta"]})
-        rotary = Rotary(rope, self.width, target.device, target.dtype)
+        rotary = Rotary(rope, self.width, device, dtype)
 
         def stored(weight: torch.Tensor) -> Any:
             return ON_CPU[quantization].make(weight, None) if quantization else make_linear(weight, None, "streamed")
@@ -209,12 +208,15 @@ class EagleHead(Head):
             norm_mlp=norm(self.post_attention_layernorm),
             norm_token=None if self.input_layernorm is None else norm(self.input_layernorm),
         )
-        head = whole.head if self.lm_head is None else linear(self.lm_head)
+        head, cap = (whole.head, whole.logits_softcap) if self.lm_head is None else (linear(self.lm_head), None)
         mix = None if self.mix is None else linear(self.mix)
         sizes = self.heads, self.kv_heads, self.width
-        decoder = Decoder(*sizes, whole.words, [layer], norm(self.norm), head, rotary, self.width**-0.5, mix)
+        tables = {layer.rotary: rotary}
+        decoder = Decoder(
+            *sizes, whole.words, [layer], norm(self.norm), head, tables, self.width**-0.5, logits_softcap=cap, mix=mix
+        )
         shape = KVShape(self.kv_heads, self.width, self.width)
-        return Fused(decoder) if decoder.can_fuse() and can_attend(target.dtype, target.device, (shape,)) else None
+        return Fused(decoder) if decoder.can_fuse() and can_attend(dtype, device, (shape,)) else None
 
     @classmethod
     def load(cls, folder: Path, num_layers: int = 0) -> Head:

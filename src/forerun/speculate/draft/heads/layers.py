@@ -46,11 +46,11 @@ class FeedForward(nn.Module):
     def stream(self) -> None:
         """Run on the CPU kernels from now on."""
         weight = torch.cat([self.gate_proj.weight, self.up_proj.weight]).detach()
-        gate_up, silu_times = make_linear(weight, None, "streamed"), streamed.SiluTimes(weight.dtype)
+        gate_up, gate = make_linear(weight, None, "streamed"), streamed.Gate("silu", weight.dtype)
         down = make_linear(self.down_proj.weight.detach(), None, "streamed")
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            return down(silu_times(gate_up(x.flatten(0, -2)))).unflatten(0, x.shape[:-1])
+            return down(gate(gate_up(x.flatten(0, -2)))).unflatten(0, x.shape[:-1])
 
         self.forward = forward  # type: ignore[method-assign]
 

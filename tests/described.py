@@ -1,0 +1,56 @@
+"""Random checkpoints of described architectures beside Llama's family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tiny import ALPHABET, save_tokenizer
+
+TOKENS = len(ALPHABET)
+SIZES = {
+    "vocab_size": TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "intermediate_size": 72, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
+TWO_BASES = {"rope_parameters": {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}}  # fmt: skip
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {**TYPES, **CAPS, "query_pre_attn_scalar": 24}),
+    "gemma2-untied": ("gemma2", {**TYPES, "head_dim": 24, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3": ("gemma3_text", {**TYPES, **TWO_BASES, "query_pre_attn_scalar": 24}),
+    "gemma3-cap": ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 5, "final_logit_softcapping": 3.0}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3-partial": ("phi3", {**PARTIAL, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}),
+    "mixtral-tied": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+                                "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 6}),
+    "qwen3_moe-some": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                                     "norm_topk_prob": False, "mlp_only_layers": [1]}),
+}  # fmt: skip
+MAIN = ("gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some")
+"""One of each."""
+
+
+def save_described(name: str, folder: Path) -> None:
+    """As transformers saves it, float32, with the tokenizer of ``tiny.py``."""
+    kind, options = CASES[name]
+    torch.manual_seed(sorted(CASES).index(name))
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
+    for part, parameter in module.named_parameters():
+        around_one = parameter.dim() == 1 and part.endswith("norm.weight") and "gemma" not in name
+        torch.nn.init.normal_(parameter, 1.0 if around_one else 0.0, 0.2)
+    module.tie_weights()
+    module.save_pretrained(folder)
+    save_tokenizer(folder)

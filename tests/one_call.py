@@ -1,0 +1,40 @@
+"""All layers in one compiled call against the same kernels layer by layer."""
+
+from __future__ import annotations
+
+import torch
+
+from forerun.core.batch import Batch, Span
+from forerun.core.inference import inference
+from forerun.models.base import new_cache
+from forerun.models.native import NativeModel
+
+
+def some_ids(model: NativeModel, count: int, seed: int) -> list[int]:
+    return torch.randint(2, model.info.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@inference
+def check(model: NativeModel) -> None:
+    """The same bits of logits and hidden states, for a model of three layers: chunks, mates, a tree, some layers only,
+    and rows that are no token's embedding. Leaves the model without the call."""
+    assert model.fused is not None
+    prompts, nodes = [some_ids(model, 30, 0), some_ids(model, 9, 1)], some_ids(model, 6, 2)
+    embeds = torch.randn(2, model.info.hidden_size)
+    found = []
+    for _ in range(2):
+        cache = new_cache(model, max_seqs=2, max_len=64, page_size=4)
+        tree = Span(0, 30, nodes, [-1, 0, 0, 1, 2, 2], logits=[0, 2, 3])
+        batches = [
+            Batch([Span(0, 0, prompts[0], logits=[29]), Span(1, 0, prompts[1])], hidden=(0, 2, 3)),
+            Batch([tree, Span(1, 9, [5], logits=[0])], hidden=(1,)),
+            Batch([Span(1, 10, [6, 7])]),
+            Batch([Span(1, 12, [6, 7], logits=[1])], layers=(0, 2), hidden=(2, 3)),
+            Batch([Span(1, 12, [6, 7, 8], logits=[0, 1, 2])], embeds=embeds, embed_rows=[0, 2]),
+        ]
+        found.append([model.forward(batch, cache) for batch in batches])
+        model.fused = None
+    for one, many in zip(*found, strict=True):
+        assert torch.equal(one.logits, many.logits)
+        assert one.hidden.keys() == many.hidden.keys()
+        assert all(torch.equal(one.hidden[layer], many.hidden[layer]) for layer in one.hidden)

@@ -1,0 +1,48 @@
+"""Whole decoders with kernels compiled for AVX2 and for this processor: the same bits in float32."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+
+import pytest
+import torch
+
+from described import MAIN, save_described
+from forerun import kernels
+from forerun.core.batch import Batch, Span
+from forerun.models.base import new_cache
+from forerun.models.load import load_model
+from here import where
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def avx2(tmp_path_factory) -> ctypes.CDLL:
+    compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
+    path = tmp_path_factory.mktemp("avx2") / "kernels.so"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
+        patch.delenv("FORERUN_SANITIZE", raising=False)
+        kernels._compile(compiler, path, ("-march=x86-64-v3",))
+    found = ctypes.CDLL(str(path))
+    kernels._bind(found)
+    return found
+
+
+def logits(folder: str) -> torch.Tensor:
+    model = load_model(folder, invariant=True)
+    assert model.fused is not None
+    spans = [Span(0, 0, [(7 * place + 2) % 98 for place in range(40)], logits=list(range(40)))]
+    return model.forward(Batch(spans), new_cache(model, max_seqs=1, max_len=64)).logits
+
+
+@pytest.mark.parametrize("name", where(kernels.has("decode_float32"), MAIN))
+def test_avx2_gives_the_bits_of_this_processor(avx2, monkeypatch, tmp_path, name):
+    save_described(name, tmp_path)
+    wanted = logits(str(tmp_path))
+    called = []
+    monkeypatch.setattr(kernels, "library", lambda: called.append(1) or avx2)
+    assert torch.equal(logits(str(tmp_path)), wanted)
+    assert called
