@@ -1,6 +1,6 @@
 PYTHON ?= python3
 RUN = .venv/bin/python -m
-SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_linear.py tests/unit/test_blocks.py \
+SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_decoder_arguments.py tests/unit/test_linear.py tests/unit/test_blocks.py \
 	tests/unit/test_gguf_model.py tests/unit/test_attention.py \
 	tests/unit/test_sampling_draw.py tests/unit/test_sampling_warp.py tests/unit/test_drafted_chains.py \
 	tests/unit/test_compare.py tests/conformance/test_forward.py tests/conformance/test_rounds.py

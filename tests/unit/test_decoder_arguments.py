@@ -1,0 +1,194 @@
+"""Decoders and layers that do not fit are refused at the border of compiled code, and the process lives on."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+from described import save_described
+from forerun import kernels
+from forerun.core.batch import Batch, Span
+from forerun.kernels import KernelError, structs
+from forerun.models.base import new_cache
+from forerun.models.load import load_model
+from forerun.models.native import NativeModel
+
+
+@pytest.fixture(scope="module")
+def model(tiny_target) -> NativeModel:
+    return load_model(tiny_target)
+
+
+def decoding(model: NativeModel, **changes: int):
+    """A decoder call's arguments, some of the fields of ``structs.Call`` changed."""
+    cache = new_cache(model, max_seqs=2, max_len=32)
+    batch = Batch([Span(0, 0, [5, 6, 7], logits=[0, 2])])
+    fused = model.fused
+    prepared = fused.prepare(batch, cache)
+    call, *_ = prepared.kept
+    for name, value in changes.items():
+        call[structs.Call._fields.index(name)] = value
+    return lambda: fused.call(*fused.addresses, prepared.address), prepared, batch, cache
+
+
+BAD_CALLS = [
+    {"rows": 0}, {"rows": -1}, {"rows": 4}, {"threads": 0}, {"ids": 0}, {"positions": 0}, {"angles": 0},
+    {"num_angles": 2}, {"which": 0}, {"num_which": -1}, {"num_which": 1 << 40}, {"keep": 0}, {"rows_out": 0},
+    {"num_out": -1}, {"num_out": 4}, {"room": 0}, {"room_size": 10}, {"logits": 0}, {"sides": 0}, {"pool": 0},
+    {"plan": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", BAD_CALLS, ids=str)
+def test_a_decoder_refuses_what_it_would_misread(model, change):
+    run, *_ = decoding(model)
+    run()
+    run, prepared, *_ = decoding(model, **change)
+    with pytest.raises(KernelError):
+        run()
+    assert prepared.logits.shape == (2, 98)
+
+
+@pytest.mark.parametrize(
+    ("which", "value"), [(0, -1), (0, 98), (1, -1), (1, 1 << 40), (2, -1), (2, 2), (4, 3), (4, -1)]
+)
+def test_a_decoder_refuses_ids_positions_layers_and_rows_out_of_range(model, which, value):
+    run, prepared, *_ = decoding(model)
+    run()
+    with changed(prepared.kept[-1][which], 0, value), pytest.raises(KernelError):  # the list of layers is the model's
+        run()
+
+
+def test_a_model_whose_parts_do_not_fit(model):
+    run, *_ = decoding(model)
+    run()
+    for at, value in enumerate((3, 0, 15, 31, 63, 0, 0, 0, 0)):
+        run, *_ = decoding(model)
+        kept = model.fused.model[at]
+        model.fused.model[at] = value
+        with pytest.raises(KernelError):
+            run()
+        model.fused.model[at] = kept
+    for at in range(len(structs.Layer._fields), len(model.fused.layers) // 2):
+        name = structs.Linear._fields[(at - len(structs.Layer._fields)) % len(structs.Linear._fields)]
+        if name in ("weight", "outputs", "inputs"):
+            run, *_ = decoding(model)
+            kept = model.fused.layers[at]
+            model.fused.layers[at] = kept - 1 if name != "weight" else NOWHERE
+            with pytest.raises(KernelError):
+                run()
+            model.fused.layers[at] = kept
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> NativeModel:
+    folder = tmp_path_factory.mktemp("mixture")
+    save_described("mixtral", folder)
+    return load_model(str(folder))
+
+
+@contextmanager
+def changed(fields: array, at: int, value: int):
+    kept, fields[at] = fields[at], value
+    yield
+    fields[at] = kept
+
+
+BAD_LAYERS = [{"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}]
+BAD_MODELS = [{"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation": -1}, {"activation": 2}, {"inner": 63}]
+
+
+def test_a_layer_whose_parts_do_not_fit(model):
+    fused = model.fused
+    cases = [(fused.model, structs.Model, BAD_MODELS), (fused.layers, structs.Layer, BAD_LAYERS)]
+    run, *_ = decoding(model)
+    run()
+    for fields, kind, changes in cases:
+        for change in changes:
+            run, *_ = decoding(model)
+            with ExitStack() as stack:
+                for name, value in change.items():
+                    stack.enter_context(changed(fields, kind._fields.index(name), value))
+                with pytest.raises(KernelError):
+                    run()
+    run, prepared, *_ = decoding(model)
+    prepared.kept[-1][5][0] = NOWHERE  # a table of angles
+    with pytest.raises(KernelError, match="null"):
+        run()
+
+
+def test_a_model_without_ends(model):
+    """Its rows are given, its logits not asked for; its sums are the caller's, and may fail."""
+    fused, line = model.fused, len(structs.Linear._fields)
+    head = len(structs.Model._fields)
+    embedding = structs.Model._fields.index("embedding")
+    x = torch.randn(3, fused.hidden)
+    failing = kernels.SUM(lambda *_: 1)
+
+    def run(**changes: int) -> None:
+        attempt, *_ = decoding(model, **{"given": x.data_ptr(), "logits": 0, **changes})
+        attempt()
+
+    with ExitStack() as stack:
+        stack.enter_context(changed(fused.model, embedding, NOWHERE))
+        for at in range(head, head + line):
+            stack.enter_context(changed(fused.model, at, 0))
+        run()
+        for change in ({"given": 0}, {"logits": x.data_ptr()}):
+            with pytest.raises(KernelError, match="null"):
+                run(**change)
+        with pytest.raises(KernelError, match="a sum failed"):
+            run(sum=ctypes.cast(failing, ctypes.c_void_p).value)
+        outputs = head + structs.Linear._fields.index("outputs")
+        with changed(fused.model, outputs, 5), pytest.raises(KernelError, match="out of range"):
+            run()
+        token = structs.Layer._fields.index("norm_token")
+        with changed(fused.layers, token, x.data_ptr()), pytest.raises(KernelError, match="null"):
+            run()
+        mix = head + 2 * line + structs.Linear._fields.index("weight")
+        with changed(fused.model, mix, x.data_ptr()), pytest.raises(KernelError, match="null"):
+            run()
+
+
+BAD_EXPERTS = [
+    {"size": 0}, {"size": 4}, {"size": 6}, {"size": -1}, {"first": -1}, {"first": 1}, {"first": 1 << 62}, {"here": -1},
+    {"here": 6}, {"here": 1 << 62}, {"chosen": 0}, {"chosen": 6}, {"activation": -1}, {"activation": 2}, {"layers": 0},
+]  # fmt: skip
+
+
+def test_experts_that_do_not_fit(mixture):
+    """By themselves and within a decoder."""
+    experts = mixture._layers[0].experts.compiled
+    layers = experts.kept[2]
+    router = len(structs.Experts._fields)
+    bad = [(experts.fields, structs.Experts._fields.index(name), value)
+           for change in BAD_EXPERTS for name, value in change.items()]  # fmt: skip
+    for name, values in {"weight": [NOWHERE], "inputs": [0, -1, 1 << 40], "outputs": [0, 3, 1 << 40]}.items():
+        at = structs.Linear._fields.index(name)
+        bad += [(experts.fields, router + at, value) for value in values]
+        bad += [(layers, place + at, value) for place in range(0, len(layers), len(structs.Linear._fields))
+                for value in values]  # fmt: skip
+    x = torch.randn(3, experts.inputs)
+    run, *_ = decoding(mixture)
+    run()
+    assert experts(x).isfinite().all()
+    for fields, at, value in bad:
+        with changed(fields, at, value):
+            for attempt in (run, lambda: experts(x)):
+                with pytest.raises(KernelError):
+                    attempt()
+    name = "mix_float32"
+    to = torch.empty_like(x)
+    good = experts.address, x.data_ptr(), to.data_ptr(), 3, 1
+    call(name, *good)
+    for arguments in with_each(good, {0: [None], 1: [None], 2: [None], 3: [-1, 1 << 40], 4: [0, 1 << 20]}):
+        with pytest.raises(KernelError):
+            call(name, *arguments)
+    with pytest.raises(ValueError, match="64 inputs"):
+        experts(torch.randn(3, 63))
+    with pytest.raises(TypeError, match="float64"):
+        experts(x.double())
