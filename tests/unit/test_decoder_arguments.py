@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
+from border import NOWHERE, call, with_each
 from described import save_described
 from forerun import kernels
 from forerun.core.batch import Batch, Span

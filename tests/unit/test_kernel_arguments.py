@@ -8,6 +8,7 @@ from array import array
 import pytest
 import torch
 
+from border import call, with_each
 from forerun import kernels
 from forerun.attention.base import Query
 from forerun.attention.streamed import StreamedAttention
@@ -26,21 +27,11 @@ from forerun.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
 TYPES = kernels.TYPES
-NOWHERE = 0
 
 
 def memory(count: int = 4096) -> tuple[torch.Tensor, int]:
     zeros = torch.zeros(count, dtype=torch.int64)
     return zeros, zeros.data_ptr()
-
-
-def call(name: str, *arguments) -> None:
-    getattr(kernels.library(), name)(*arguments)
-
-
-def with_each(good: tuple, bad: dict[int, list]) -> list[tuple]:
-    """``good`` with one argument at a time replaced by a bad one."""
-    return [(*good[:at], value, *good[at + 1 :]) for at, values in bad.items() for value in values]
 
 
 @pytest.mark.parametrize("kind", TYPES)
