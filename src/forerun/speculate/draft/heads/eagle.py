@@ -210,9 +210,10 @@ class EagleHead(Head):
         )
         head, cap = (whole.head, whole.logits_softcap) if self.lm_head is None else (linear(self.lm_head), None)
         mix = None if self.mix is None else linear(self.mix)
-        sizes = self.heads, self.kv_heads, self.width
-        parts = whole.words, [layer], norm(self.norm), head, {layer.rotary: rotary}
-        decoder = Decoder(*sizes, *parts, self.width**-0.5, logits_softcap=cap, mix=mix)
+        decoder = Decoder(
+            self.heads, self.kv_heads, self.width, whole.words, [layer], norm(self.norm), head, {layer.rotary: rotary},
+            self.width**-0.5, logits_softcap=cap, mix=mix,
+        )  # fmt: skip
         shape = KVShape(self.kv_heads, self.width, self.width)
         return Fused(decoder) if decoder.can_fuse() and can_attend(dtype, device, (shape,)) else None
 
