@@ -207,6 +207,18 @@ def test_other_weights_do_not_go_on(asked: Callable[..., Any], replicas: list[Re
     assert f"replicas have other weights ({facts.checkpoint}-other) than" in answer["error"]["message"]
 
 
+def test_nothing_said_yet_may_go_on_with_other_weights(
+    asked: Callable[..., Any], replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica is lost once it has begun, before its first token: one whose numbers differ answers instead."""
+    facts = replicas[0].facts
+    monkeypatch.setattr(replicas[1], "facts", replace(facts, weights=f"{facts.checkpoint}-other"))
+    ask, lossy, _ = asked(itertools.chain([0], FOREVER))
+    shown(*asyncio.run(ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "seed": 1})))
+    assert lossy.lost == 1
+    assert [(request.weights, request.misfits) for request in lossy.requests] == [(facts.checkpoint, 0)] * 2
+
+
 def test_another_model_answers_nothing(asked: Callable[..., Any], replicas: list[Replica], monkeypatch: Any) -> None:
     """A replica with another version or checkpoint is passed over; where there is no other, that is what is said."""
     right = replicas[0].facts

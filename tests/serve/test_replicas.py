@@ -152,7 +152,7 @@ ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 serve.start(proxy_location="Disabled")
 front.START = float(sys.argv[2])
 try:
-    front.started(Replicas({"model": sys.argv[1]}, threads=2))
+    front.started(Replicas({"model": sys.argv[1]}, threads=2), "forerun")
 except ConfigError as error:
     print("told:", error, flush=True)
 os._exit(0)  # threads of Ray's that serve the handles would keep the process

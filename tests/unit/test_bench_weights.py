@@ -11,20 +11,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from forerun import kernels
 from forerun.bench import costs, fidelity
 from forerun.models.load import load_model
+from here import where
 
 TEXT = "".join(f"line {number}: what was said, and what was not\n" for number in range(40))
 WINDOW, WINDOWS = 64, 4
 
 
+@pytest.mark.parametrize("form", where(kernels.library() is not None, ["q4_0"]))
 def test_fidelity_tells_exact_weights_from_rounded_ones(
-    tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    form: str, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text").write_text(TEXT, encoding="utf-8")
     options = {
-        "model": tiny_target, "text": tmp_path / "text", "window": WINDOW, "windows": WINDOWS, "formats": "none,q4_0",
-        "text-tokens": 8, "out": tmp_path / "out",
+        "model": tiny_target, "text": tmp_path / "text", "window": WINDOW, "windows": WINDOWS,
+        "formats": f"none,{form}", "text-tokens": 8, "out": tmp_path / "out",
     }  # fmt: skip
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     monkeypatch.setattr(sys, "argv", ["fidelity", *arguments])

@@ -95,8 +95,10 @@ def mixture(tmp_path_factory) -> NativeModel:
 @contextmanager
 def changed(fields: array, at: int, value: int):
     kept, fields[at] = fields[at], value
-    yield
-    fields[at] = kept
+    try:
+        yield
+    finally:
+        fields[at] = kept
 
 
 BAD_LAYERS = [{"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}]

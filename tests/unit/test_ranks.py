@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -17,6 +19,7 @@ from forerun.models.architectures.spec import bind
 from forerun.models.base import new_cache
 from forerun.models.formats.base import size
 from forerun.models.formats.streamed import can_stream
+from forerun.models.fused import Sums
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model, read_config
 from forerun.models.mapped import CheckpointWeights
@@ -170,8 +173,21 @@ def pieces(model) -> list[Output]:
     return [model.forward(batch, cache) for batch in batches]
 
 
-def test_a_sum_that_fails_ends_the_forward(checkpoint):
-    first, _ = two(checkpoint("llama"))
+def test_what_sums_is_gone_with_its_model():
+    """Other ranks end when the first one's team does, which must not wait for a search for cycles."""
+    sums = Sums(lambda part: part, 16, torch.float32)
+    seen = weakref.ref(sums)
+    gc.disable()
+    try:
+        del sums
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dtype", where(can_stream, [torch.float32]))
+def test_a_sum_that_fails_ends_the_forward(checkpoint, dtype):
+    first, _ = two(checkpoint("llama"), dtype)
     first.team.parts = lambda part: [part, part]
     logits(first)
 

@@ -90,8 +90,7 @@ def here(engine: Mapping[str, Any], drafters: Any, threads: int | None) -> Itera
 @contextlib.contextmanager
 def by(replicas: int, engine: Mapping[str, Any], drafters: Any, threads: int | None) -> Iterator[Opening]:
     """Replicas on Ray Serve."""
-    threads = max(1, all_threads() // replicas) if threads is None else threads
-    wanted = replicated(engine, drafters, number=replicas, threads=threads)
+    wanted = replicated(engine, drafters, replicas, threads, all_threads())
     from forerun.scale.cluster import Cluster
     from forerun.scale.front import cluster
 

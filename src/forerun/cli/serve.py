@@ -170,8 +170,7 @@ def _by_replicas(
     """Answer from replicas on Ray Serve."""
     if door.kv_events is not None:
         raise ConfigError("--kv-events tells of one engine's prefixes: not with --replicas, which routes by itself")
-    threads = max(1, all_but_one() // number) if threads is None else threads
-    wanted = replicated(engine, drafters, number=number, most=most, threads=threads, max_queue=door.max_queue)
+    wanted = replicated(engine, drafters, number, threads, all_but_one(), most=most, max_queue=door.max_queue)
     from forerun.scale.front import run
 
     def tell(facts: Facts) -> str:
@@ -180,13 +179,19 @@ def _by_replicas(
     run(wanted, options, door.listener, door.limits, drain_seconds=door.drain_seconds, tell=tell)
 
 
-def replicated(engine: Mapping[str, Any], drafters: Any, **counts: Any) -> Replicas:
-    """What ``--replicas`` runs; ``counts`` are fields of ``Replicas``. Raises ConfigError where Ray is missing."""
+def replicated(
+    engine: Mapping[str, Any], drafters: Any, number: int, threads: int | None, cores: int, **others: Any
+) -> Replicas:
+    """What ``--replicas`` runs. ``threads`` are each process's; None: its share of the ``cores``, ranks counted.
+    ``others`` are fields of ``Replicas``. Raises ConfigError where Ray is missing."""
     try:
         from forerun.scale.cluster import Replicas
     except ModuleNotFoundError as error:
         raise ConfigError(f"--replicas needs {error.name}: pip install 'forerun[ray]'") from None
-    return Replicas(engine={"page_size": PAGE_SIZE, **engine}, speculative=drafters, **counts)
+    ranks = int(engine.get("tensor_parallel_size") or 1)
+    share = max(1, cores // (number * ranks)) if threads is None else threads
+    engine = {"page_size": PAGE_SIZE, **engine}
+    return Replicas(engine=engine, speculative=drafters, number=number, threads=share, **others)
 
 
 def _set_up(connections: int, *, log_requests: bool) -> None:

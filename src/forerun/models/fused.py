@@ -4,12 +4,13 @@ the same bits, without Python between them."""
 from __future__ import annotations
 
 import ctypes
+import weakref
 from array import array
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -130,7 +131,8 @@ class Sums:
         self.total, self.width, self.dtype = total, width, dtype
         self.error: BaseException | None = None
         """What ended the last call."""
-        self.call = kernels.SUM(self._sum)
+        whole = weakref.ref(self)  # a cycle would keep other ranks' processes
+        self.call = kernels.SUM(lambda *part: cast("Sums", whole())._sum(*part))
         self.address = ctypes.cast(self.call, ctypes.c_void_p).value or 0
 
     def _sum(self, part: int, wide: int, total: int, rows: int) -> int:

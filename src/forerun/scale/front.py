@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from uuid import uuid4
 
 import ray
 from ray import serve
@@ -28,7 +29,7 @@ from forerun.serve.run import DrainingServer
 log = logging.getLogger("forerun")
 
 NAME = "forerun"
-"""Of the application on Ray Serve."""
+"""With which the names of applications on Ray Serve begin: each run has its own."""
 ADDRESS = "RAY_ADDRESS"
 """The variable that names a Ray cluster; without it, one is made on this machine."""
 START = 600.0
@@ -49,15 +50,18 @@ def cluster(*wanted: Replicas) -> Iterator[list[DeploymentHandle]]:
     )  # fmt: skip
     try:
         serve.start(proxy_location="Disabled")
-        names = [f"{NAME}-{place}" if place else NAME for place in range(len(wanted))]
-        yield [started(replicas, name) for replicas, name in zip(wanted, names)]
-        for name in names:
-            serve.delete(name)
+        names = [f"{NAME}-{uuid4().hex[:8]}" for _ in wanted]
+        with contextlib.ExitStack() as begun:
+            handles = []
+            for replicas, name in zip(wanted, names):
+                begun.callback(serve.delete, name)
+                handles.append(started(replicas, name))
+            yield handles
     finally:
         ray.shutdown()
 
 
-def started(replicas: Replicas, name: str = NAME) -> DeploymentHandle:
+def started(replicas: Replicas, name: str) -> DeploymentHandle:
     """Deploy, or update what is deployed, and wait until all of it runs. Raises ConfigError if it does not."""
     target = RunTarget(replicas.bound(), name=name, route_prefix=None)
     (handle,) = serve.run_many([target], wait_for_applications_running=False)

@@ -59,6 +59,8 @@ class _Answer:
     jobs: list[Job]
     request: Request
     begun: asyncio.Event = field(default_factory=asyncio.Event)
+    weights: str = ""
+    """Of the replica that answers: what goes on behind its tokens needs them."""
     moves: int = 0
 
 
@@ -256,7 +258,7 @@ class Pool:
         try:
             async for message in messages:
                 if isinstance(message, Begun):
-                    answer.request = replace(answer.request, weights=message.weights)
+                    answer.weights = message.weights
                     answer.begun.set()
                 elif isinstance(message, Refused):
                     await self._refused(answer, message.error)
@@ -296,8 +298,9 @@ class Pool:
             job.finish = delta.finish
             job.metrics = news.metrics or job.metrics
             fresh += delta.token_ids
-        if not searched:  # beams come at once, at their end
-            answer.request = replace(answer.request, committed=(*answer.request.committed, *fresh))
+        if fresh and not searched:  # beams come at once, at their end
+            committed = (*answer.request.committed, *fresh)
+            answer.request = replace(answer.request, committed=committed, weights=answer.weights)
         if news.prompt_logprobs is not None:
             answer.jobs[0].prompt_logprobs = news.prompt_logprobs
         if stream in self.streams:
