@@ -108,7 +108,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def streams(model: str, name: str, counts: Seq[int], tokens: int, prompts: Seq[Seq[int]]) -> list[Stream]:
-    llm = LLM(model, quantization=name, max_num_seqs=max(counts))
+    longest = max(map(len, prompts)) + tokens
+    llm = LLM(model, quantization=name, max_num_seqs=max(counts), max_model_len=longest)
     rows = []
     for count in counts:
         asked = [{"prompt_token_ids": list(prompts[i % len(prompts)])} for i in range(count)]
