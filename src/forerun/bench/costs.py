@@ -28,6 +28,8 @@ from forerun.models.base import Model, new_cache
 from forerun.models.load import load_model
 
 CONTEXT = 256
+PROMPT = 4
+"""Tokens of a stream's prompt: reading it is part of the time."""
 TURNS_BEFORE = 2
 """Not counted: they compile, allocate and fill caches."""
 
@@ -159,7 +161,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="as everywhere")
     parser.add_argument("--formats", default="none,bfloat16,int8_rows", help="as --quantization")
     parser.add_argument("--rows", default="1,2,4,5,8,16,32", help="of one forward")
-    parser.add_argument("--streams", default="", help="such as 1,4,16,64: whole rounds, prompts included")
+    parser.add_argument("--streams", default="", help="such as 1,4,16,64: whole rounds")
     parser.add_argument("--tokens", type=int, default=64, help="of each stream's answer")
     parser.add_argument("--turns", type=int, default=31)
     parser.add_argument("--threads", type=int, default=1)
@@ -180,7 +182,7 @@ def main() -> None:
         rounds: list[Stream] = []
         if wanted.streams:
             models = {}
-            prompts = torch.randint(size, (16, 64), generator=generator).tolist()
+            prompts = torch.randint(size, (16, PROMPT), generator=generator).tolist()
             for name in names:
                 rounds += streams(wanted.model, name, list(map(int, wanted.streams.split(","))), wanted.tokens, prompts)
             print("\n" + streams_table(rounds))
