@@ -213,8 +213,17 @@ def test_more_replicas_serve_no_worse():
         assert all(after <= 1.02 * before for before, after in pairwise(times)), name
 
 
-def test_a_share_stands_for_the_whole():
-    """Six of 24 replicas, with a quarter of the requests and of the prefixes."""
+def assert_alike(share: Served, whole: Served) -> None:
+    for name in ("tokens_per_second", "utilisation", "hit_rate"):
+        assert getattr(share, name) == pytest.approx(getattr(whole, name), rel=0.08), name
+    for name, quantile in product(("ttft", "tpot", "latency"), ("p50", "p95")):
+        one, other = (getattr(getattr(served, name), quantile) for served in (share, whole))
+        assert one == pytest.approx(other, rel=0.15), (name, quantile)
+
+
+@pytest.mark.parametrize("router", ["affine", "random"])
+def test_a_share_stands_for_the_whole(router):
+    """Six of 24 replicas, with a quarter of the requests."""
 
     class Whole(Synthetic):
         SHARE, EACH, ALL = 24, 200, 0
@@ -224,13 +233,39 @@ def test_a_share_stands_for_the_whole():
 
     price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
     shape = {"spread": 0.8, "shared": 0.4, "prefixes": 24, "limit": 500}
-    whole, share = (serve(price, Limits(), kind(140.0, 120, 30, **shape), 24) for kind in (Whole, Share))
+    whole, share = (serve(price, Limits(), kind(140.0, 120, 30, **shape), 24, router) for kind in (Whole, Share))
     assert (share.requests, whole.requests) == (900, 3600)
-    for name in ("tokens_per_second", "utilisation", "hit_rate"):
-        assert getattr(share, name) == pytest.approx(getattr(whole, name), rel=0.08), name
-    for name, quantile in product(("ttft", "tpot", "latency"), ("p50", "p95")):
-        one, other = (getattr(getattr(served, name), quantile) for served in (share, whole))
-        assert one == pytest.approx(other, rel=0.15), (name, quantile)
+    assert_alike(share, whole)
+
+
+@pytest.mark.parametrize("router", ["affine", "random"])
+@pytest.mark.parametrize("prefixes", [0, 1, 5, 60, 1500])
+def test_a_share_of_a_trace_stands_for_the_whole(router, prefixes, monkeypatch):
+    """Six of 24 replicas, with a quarter of 6000 requests."""
+    draw = random.Random(3)
+    arrivals = [
+        Arrival(one.at, draw.randint(80, 160), draw.randint(10, 50), draw.randrange(prefixes) if prefixes else None, 48)
+        for one in poisson(120.0, 6000, lambda draw: 1)
+    ]
+    price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
+    whole = serve(price, Limits(page=16), Trace(arrivals), 24, router)
+    monkeypatch.setattr("forerun.plan.load.arrivals.LONGEST", 1500)
+    share = serve(price, Limits(page=16), Trace(arrivals), 24, router)
+    assert (share.requests, whole.requests) == (1500, 6000)
+    assert_alike(share, whole)
+
+
+def test_a_long_trace_with_one_prefix_takes_what_its_requests_do(monkeypatch):
+    """Requests whose common beginning is too short to spare them much; a tenth as many as a trace has in earnest."""
+    monkeypatch.setattr("forerun.plan.load.arrivals.LONGEST", 2000)
+    monkeypatch.setattr("forerun.plan.load.arrivals.COMPARISONS", 50_000)
+    price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
+    bare = poisson(100.0, 3000, lambda draw: 30)
+    begun = [Arrival(one.at, 100, 30, "support", 4) for one in bare]
+    bare = [Arrival(one.at, 100, 30) for one in bare]
+    found, wanted = (plan_load(price, Limits(), Trace(each), Targets(ttft=0.5))["replicas"] for each in (begun, bare))
+    assert wanted > 10
+    assert abs(found - wanted) <= 1
 
 
 # ------------------------------------------------------------------------------------------------------- the search
