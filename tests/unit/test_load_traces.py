@@ -27,6 +27,14 @@ def test_a_trace_is_what_its_lines_say(tmp_path):
     assert read_trace(path).arrivals == wanted
 
 
+def test_a_line_ends_where_json_may(tmp_path):
+    name = "a\u2028b\x85c"
+    line = json.dumps({**GOOD, "prefix": name, "prefix_tokens": 64}, ensure_ascii=False)
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(f"{line}\r\n{line}\n".encode())
+    assert [one.prefix for one in read_trace(path).arrivals] == [name, name]
+
+
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
@@ -36,9 +44,11 @@ def test_a_trace_is_what_its_lines_say(tmp_path):
         ([GOOD, "{"], "line 2: no JSON"),
         (["[1, 2, 3]"], "an object with arrival"),
         (["3"], "an object with arrival"),
-        ([{**GOOD, "arrival": -1}], "arrival must be seconds, 0 or more, not -1"),
+        ([{**GOOD, "arrival": -1}], "arrival must be seconds, from 0 to 1e+12, not -1"),
         (['{"arrival": NaN, "prompt_tokens": 1, "output_tokens": 1}'], "not nan"),
         (['{"arrival": 1e999, "prompt_tokens": 1, "output_tokens": 1}'], "not inf"),
+        (['{"arrival": 1%s, "prompt_tokens": 1, "output_tokens": 1}' % ("0" * 400)], "arrival must be seconds"),
+        (['{"arrival": 1%s, "prompt_tokens": 1, "output_tokens": 1}' % ("0" * 5000)], "line 1: no JSON"),
         ([{**GOOD, "arrival": "soon"}], "not 'soon'"),
         ([{**GOOD, "arrival": True}], "not True"),
         ([{"prompt_tokens": 1, "output_tokens": 1}], "arrival must be seconds"),
@@ -128,6 +138,15 @@ def test_drawn_requests_have_the_means_that_were_asked_for():
     assert len({one.prefix for one in arrivals}) == 2
     tight = Synthetic(4.0, 100, 100, spread=2.0, limit=256).part(1)
     assert all(one.prompt + one.output <= 256 and min(one.prompt, one.output) > 0 for one in tight.arrivals)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shared", "limit"), [(100, 1.0, None), (2, 0.9, None), (1, 1.0, None), (90, 0.9, 100)]
+)
+def test_a_drawn_answer_is_nobody_elses(prompt, shared, limit):
+    """A prompt that is all shared would be a conversation's."""
+    load = Synthetic(1.0, prompt, 10, spread=1.0, shared=shared, limit=limit)
+    assert all(one.shared < one.prompt for one in [*load.part(1).arrivals, load.typical()])
 
 
 def test_a_share_of_a_trace_keeps_prefixes_whole():

@@ -20,6 +20,8 @@ COMPARISONS = 500_000
 """Most requests times replicas of one simulation, which a router weighs. Beyond it a share is simulated."""
 LONGEST = 20_000
 """Most requests of one simulation, where a share of the replicas can be simulated."""
+LATEST = 10**12
+"""Seconds: later ones would no longer tell a round's time."""
 PREFIXES = 16
 """A prefix with more than one in so many of a share's requests is not left out of it, nor is it there whole."""
 
@@ -173,14 +175,18 @@ class Synthetic:
         prefixes = self.prefixes if router == "random" else max(1, round(self.prefixes * share))
         count = self.ALL + self.EACH * kept
         draw, now, arrivals = random.Random(self.seed), 0.0, []
-        begun = round(self.shared * self.prompt)
+        begun = self._begun()
         for _ in range(count):
             now += draw.expovariate(self.rate * share)
             prefix = draw.randrange(prefixes) if begun else None
-            own = self._length(draw, self.prompt - begun) if self.prompt > begun else 0
+            own = self._length(draw, self.prompt - begun)
             one = Arrival(now, begun + own, self._length(draw, self.output), prefix, begun)
             arrivals.append(self._fitting(one))
         return Part(arrivals, kept, round(self.SETTLING * count))
+
+    def _begun(self) -> int:
+        """Shared tokens of a prompt: never all, as its answer is nobody else's."""
+        return min(round(self.shared * self.prompt), self.prompt - 1)
 
     def _length(self, draw: random.Random, mean: int) -> int:
         if not self.spread:
@@ -192,7 +198,8 @@ class Synthetic:
         if self.limit is None or one.prompt + one.output <= self.limit:
             return one
         prompt = min(one.prompt, max(self.limit - self.output, self.limit // 2, 1))
-        return replace(one, prompt=prompt, output=min(one.output, self.limit - prompt), shared=min(one.shared, prompt))
+        shared = min(one.shared, prompt - 1)
+        return replace(one, prompt=prompt, output=min(one.output, self.limit - prompt), shared=shared)
 
     def within(self, positions: int) -> Synthetic:
         return replace(self, limit=positions)
@@ -201,11 +208,11 @@ class Synthetic:
         return max(one.prompt for one in self.part(1).arrivals)
 
     def typical(self) -> Arrival:
-        return Arrival(0.0, self.prompt, self.output, None, round(self.shared * self.prompt))
+        return Arrival(0.0, self.prompt, self.output, None, self._begun())
 
     def describe(self) -> dict[str, Any]:
         told: dict[str, Any] = {"requests": None, "rate": self.rate, "prompt_tokens": self.prompt}
-        return told | {"output_tokens": self.output, "shared_tokens": round(self.shared * self.prompt)}
+        return told | {"output_tokens": self.output, "shared_tokens": self._begun()}
 
 
 def read_trace(path: Path, seed: int = 0) -> Trace:
@@ -217,7 +224,7 @@ def read_trace(path: Path, seed: int = 0) -> Trace:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {' '.join(str(error).split())}") from None
     arrivals: list[Arrival] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -235,7 +242,7 @@ def read_trace(path: Path, seed: int = 0) -> Trace:
 def _arrival(line: str) -> Arrival:
     try:
         given = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise ConfigError(f"no JSON: {shown(line)}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"a request is an object with {', '.join(KEYS[:3])}, not {shown(given)}")
@@ -243,8 +250,8 @@ def _arrival(line: str) -> Arrival:
     if unknown:
         raise ConfigError(f"unknown key {shown(unknown[0])}; there are {', '.join(KEYS)}")
     at = given.get("arrival")
-    if isinstance(at, bool) or not isinstance(at, int | float) or not math.isfinite(at) or at < 0:
-        raise ConfigError(f"arrival must be seconds, 0 or more, not {shown(at)}")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at <= LATEST:
+        raise ConfigError(f"arrival must be seconds, from 0 to {LATEST:.0e}, not {shown(at)}")
     prompt, output = _count(given, "prompt_tokens"), _count(given, "output_tokens")
     prefix = given.get("prefix")
     if prefix is None and "prefix_tokens" not in given:
