@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from forerun.core.errors import ConfigError
+from forerun.engine.llm import LLM
 from forerun.plan.estimate import Measured, Sample
-from forerun.plan.load.measured import _way
+from forerun.plan.load.arrivals import Arrival
+from forerun.plan.load.measured import Bench, _way
 
 
 def run(*rounds: tuple[int, float], k: int = 0) -> Measured:
@@ -31,3 +33,14 @@ def test_a_price_of_one_is_none_of_several():
         3,
         {1: run((1, 1.0), k=3), 2: run((2, 1.5), k=3)},
     ).seconds.points == {1: 1.0, 2: 1.5}
+
+
+@pytest.mark.slow
+def test_requests_decode_together_whose_prompts_take_longer_than_their_answers(tiny_target):
+    llm = LLM(tiny_target, page_size=16, prefix_caching=False, max_num_seqs=4, max_num_batched_tokens=48)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[2 + (7 * i + j) % 90 for j in range(length)] for i in range(count)]
+
+    found = Bench(llm, Arrival(0.0, 200, 8), 200, prompts).costs([])
+    assert list(found.ways[0].seconds.points) == [1, 2, 4]

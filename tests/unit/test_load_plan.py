@@ -350,6 +350,17 @@ def test_the_command_on_paper(costs_file, tmp_path, capsys):
         (lambda found: found.pop("limits"), "cannot read a plan's costs"),
         (lambda found: found["limits"].update(colour=3), "cannot read a plan's costs"),
         (lambda found: found["limits"].update(seats="8"), "cannot read a plan's costs"),
+        (lambda found: found["limits"].update(page=0), "a replica's page must be a whole number, 1 or more, not 0"),
+        (lambda found: found["limits"].update(seats=None), "a replica's seats must be"),
+        (lambda found: found["limits"].update(rows=-1), "a replica's rows must be"),
+        (lambda found: found["limits"].update(chunk=0), "a replica's chunk must be"),
+        (lambda found: found.update(limits=[1]), "cannot read a plan's costs"),
+        (lambda found: found.update(environment={}), "KeyError: 'model'"),
+        (lambda found: found.update(environment=[]), "cannot read a plan's costs"),
+        (lambda found: found["environment"].update(processor=None), "its environment has no processor, but None"),
+        (lambda found: found["costs"]["ways"][1].update(k=-1), "-1 is no number of requests or tokens"),
+        (lambda found: found["costs"]["ways"][0]["seconds"].update({"0": 1.0}), "'0' is no number of requests"),
+        (lambda found: found["costs"]["ways"][0]["seconds"].update({"9": 10**400}), "not the costs of a plan"),
         (lambda found: found["costs"].pop("ways"), "not the costs of a plan"),
         (lambda found: found["costs"]["ways"].pop(0), "not the costs of a plan: plain decoding is not among them"),
         (lambda found: found["costs"]["ways"][0]["seconds"].update({"1": -1}), "-1 is no time"),
@@ -368,9 +379,24 @@ def test_costs_that_are_none(costs_file, capsys, damage, told):
     assert told in error
 
 
-def test_costs_are_of_one_engine(costs_file, capsys):
-    assert run(["plan", "--costs", str(costs_file), "--rate", "6", "--ttft-p95", "1", "--max-num-seqs", "3"]) == 2
-    assert "--costs says what runs: leave --max-num-seqs out" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "--max-num-seqs 3",
+        "--methods ngram",
+        "--accept token",
+        "--temperature 0.5",
+        "--prompt-set random",
+        "--prompts-file x",
+        "--threads 2",
+    ],
+)
+def test_costs_are_of_one_engine(costs_file, capsys, asked):
+    given = ["--costs", str(costs_file), "--rate", "6", "--ttft-p95", "1", *asked.split()]
+    assert run(["plan", *given]) == 2
+    error = capsys.readouterr().err
+    assert f"--costs says what runs: leave {asked.split()[0]} out" in error
+    assert error.count("\n") == 1
 
 
 def test_a_request_that_no_cache_holds():
