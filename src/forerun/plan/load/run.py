@@ -16,7 +16,6 @@ from forerun.plan.load.options import MOST
 from forerun.plan.load.replica import Limits
 from forerun.plan.load.search import Targets, fewest
 
-
 ENVIRONMENT = {"model": str, "processor": str, "threads": int}
 """What a report tells of where costs were measured."""
 
