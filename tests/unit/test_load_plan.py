@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import asdict
 from itertools import pairwise, product
-from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.plan.load.arrivals import Arrival, Synthetic, Trace
 from forerun.plan.load.costs import Costs, Curve, Way
@@ -268,6 +264,11 @@ def test_a_long_trace_with_one_prefix_takes_what_its_requests_do(monkeypatch):
     assert abs(found - wanted) <= 1
 
 
+def test_a_request_that_no_cache_holds():
+    with pytest.raises(ConfigError, match="a request needs 5 KV pages, and a replica has 4"):
+        serve(costs({1: 1.0}), Limits(pages=4), Trace([Arrival(0.0, 300, 20)]), 1)
+
+
 # ------------------------------------------------------------------------------------------------------- the search
 
 
@@ -308,124 +309,3 @@ def test_a_target_is_kept_with_the_least_and_not_with_one_less():
     assert found["kept"]
     assert serve(price, Limits(), load, least).ttft.p95 <= 0.3 < serve(price, Limits(), load, least - 1).ttft.p95
     assert least >= 60 * 29 * 0.020 / 8  # seconds of rounds in a second
-
-
-# ------------------------------------------------------------------------------------------------------ the command
-
-
-@pytest.fixture
-def costs_file(tmp_path) -> Path:
-    price = Costs(
-        [Way("none", 0, Curve({1: 0.010, 8: 0.020}), 1.0), Way("ngram", 3, Curve({1: 0.012, 8: 0.050}), 1.9)],
-        Curve({1: 0.010, 2048: 0.9}),
-    )
-    about = {"model": "a model", "processor": "a processor", "threads": 1}
-    path = tmp_path / "costs.json"
-    told = {"costs": price.describe(), "limits": asdict(Limits(positions=512)), "environment": about}
-    path.write_text(json.dumps(told))
-    return path
-
-
-def test_the_command_on_paper(costs_file, tmp_path, capsys):
-    trace, page = tmp_path / "trace.jsonl", tmp_path / "page.html"
-    lines = [json.dumps({"arrival": i / 50, "prompt_tokens": 120, "output_tokens": 30}) for i in range(40)]
-    trace.write_text("\n".join(lines))
-    asked = ["plan", "--costs", str(costs_file), "--load", str(trace)]
-    assert run([*asked, "--ttft-p95", "0.3", "--json", "--html", str(page)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["kept"]
-    assert found["costs"]["switched"] == {"1": "ngram 3", "8": "none"}
-    assert f"<b>{found['replicas']}</b>" in page.read_text()
-    assert run([*asked, "--ttft-p95", "0.3"]) == 0
-    assert f"replicas: {found['replicas']}" in capsys.readouterr().out
-    assert run([*asked, "--ttft-p95", "0.001"]) == 0
-    assert "not even 10000 replicas keep this: ttft takes" in capsys.readouterr().out
-    assert run([*asked, "--replicas", "1", "--ttft-p95", "0.3"]) == 0
-    assert "1 replicas do not keep this: ttft takes" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("damage", "told"),
-    [
-        (lambda found: found.pop("limits"), "cannot read a plan's costs"),
-        (lambda found: found["limits"].update(colour=3), "cannot read a plan's costs"),
-        (lambda found: found["limits"].update(seats="8"), "cannot read a plan's costs"),
-        (lambda found: found["limits"].update(page=0), "a replica's page must be a whole number, 1 or more, not 0"),
-        (lambda found: found["limits"].update(seats=None), "a replica's seats must be"),
-        (lambda found: found["limits"].update(rows=-1), "a replica's rows must be"),
-        (lambda found: found["limits"].update(chunk=0), "a replica's chunk must be"),
-        (lambda found: found.update(limits=[1]), "cannot read a plan's costs"),
-        (lambda found: found.update(environment={}), "KeyError: 'model'"),
-        (lambda found: found.update(environment=[]), "cannot read a plan's costs"),
-        (lambda found: found["environment"].update(processor=None), "its environment has no processor, but None"),
-        (lambda found: found["costs"]["ways"][1].update(k=-1), "-1 is no number of requests or tokens"),
-        (lambda found: found["costs"]["ways"][0]["seconds"].update({"0": 1.0}), "'0' is no number of requests"),
-        (lambda found: found["costs"]["ways"][0]["seconds"].update({"9": 10**400}), "not the costs of a plan"),
-        (lambda found: found["costs"].pop("ways"), "not the costs of a plan"),
-        (lambda found: found["costs"]["ways"].pop(0), "not the costs of a plan: plain decoding is not among them"),
-        (lambda found: found["costs"]["ways"][0]["seconds"].update({"1": -1}), "-1 is no time"),
-        (lambda found: found["costs"]["ways"][0].update(seconds={}), "no points"),
-        (lambda found: found["costs"].update(prompt_seconds=[1]), "not the costs of a plan"),
-        (lambda found: found["costs"].update(deep=float("nan")), "nan"),
-    ],
-)
-def test_costs_that_are_none(costs_file, capsys, damage, told):
-    found = json.loads(costs_file.read_text())
-    damage(found)
-    costs_file.write_text(json.dumps(found))
-    assert run(["plan", "--costs", str(costs_file), "--rate", "6", "--ttft-p95", "1"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert told in error
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        "--max-num-seqs 3",
-        "--methods ngram",
-        "--accept token",
-        "--temperature 0.5",
-        "--prompt-set random",
-        "--prompts-file x",
-        "--threads 2",
-    ],
-)
-def test_costs_are_of_one_engine(costs_file, capsys, asked):
-    given = ["--costs", str(costs_file), "--rate", "6", "--ttft-p95", "1", *asked.split()]
-    assert run(["plan", *given]) == 2
-    error = capsys.readouterr().err
-    assert f"--costs says what runs: leave {asked.split()[0]} out" in error
-    assert error.count("\n") == 1
-
-
-def test_a_request_that_no_cache_holds():
-    with pytest.raises(ConfigError, match="a request needs 5 KV pages, and a replica has 4"):
-        serve(costs({1: 1.0}), Limits(pages=4), Trace([Arrival(0.0, 300, 20)]), 1)
-
-
-@pytest.mark.slow
-def test_a_replica_is_measured(tmp_path, tiny_target, capsys):
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(
-        "".join(json.dumps({"arrival": i, "prompt_tokens": 9, "output_tokens": 4}) + "\n" for i in range(3))
-    )
-    asked = [
-        "plan",
-        "--model",
-        str(tiny_target),
-        "--load",
-        str(trace),
-        "--replicas",
-        "1",
-        "--methods",
-        "ngram",
-        "--json",
-    ]
-    assert run([*asked, "--prompt-set", "random", "--max-num-seqs", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found["costs"]["ways"][0]["seconds"]) == ["1", "2", "3"]
-    assert found["limits"]["seats"] == 3
-    assert found["fleets"][0]["requests"] == 3
-    assert run(["plan", "--model", str(tiny_target), "--rate", "1", "--prompt-tokens", "9999", "--replicas", "1"]) == 2
-    assert "do not fit into the model's" in capsys.readouterr().err
