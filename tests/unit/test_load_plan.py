@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import asdict
 from itertools import pairwise, product
-from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.plan.load.arrivals import Arrival, Synthetic, Trace
 from forerun.plan.load.costs import Costs, Curve, Way
@@ -213,8 +209,17 @@ def test_more_replicas_serve_no_worse():
         assert all(after <= 1.02 * before for before, after in pairwise(times)), name
 
 
-def test_a_share_stands_for_the_whole():
-    """Six of 24 replicas, with a quarter of the requests and of the prefixes."""
+def assert_alike(share: Served, whole: Served) -> None:
+    for name in ("tokens_per_second", "utilisation", "hit_rate"):
+        assert getattr(share, name) == pytest.approx(getattr(whole, name), rel=0.08), name
+    for name, quantile in product(("ttft", "tpot", "latency"), ("p50", "p95")):
+        one, other = (getattr(getattr(served, name), quantile) for served in (share, whole))
+        assert one == pytest.approx(other, rel=0.15), (name, quantile)
+
+
+@pytest.mark.parametrize("router", ["affine", "random"])
+def test_a_share_stands_for_the_whole(router):
+    """Six of 24 replicas, with a quarter of the requests."""
 
     class Whole(Synthetic):
         SHARE, EACH, ALL = 24, 200, 0
@@ -224,13 +229,44 @@ def test_a_share_stands_for_the_whole():
 
     price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
     shape = {"spread": 0.8, "shared": 0.4, "prefixes": 24, "limit": 500}
-    whole, share = (serve(price, Limits(), kind(140.0, 120, 30, **shape), 24) for kind in (Whole, Share))
+    whole, share = (serve(price, Limits(), kind(140.0, 120, 30, **shape), 24, router) for kind in (Whole, Share))
     assert (share.requests, whole.requests) == (900, 3600)
-    for name in ("tokens_per_second", "utilisation", "hit_rate"):
-        assert getattr(share, name) == pytest.approx(getattr(whole, name), rel=0.08), name
-    for name, quantile in product(("ttft", "tpot", "latency"), ("p50", "p95")):
-        one, other = (getattr(getattr(served, name), quantile) for served in (share, whole))
-        assert one == pytest.approx(other, rel=0.15), (name, quantile)
+    assert_alike(share, whole)
+
+
+@pytest.mark.parametrize("router", ["affine", "random"])
+@pytest.mark.parametrize("prefixes", [0, 1, 5, 60, 1500])
+def test_a_share_of_a_trace_stands_for_the_whole(router, prefixes, monkeypatch):
+    """Six of 24 replicas, with a quarter of 6000 requests."""
+    draw = random.Random(3)
+    arrivals = [
+        Arrival(one.at, draw.randint(80, 160), draw.randint(10, 50), draw.randrange(prefixes) if prefixes else None, 48)
+        for one in poisson(120.0, 6000, lambda draw: 1)
+    ]
+    price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
+    whole = serve(price, Limits(page=16), Trace(arrivals), 24, router)
+    monkeypatch.setattr("forerun.plan.load.arrivals.LONGEST", 1500)
+    share = serve(price, Limits(page=16), Trace(arrivals), 24, router)
+    assert (share.requests, whole.requests) == (1500, 6000)
+    assert_alike(share, whole)
+
+
+def test_a_long_trace_with_one_prefix_takes_what_its_requests_do(monkeypatch):
+    """Requests whose common beginning is too short to spare them much; a tenth as many as a trace has in earnest."""
+    monkeypatch.setattr("forerun.plan.load.arrivals.LONGEST", 2000)
+    monkeypatch.setattr("forerun.plan.load.arrivals.COMPARISONS", 50_000)
+    price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
+    bare = poisson(100.0, 3000, lambda draw: 30)
+    begun = [Arrival(one.at, 100, 30, "support", 4) for one in bare]
+    bare = [Arrival(one.at, 100, 30) for one in bare]
+    found, wanted = (plan_load(price, Limits(), Trace(each), Targets(ttft=0.5))["replicas"] for each in (begun, bare))
+    assert wanted > 10
+    assert abs(found - wanted) <= 1
+
+
+def test_a_request_that_no_cache_holds():
+    with pytest.raises(ConfigError, match="a request needs 5 KV pages, and a replica has 4"):
+        serve(costs({1: 1.0}), Limits(pages=4), Trace([Arrival(0.0, 300, 20)]), 1)
 
 
 # ------------------------------------------------------------------------------------------------------- the search
@@ -273,98 +309,3 @@ def test_a_target_is_kept_with_the_least_and_not_with_one_less():
     assert found["kept"]
     assert serve(price, Limits(), load, least).ttft.p95 <= 0.3 < serve(price, Limits(), load, least - 1).ttft.p95
     assert least >= 60 * 29 * 0.020 / 8  # seconds of rounds in a second
-
-
-# ------------------------------------------------------------------------------------------------------ the command
-
-
-@pytest.fixture
-def costs_file(tmp_path) -> Path:
-    price = Costs(
-        [Way("none", 0, Curve({1: 0.010, 8: 0.020}), 1.0), Way("ngram", 3, Curve({1: 0.012, 8: 0.050}), 1.9)],
-        Curve({1: 0.010, 2048: 0.9}),
-    )
-    about = {"model": "a model", "processor": "a processor", "threads": 1}
-    path = tmp_path / "costs.json"
-    told = {"costs": price.describe(), "limits": asdict(Limits(positions=512)), "environment": about}
-    path.write_text(json.dumps(told))
-    return path
-
-
-def test_the_command_on_paper(costs_file, tmp_path, capsys):
-    trace, page = tmp_path / "trace.jsonl", tmp_path / "page.html"
-    lines = [json.dumps({"arrival": i / 50, "prompt_tokens": 120, "output_tokens": 30}) for i in range(40)]
-    trace.write_text("\n".join(lines))
-    asked = ["plan", "--costs", str(costs_file), "--load", str(trace)]
-    assert run([*asked, "--ttft-p95", "0.3", "--json", "--html", str(page)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["kept"]
-    assert found["costs"]["switched"] == {"1": "ngram 3", "8": "none"}
-    assert f"<b>{found['replicas']}</b>" in page.read_text()
-    assert run([*asked, "--ttft-p95", "0.3"]) == 0
-    assert f"replicas: {found['replicas']}" in capsys.readouterr().out
-    assert run([*asked, "--ttft-p95", "0.001"]) == 0
-    assert "not even 10000 replicas keep this: ttft takes" in capsys.readouterr().out
-    assert run([*asked, "--replicas", "1", "--ttft-p95", "0.3"]) == 0
-    assert "1 replicas do not keep this: ttft takes" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("damage", "told"),
-    [
-        (lambda found: found.pop("limits"), "cannot read a plan's costs"),
-        (lambda found: found["limits"].update(colour=3), "cannot read a plan's costs"),
-        (lambda found: found["limits"].update(seats="8"), "cannot read a plan's costs"),
-        (lambda found: found["costs"].pop("ways"), "not the costs of a plan"),
-        (lambda found: found["costs"]["ways"].pop(0), "not the costs of a plan: plain decoding is not among them"),
-        (lambda found: found["costs"]["ways"][0]["seconds"].update({"1": -1}), "-1 is no time"),
-        (lambda found: found["costs"]["ways"][0].update(seconds={}), "no points"),
-        (lambda found: found["costs"].update(prompt_seconds=[1]), "not the costs of a plan"),
-        (lambda found: found["costs"].update(deep=float("nan")), "nan"),
-    ],
-)
-def test_costs_that_are_none(costs_file, capsys, damage, told):
-    found = json.loads(costs_file.read_text())
-    damage(found)
-    costs_file.write_text(json.dumps(found))
-    assert run(["plan", "--costs", str(costs_file), "--rate", "6", "--ttft-p95", "1"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert told in error
-
-
-def test_costs_are_of_one_engine(costs_file, capsys):
-    assert run(["plan", "--costs", str(costs_file), "--rate", "6", "--ttft-p95", "1", "--max-num-seqs", "3"]) == 2
-    assert "--costs says what runs: leave --max-num-seqs out" in capsys.readouterr().err
-
-
-def test_a_request_that_no_cache_holds():
-    with pytest.raises(ConfigError, match="a request needs 5 KV pages, and a replica has 4"):
-        serve(costs({1: 1.0}), Limits(pages=4), Trace([Arrival(0.0, 300, 20)]), 1)
-
-
-@pytest.mark.slow
-def test_a_replica_is_measured(tmp_path, tiny_target, capsys):
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(
-        "".join(json.dumps({"arrival": i, "prompt_tokens": 9, "output_tokens": 4}) + "\n" for i in range(3))
-    )
-    asked = [
-        "plan",
-        "--model",
-        str(tiny_target),
-        "--load",
-        str(trace),
-        "--replicas",
-        "1",
-        "--methods",
-        "ngram",
-        "--json",
-    ]
-    assert run([*asked, "--prompt-set", "random", "--max-num-seqs", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found["costs"]["ways"][0]["seconds"]) == ["1", "2", "3"]
-    assert found["limits"]["seats"] == 3
-    assert found["fleets"][0]["requests"] == 3
-    assert run(["plan", "--model", str(tiny_target), "--rate", "1", "--prompt-tokens", "9999", "--replicas", "1"]) == 2
-    assert "do not fit into the model's" in capsys.readouterr().err

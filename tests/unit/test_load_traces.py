@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def test_a_trace_is_what_its_lines_say(tmp_path):
     assert read_trace(path).arrivals == wanted
 
 
+def test_a_line_ends_where_json_may(tmp_path):
+    name = "a\u2028b\x85c"
+    line = json.dumps({**GOOD, "prefix": name, "prefix_tokens": 64}, ensure_ascii=False)
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(f"{line}\r\n{line}\n".encode())
+    assert [one.prefix for one in read_trace(path).arrivals] == [name, name]
+
+
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
@@ -35,9 +44,11 @@ def test_a_trace_is_what_its_lines_say(tmp_path):
         ([GOOD, "{"], "line 2: no JSON"),
         (["[1, 2, 3]"], "an object with arrival"),
         (["3"], "an object with arrival"),
-        ([{**GOOD, "arrival": -1}], "arrival must be seconds, 0 or more, not -1"),
+        ([{**GOOD, "arrival": -1}], "arrival must be seconds, from 0 to 1e+12, not -1"),
         (['{"arrival": NaN, "prompt_tokens": 1, "output_tokens": 1}'], "not nan"),
         (['{"arrival": 1e999, "prompt_tokens": 1, "output_tokens": 1}'], "not inf"),
+        (['{"arrival": 1%s, "prompt_tokens": 1, "output_tokens": 1}' % ("0" * 400)], "arrival must be seconds"),
+        (['{"arrival": 1%s, "prompt_tokens": 1, "output_tokens": 1}' % ("0" * 5000)], "line 1: no JSON"),
         ([{**GOOD, "arrival": "soon"}], "not 'soon'"),
         ([{**GOOD, "arrival": True}], "not True"),
         ([{"prompt_tokens": 1, "output_tokens": 1}], "arrival must be seconds"),
@@ -129,11 +140,33 @@ def test_drawn_requests_have_the_means_that_were_asked_for():
     assert all(one.prompt + one.output <= 256 and min(one.prompt, one.output) > 0 for one in tight.arrivals)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "shared", "limit"), [(100, 1.0, None), (2, 0.9, None), (1, 1.0, None), (90, 0.9, 100)]
+)
+def test_a_drawn_answer_is_nobody_elses(prompt, shared, limit):
+    """A prompt that is all shared would be a conversation's."""
+    load = Synthetic(1.0, prompt, 10, spread=1.0, shared=shared, limit=limit)
+    assert all(one.shared < one.prompt for one in [*load.part(1).arrivals, load.typical()])
+
+
 def test_a_share_of_a_trace_keeps_prefixes_whole():
     arrivals = [Arrival(i * 0.01, 200, 5, i % 400, 64) for i in range(40_000)]
-    part = Trace(arrivals).part(1000)
-    assert 5 < part.replicas < 1000
-    share = part.replicas / 1000
-    assert len(part.arrivals) / len(arrivals) == pytest.approx(share, rel=0.5)
-    kept = {one.prefix for one in part.arrivals}
-    assert len(part.arrivals) == sum(one.prefix in kept for one in arrivals)
+    part = Trace(arrivals).part(100)
+    assert 5 < part.replicas < 100
+    assert len(part.arrivals) == round(part.replicas / 100 * len(arrivals))
+    kept = Counter(one.prefix for one in part.arrivals)
+    # One prefix is there in part, so that the number is right.
+    assert sorted(kept.values())[1:] == [100] * (len(kept) - 1)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "replicas", "router"), [(1, 40, "affine"), (20, 10, "affine"), (400, 100, "random")]
+)
+def test_a_share_of_a_trace_has_frequent_prefixes_as_often_as_before(prefixes, replicas, router):
+    arrivals = [Arrival(i * 0.01, 200, 5, i % prefixes, 64) for i in range(40_000)]
+    part = Trace(arrivals).part(replicas, router)
+    assert part.replicas < replicas
+    assert len(part.arrivals) == round(part.replicas / replicas * len(arrivals))
+    kept = Counter(one.prefix for one in part.arrivals)
+    assert len(kept) == prefixes
+    assert max(kept.values()) < 2.5 * len(part.arrivals) / prefixes

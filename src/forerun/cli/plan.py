@@ -15,17 +15,20 @@ from forerun.cli.console import print_json, print_table, progress, set_threads
 from forerun.cli.options import ENGINE, takes
 from forerun.cli.plan_load import LOAD, Setting, plan_load, read_load, tell
 from forerun.core.errors import ConfigError
-from forerun.engine.config import NONE
+from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.speculate.names import drafters, rules
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
 
 
+METHODS = "draft_model,ngram"
+
+
 @takes(ENGINE, MODEL_ONLY, LOAD)
 def plan(
-    methods: Annotated[str, typer.Option(help=f"candidates: {', '.join(drafters)}")] = "draft_model,ngram",
-    accept: Annotated[str, typer.Option(help=f"acceptance rule: {', '.join(rules)}")] = "coupled",
+    methods: Annotated[str, typer.Option(help=f"candidates: {', '.join(drafters)}")] = METHODS,
+    accept: Annotated[str, typer.Option(help=f"acceptance rule: {', '.join(rules)}")] = SpeculativeConfig.accept,
     temperature: Annotated[float, typer.Option(help="of your requests")] = 0.0,
     concurrency: Annotated[str, typer.Option(help="requests decoded together; several: a plan for each load")] = "1",
     longest: Annotated[int, typer.Option(help="most drafted tokens to consider")] = 8,
@@ -62,7 +65,14 @@ def plan(
     set_threads(threads)
     _check_page(page)
     if asked is not None:
-        tell(plan_load(*asked, Setting(engine, options, prompt_set, prompts_file, temperature, seed)), page, as_json)
+        measuring = {
+            "methods": methods != METHODS, "accept": accept != SpeculativeConfig.accept, "temperature": temperature,
+            "prompt_set": prompt_set != HELD_OUT, "prompts_file": prompts_file, "threads": threads != 1,
+            "speculative_config": speculative_config,
+        }  # fmt: skip
+        given = [name for name, value in measuring.items() if value] + list(speculative)
+        setting = Setting(engine, options, prompt_set, prompts_file, temperature, seed, given)
+        tell(plan_load(*asked, setting), page, as_json)
         return
     texts = {"kind": prompt_set, "count": max(prompts, *loads), "length": prompt_tokens, "file": prompts_file}
     settings = {"temperature": temperature, "max_tokens": max_tokens, "longest": longest, "accept": accept}

@@ -36,6 +36,8 @@ class Setting:
     prompts_file: Path | None
     temperature: float
     seed: int
+    asked: Seq[str] = ()
+    """Options of measuring that were given, beside those of ``engine``."""
 
 
 def read_load(
@@ -56,8 +58,8 @@ def plan_load(options: LoadOptions, load: Load, setting: Setting) -> dict[str, A
     from forerun.plan.load.run import read_costs
     from forerun.plan.load.search import Targets
 
-    if options.costs is not None and setting.engine:
-        raise ConfigError(f"--costs says what runs: leave --{next(iter(setting.engine)).replace('_', '-')} out")
+    for name in (*setting.engine, *setting.asked) if options.costs is not None else ():
+        raise ConfigError(f"--costs says what runs: leave --{name.replace('_', '-')} out")
     costs, limits, about = _measure(load, setting) if options.costs is None else read_costs(options.costs)
     added = {name: getattr(options, name) for name in ("outside", "telling")}
     costs = replace(costs, **{name: value for name, value in added.items() if value is not None})

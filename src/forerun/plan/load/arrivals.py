@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -19,6 +20,10 @@ COMPARISONS = 500_000
 """Most requests times replicas of one simulation, which a router weighs. Beyond it a share is simulated."""
 LONGEST = 20_000
 """Most requests of one simulation, where a share of the replicas can be simulated."""
+LATEST = 10**12
+"""Seconds: later ones would no longer tell a round's time."""
+PREFIXES = 16
+"""A prefix with more than one in so many of a share's requests is not left out of it, nor is it there whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +51,9 @@ class Part:
 class Load(Protocol):
     """What is to be served."""
 
-    def part(self, replicas: int) -> Part:
-        """For a fleet of so many replicas: all of it, or a share of both."""
+    def part(self, replicas: int, router: str = "affine") -> Part:
+        """For a fleet of so many replicas: all of it, or a share of both. With the ``router`` "random" every replica
+        sees every prefix, and so does a share of them; with others most prefixes are on a few replicas only."""
 
     def within(self, positions: int) -> Load:
         """For a model with so many. Raises ConfigError where requests do not fit."""
@@ -68,22 +74,33 @@ class Trace:
     arrivals: Seq[Arrival]
     seed: int = 0
 
-    def part(self, replicas: int) -> Part:
-        """Where a simulation would take too long, a share of the replicas gets the same share of the requests: those
-        with the same prefix all or none, others one by one."""
+    def part(self, replicas: int, router: str = "affine") -> Part:
+        """Where a simulation would take too long, a share of the replicas gets the same share of the requests."""
         count = len(self.arrivals)
-        kept = min(math.sqrt(COMPARISONS * replicas / count), replicas * LONGEST / count)
         if count * replicas <= COMPARISONS and count <= LONGEST:
             return Part(self.arrivals, replicas)
-        kept_replicas = min(replicas, max(1, round(kept)))
-        share, draw = kept_replicas / replicas, random.Random(self.seed)
-        chosen: dict[Hashable, bool] = {}
-        arrivals = []
+        most = min(math.sqrt(COMPARISONS * replicas / count), replicas * LONGEST / count)
+        kept = min(replicas, max(1, round(most)))
+        together = 0.0 if router == "random" else count / replicas * min(1.0, kept / PREFIXES)
+        return Part(self._thinned(kept / replicas, together), kept)
+
+    def _thinned(self, share: float, together: float) -> list[Arrival]:
+        """This share of the requests. Those of a prefix with up to ``together`` of them stay or go together, but for
+        one prefix, which makes the number right; all others stay or go one by one."""
+        draw = random.Random(self.seed)
+        sizes = Counter(one.prefix for one in self.arrivals if one.prefix is not None)
+        alone: list[int] = []
+        groups: dict[Hashable, list[int]] = defaultdict(list)
         for index, one in enumerate(self.arrivals):
-            name = index if one.prefix is None else ("prefix", one.prefix)
-            if chosen.setdefault(name, draw.random() < share):
-                arrivals.append(one)
-        return Part(arrivals or self.arrivals[:1], kept_replicas)
+            whole = one.prefix is not None and sizes[one.prefix] <= together
+            (groups[one.prefix] if whole else alone).append(index)
+        several = list(groups.values())
+        draw.shuffle(several)
+        for group in several:
+            draw.shuffle(group)
+        grouped = [index for group in several for index in group]
+        chosen = draw.sample(alone, round(share * len(alone))) + grouped[: round(share * len(grouped))]
+        return [self.arrivals[index] for index in sorted(chosen)]
 
     def within(self, positions: int) -> Trace:
         for number, one in enumerate(self.arrivals, start=1):
@@ -150,21 +167,26 @@ class Synthetic:
                 f"model's {self.limit} positions"
             )
 
-    def part(self, replicas: int) -> Part:
+    def part(self, replicas: int, router: str = "affine") -> Part:
         """The same law at a share of the rate: independent requests at random times, thinned, stay that. There are
-        fewer prefixes, each as frequent as before."""
+        fewer prefixes, each as frequent as before, but for random routing."""
         kept = min(replicas, self.SHARE)
         share = kept / replicas
-        count, prefixes = self.ALL + self.EACH * kept, max(1, round(self.prefixes * share))
+        prefixes = self.prefixes if router == "random" else max(1, round(self.prefixes * share))
+        count = self.ALL + self.EACH * kept
         draw, now, arrivals = random.Random(self.seed), 0.0, []
-        begun = round(self.shared * self.prompt)
+        begun = self._begun()
         for _ in range(count):
             now += draw.expovariate(self.rate * share)
             prefix = draw.randrange(prefixes) if begun else None
-            own = self._length(draw, self.prompt - begun) if self.prompt > begun else 0
+            own = self._length(draw, self.prompt - begun)
             one = Arrival(now, begun + own, self._length(draw, self.output), prefix, begun)
             arrivals.append(self._fitting(one))
         return Part(arrivals, kept, round(self.SETTLING * count))
+
+    def _begun(self) -> int:
+        """Shared tokens of a prompt: never all, as its answer is nobody else's."""
+        return min(round(self.shared * self.prompt), self.prompt - 1)
 
     def _length(self, draw: random.Random, mean: int) -> int:
         if not self.spread:
@@ -176,7 +198,8 @@ class Synthetic:
         if self.limit is None or one.prompt + one.output <= self.limit:
             return one
         prompt = min(one.prompt, max(self.limit - self.output, self.limit // 2, 1))
-        return replace(one, prompt=prompt, output=min(one.output, self.limit - prompt), shared=min(one.shared, prompt))
+        shared = min(one.shared, prompt - 1)
+        return replace(one, prompt=prompt, output=min(one.output, self.limit - prompt), shared=shared)
 
     def within(self, positions: int) -> Synthetic:
         return replace(self, limit=positions)
@@ -185,11 +208,11 @@ class Synthetic:
         return max(one.prompt for one in self.part(1).arrivals)
 
     def typical(self) -> Arrival:
-        return Arrival(0.0, self.prompt, self.output, None, round(self.shared * self.prompt))
+        return Arrival(0.0, self.prompt, self.output, None, self._begun())
 
     def describe(self) -> dict[str, Any]:
         told: dict[str, Any] = {"requests": None, "rate": self.rate, "prompt_tokens": self.prompt}
-        return told | {"output_tokens": self.output, "shared_tokens": round(self.shared * self.prompt)}
+        return told | {"output_tokens": self.output, "shared_tokens": self._begun()}
 
 
 def read_trace(path: Path, seed: int = 0) -> Trace:
@@ -201,7 +224,7 @@ def read_trace(path: Path, seed: int = 0) -> Trace:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {' '.join(str(error).split())}") from None
     arrivals: list[Arrival] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -219,7 +242,7 @@ def read_trace(path: Path, seed: int = 0) -> Trace:
 def _arrival(line: str) -> Arrival:
     try:
         given = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise ConfigError(f"no JSON: {shown(line)}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"a request is an object with {', '.join(KEYS[:3])}, not {shown(given)}")
@@ -227,8 +250,8 @@ def _arrival(line: str) -> Arrival:
     if unknown:
         raise ConfigError(f"unknown key {shown(unknown[0])}; there are {', '.join(KEYS)}")
     at = given.get("arrival")
-    if isinstance(at, bool) or not isinstance(at, int | float) or not math.isfinite(at) or at < 0:
-        raise ConfigError(f"arrival must be seconds, 0 or more, not {shown(at)}")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at <= LATEST:
+        raise ConfigError(f"arrival must be seconds, from 0 to {LATEST:.0e}, not {shown(at)}")
     prompt, output = _count(given, "prompt_tokens"), _count(given, "output_tokens")
     prefix = given.get("prefix")
     if prefix is None and "prefix_tokens" not in given:

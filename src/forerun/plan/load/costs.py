@@ -101,12 +101,17 @@ class Costs:
         """From what ``describe`` gave, JSON or not. Raises ConfigError for anything else."""
         try:
             ways = [
-                Way(str(way["method"]), int(way["k"]), _curve(way["seconds"]), _positive(way["tokens_per_round"]))
+                Way(
+                    str(way["method"]),
+                    _count(way["k"], least=0),
+                    _curve(way["seconds"]),
+                    _positive(way["tokens_per_round"]),
+                )
                 for way in found["ways"]
             ]
             added = {name: _least(found[name]) for name in ("deep", "outside", "telling")}
             made = cls(ways, _curve(found["prompt_seconds"]), **added)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"these are not the costs of a plan: {one_line(error)}") from None
         if not ways or ways[0].k:
             raise ConfigError("these are not the costs of a plan: plain decoding is not among them")
@@ -116,7 +121,13 @@ class Costs:
 def _curve(points: Mapping[Any, Any]) -> Curve:
     if not points:
         raise ConfigError("a curve has no points")
-    return Curve({int(count): _positive(seconds) for count, seconds in points.items()})
+    return Curve({_count(count): _positive(seconds) for count, seconds in points.items()})
+
+
+def _count(value: Any, least: int = 1) -> int:
+    if not least <= int(value) <= 1 << 40:
+        raise ConfigError(f"{shown(value)} is no number of requests or tokens")
+    return int(value)
 
 
 def _positive(value: Any) -> float:

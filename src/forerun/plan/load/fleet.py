@@ -122,7 +122,7 @@ def serve(costs: Costs, limits: Limits, load: Load, replicas: int, router: str =
     that a replica's pages could never hold."""
     if router not in ROUTERS:
         raise ConfigError(f"unknown router {router!r}: choose one of {', '.join(ROUTERS)}")
-    part = load.part(replicas)
+    part = load.part(replicas, router)
     most = max(-(-(one.prompt + one.output) // limits.page) for one in part.arrivals)
     if limits.pages is not None and most > limits.pages:
         raise ConfigError(f"a request needs {most} KV pages, and a replica has {limits.pages}: raise kv_cache_memory")

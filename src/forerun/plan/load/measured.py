@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import Measured, full, measure
+from forerun.plan.estimate import Measured, measure
 from forerun.plan.load.arrivals import Arrival
 from forerun.plan.load.costs import Costs, Curve, Way
 from forerun.plan.load.replica import Limits
@@ -49,9 +50,9 @@ class Bench:
         """With the drafters of ``options``, each at ``LENGTHS``."""
         found: dict[tuple[str, int], dict[int, Measured]] = defaultdict(lambda: defaultdict(Measured))
         several = options or [{"method": NONE}]
-        engines = [
-            self._engine({**each, **({"num_speculative_tokens": LENGTHS[-1]} if options else {})}) for each in several
-        ]
+        drafted = {"num_speculative_tokens": LENGTHS[-1]} if options else {}
+        # Prompts that are known need no rounds, in which the first ones would be done before the last are read.
+        engines = [self._engine({**each, **drafted}, prefix_caching=None) for each in several]
         for count in counts(self.llm.config.max_num_seqs):
             for _ in range(PASSES):
                 for engine, each in zip(engines, several):
@@ -134,15 +135,25 @@ def counts(seats: int) -> list[int]:
 
 
 def _way(method: str, k: int, runs: Mapping[int, Measured]) -> Way | None:
-    """None for a drafter that drafted nothing."""
+    """None for a drafter that drafted nothing, or never for several together. Raises ConfigError where that is plain
+    decoding: the price of one says nothing of that of several."""
     if k and not any(one.depth for run in runs.values() for one in run.rounds):
         return None
     points, tokens, shares = {}, 0, 0
     for count, run in runs.items():
-        rounds = full(run.rounds, count)
-        points[count] = median(one.total for one in rounds)
-        tokens += sum(one.tokens for one in rounds)
-        shares += sum(len(one.depths) for one in rounds)
+        rounds = [one for one in run.rounds if len(one.depths) == count]
+        if rounds:
+            points[count] = median(one.total for one in rounds)
+            tokens += sum(one.tokens for one in rounds)
+            shares += sum(len(one.depths) for one in rounds)
+    if len(points) < min(2, len(runs)):
+        if k:
+            return None
+        together = ", ".join(str(count) for count in runs if count not in points)
+        raise ConfigError(
+            f"of the load's requests, {together} never decoded together: raise kv_cache_memory or max_tokens, or lower "
+            "max_num_seqs"
+        )
     return Way(method, k, Curve(points), tokens / shares)
 
 

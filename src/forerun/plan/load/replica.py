@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from forerun.core.errors import ConfigError, shown
 from forerun.engine.scheduler import SMALLEST_CHUNK, Pace, fewest
 from forerun.plan.load.arrivals import Arrival
 from forerun.plan.load.costs import Costs, Way
@@ -30,6 +31,14 @@ class Limits:
     prefixes: bool = True
     positions: int = 1 << 30
     """Tokens of a request and its answer."""
+
+    def __post_init__(self) -> None:
+        for name in ("seats", "rows", "chunk", "pages", "page", "positions"):
+            value = getattr(self, name)
+            if value is None and name in ("chunk", "pages"):
+                continue
+            if value is None or not 1 <= value <= 1 << 40:
+                raise ConfigError(f"a replica's {name} must be a whole number, 1 or more, not {shown(value)}")
 
 
 class Job:

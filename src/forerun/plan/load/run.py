@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core.config import check_types
-from forerun.core.errors import ConfigError, one_line
+from forerun.core.errors import ConfigError, one_line, shown
 from forerun.plan.load.arrivals import Load
 from forerun.plan.load.costs import Costs
 from forerun.plan.load.fleet import Served, serve
 from forerun.plan.load.options import MOST
 from forerun.plan.load.replica import Limits
 from forerun.plan.load.search import Targets, fewest
+
+ENVIRONMENT = {"model": str, "processor": str, "threads": int}
+"""What a report tells of where costs were measured."""
 
 
 def plan_load(
@@ -50,6 +53,9 @@ def read_costs(path: Path) -> tuple[Costs, Limits, dict[str, Any]]:
         parts = found["costs"], found["limits"], found["environment"]
         check_types(Limits, parts[1])
         limits = Limits(**parts[1])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for name, kind in ENVIRONMENT.items():
+            if not isinstance(parts[2][name], kind):
+                raise ConfigError(f"its environment has no {name}, but {shown(parts[2][name])}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"cannot read a plan's costs from {path}: {one_line(error)}") from None
     return Costs.told(parts[0]), limits, parts[2]
