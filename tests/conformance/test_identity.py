@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import REQUESTS, SHORT, TOKENS, answers, run
+from harness import REQUESTS, SHORT, TOKENS, Answer, answers, run
 from matrix import CASES, COMBINATIONS, PAGE_SIZES, PATHS, SHAPES, Case, marked
 
 from forerun.speculate.accept import rules
@@ -56,14 +56,18 @@ def test_same_tokens_as_plain_decoding(engine, keys, plain, combination):
     assert not any(job.metrics.draft_error for job in jobs)
 
 
+@pytest.fixture(scope="module")
+def plain_and_wide(engine, wide_target) -> list[Answer]:
+    return answers(run(engine(model=wide_target, max_num_seqs=1), SHORT))
+
+
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("case", WIDE_CASES, ids=str)
-def test_heads_that_no_kernel_serves(engine, wide_target, tmp_path, case: Case, page_size):
+def test_heads_that_no_kernel_serves(engine, wide_target, plain_and_wide, tmp_path, case: Case, page_size):
     """A target, and what drafts with its heads or layers, that runs layer by layer."""
     config = {"method": case.method, **drafters[case.method].example(Path(wide_target), tmp_path)}
-    wanted = answers(run(engine(model=wide_target, max_num_seqs=1), SHORT))
     jobs = run(engine({**config, **SHAPES[case.shape]}, model=wide_target, page_size=page_size), SHORT)
-    assert answers(jobs) == wanted
+    assert answers(jobs) == plain_and_wide
     assert sum(job.metrics.num_accepted_draft_tokens for job in jobs) > 0
 
 

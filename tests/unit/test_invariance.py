@@ -61,10 +61,15 @@ def name_of(value) -> str:
 
 
 @pytest.mark.usefixtures("cpu_attention")
-@pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize(("kind", "dtype", "how"), CASES, ids=name_of)
-def test_every_way_of_feeding_gives_the_bits_of_decoding(kind, dtype, how, page_size):
-    assert self_test(build(kind, dtype, weights=how), page_size=page_size, rows=ROWS, chunks=CHUNKS) == []
+def test_every_way_of_feeding_gives_the_bits_of_decoding(kind, dtype, how):
+    assert self_test(build(kind, dtype, weights=how), page_size=16, rows=ROWS, chunks=CHUNKS) == []
+
+
+@pytest.mark.usefixtures("cpu_attention")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_way_of_feeding_without_pages(dtype):
+    assert self_test(build("qwen3", dtype), rows=ROWS, chunks=CHUNKS) == []
 
 
 @pytest.mark.usefixtures("cpu_attention")

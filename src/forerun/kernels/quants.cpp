@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t AHEAD = 1 << 12;   // bytes from a weight that is used to the one asked for
 constexpr int64_t CACHED = 1 << 18;  // bytes of rows over which each tile of weights passes
-constexpr int TOGETHER = 8;         // rows that share one reading of the weights
+constexpr int TOGETHER = 16;        // rows that share one reading of the weights
 constexpr int AT_ONCE = 4;          // of them whose sums of products are in registers
 
 // A block of a row.
@@ -77,18 +77,18 @@ LANES_INLINE Ints four(const int8_t *at) {
 template <class K, int ROWS>
 LANES_INLINE void add_block(const Ints *levels, const Scales<K::PARTS> &scales, const Levels *x, Floats *sums) {
   Sum<K::MOST> products[ROWS][K::PARTS];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
     for (int p = 0; p < K::PARTS; p++) products[r][p].begin(x[r].start[p]);
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       products[r][0].add(levels[j], four(x[r].at + 4 * j));
       products[r][K::PARTS - 1].add(levels[4 + j], four(x[r].at + 16 + 4 * j));
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) {
     const Floats step = broadcast(x[r].step);
 #pragma GCC unroll 2
@@ -97,11 +97,19 @@ LANES_INLINE void add_block(const Ints *levels, const Scales<K::PARTS> &scales, 
   }
 }
 
+// One block of all rows, in parts as even as can be.
+template <class K, int ROWS, int PART>
+LANES_INLINE void add_blocks(const Ints *levels, const Scales<K::PARTS> &scales, const Levels *x, Floats *sums) {
+  constexpr int PARTS = (ROWS + AT_ONCE - 1) / AT_ONCE, FIRST = ROWS * PART / PARTS, END = ROWS * (PART + 1) / PARTS;
+  add_block<K, END - FIRST>(levels, scales, x + FIRST, sums + FIRST);
+  if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(levels, scales, x, sums);
+}
+
 // Outputs of one tile for so many rows, whose blocks lie side by side.
 template <class K, int ROWS>
 void pass(const char *w, const Levels *x, int64_t records, float *out, bool ask) {
   Floats sums[ROWS];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) sums[r] = zeros();
   for (int64_t record = 0; record < records; record++) {
     const char *const head = w;
@@ -113,14 +121,10 @@ void pass(const char *w, const Levels *x, int64_t records, float *out, bool ask)
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) K::get(w, j, levels[j], levels[4 + j]);
       const auto scales = K::scales(head, w);
-#pragma GCC unroll 4
-      for (int first = 0; first + AT_ONCE <= ROWS; first += AT_ONCE)
-        add_block<K, AT_ONCE>(levels, scales, x + first, sums + first);
-      if constexpr (constexpr int REST = ROWS % AT_ONCE; REST > 0)
-        add_block<K, REST>(levels, scales, x + ROWS - REST, sums + ROWS - REST);
+      add_blocks<K, ROWS, 0>(levels, scales, x, sums);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) store(out + OUTPUTS * r, sums[r]);
 }
 
