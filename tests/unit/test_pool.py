@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -294,3 +297,17 @@ def test_the_slotted_layout_is_one_page_per_sequence():
     assert not pool.can_reserve(3, 1)
     pool.free(1)
     assert pool.can_reserve(3, 8)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells no memory")
+def test_entries_take_memory_when_they_are_used():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+    pool = Pool([KVShape(4, 64, 64)] * 8, 4, 8192, torch.bfloat16)
+    size = 8 * 2 * 4 * 64 * 4 * 8192 * 2
+    before = resident()
+    assert sum(tensor.numel() * tensor.element_size() for tensor in [*pool.keys, *pool.values]) == size
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in pool.keys)
+    assert resident() - before < size / 4
+    assert not any(tensor.any() for tensor in [*pool.keys, *pool.values])
