@@ -49,7 +49,7 @@ def test_rows(kind):
         "linear_quants": ((2, at, at, at, None, None, 2, 3, 4, 3, 1),
                           {0: [-1, 0, 1, 10, 1 << 40], 1: [None], 2: [None], 3: [None], 6: sizes, 7: [0, 4, *sizes],
                            8: [0, *sizes], 9: [2, *sizes], 10: threads}),
-        "take_rows": ((2, at, at, at, 2, 3, 4), {0: [-1, 0, 1, 10, 1 << 40], 1: [None], 2: [None, *outside], 3: [None],
+        "take_rows": ((2, at, at, at, 2, 3, 4), {0: [-1, 1, 10, 1 << 40], 1: [None], 2: [None, *outside], 3: [None],
                                                  4: sizes, 5: [0, *sizes], 6: [0, *sizes]}),
         "norm": ((at, at, at, None, 2, 1, 4, 1e-5),
                  {0: [None], 1: [None], 2: [None], 4: sizes, 5: [0, -1], 6: [0, *sizes]}),

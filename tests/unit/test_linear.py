@@ -69,6 +69,20 @@ def test_what_is_compiled_serves_every_dtype():
     assert int8.can_run() == blocks.can_run() == bool(served)
 
 
+@pytest.mark.parametrize("shape", [(70, 64), (5, 7), (33, 1), (98, 65)], ids=str)
+@pytest.mark.parametrize("dtype", SERVED)
+def test_rows_of_a_streamed_layer_are_those_of_its_weights(dtype, shape):
+    torch.manual_seed(0)
+    weight = torch.randn(shape).to(dtype)
+    layer, ids = streamed.Streamed(weight, None), torch.randint(0, shape[0], (4, 9))
+    assert torch.equal(layer.rows(ids, dtype), weight[ids.flatten()])
+    with pytest.raises(kernels.KernelError, match="row"):
+        layer.rows(torch.tensor([shape[0]]), dtype)
+    other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
+    with pytest.raises(TypeError, match="of weights in"):
+        layer.rows(ids, other)
+
+
 @pytest.mark.parametrize("inputs", [512, 700])
 @pytest.mark.parametrize("kind", ["int8", *SERVED] if int8.can_run() else where(False, ["int8"]))
 def test_a_row_of_a_streamed_layer_has_one_result(kind, inputs):

@@ -154,7 +154,7 @@ bool has_words(const Model<T> &m) {
 template <class T>
 Complaint words_fit(const Model<T> &m) {
   if (m.embedding || !has_words(m)) return FINE;
-  REQUIRE(within(m.words.kind, KIND_int8 + 1, KINDS - 1) && !m.words.next, LAYER_KIND);
+  REQUIRE(within(m.words.kind, 0, KINDS - 1) && m.words.kind != KIND_int8 && !m.words.next, LAYER_KIND);
   return layer_fits(m.words, m.hidden, m.known);
 }
 
@@ -304,7 +304,7 @@ int forerun_advise(char *at, int64_t bytes) {
   int forerun_take_rows_##KIND(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t outputs,\
                                int64_t inputs) {                                                                     \
     REQUIRE(within(outputs, 1, MOST) && within(inputs, 1, MOST), SIZE);                                              \
-    REQUIRE(within(kind, KIND_int8 + 1, KINDS - 1), LAYER_KIND);                                                     \
+    REQUIRE(within(kind, 0, KINDS - 1) && kind != KIND_int8, LAYER_KIND);                                            \
     CHECK(indices_fit(ids, count, outputs, ROW_RANGE));                                                              \
     REQUIRE(!count || given(w, y), NULL_POINTER);                                                                    \
     take_rows(kind, w, ids, y, count, inputs);                                                                       \

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -280,6 +281,17 @@ struct KindOf<Bfloat16> {
 }  // namespace
 
 template <class T>
+void take_own(const char *w, int64_t row, T *to, int64_t inputs) {
+  constexpr int64_t SHARE = 4 / sizeof(T);  // of a group
+  const int64_t lane = row % TILE;
+  w += row / TILE * ((inputs + SHARE - 1) / SHARE) * GROUP_BYTES;
+  int64_t first = 4 * lane, step = sizeof(T);  // in a group, from input to input
+  if (std::is_same<T, Float16>::value) first = lane / 16 * HALF + lane % 16 * sizeof(T), step = HALF / 2;
+  for (int64_t i = 0; i < inputs; i++)
+    std::memcpy(to + i, w + i / SHARE * GROUP_BYTES + first + i % SHARE * step, sizeof(T));
+}
+
+template <class T>
 void linear(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
             int64_t inputs, int64_t stride, int threads) {
   multiply_rows<typename KindOf<T>::Kind>(w, x, y, add, bias, rows, outputs, inputs, stride, threads);
@@ -362,6 +374,7 @@ void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
 }
 
 #define INSTANTIATE(KIND, T)                                                                                       \
+  template void take_own(const char *, int64_t, T *, int64_t);                                                      \
   template void linear(const char *, const T *, T *, const T *, const float *, int64_t, int64_t, int64_t, int64_t,  \
                        int);                                                                                        \
   template void linear_int8(const char *, const T *, T *, const T *, const float *, const float *, const int32_t *, \

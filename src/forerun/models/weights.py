@@ -17,9 +17,11 @@ from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_blocks import Blocks, join
 from forerun.models.formats.int8 import Levels, StreamedInt8
+from forerun.models.formats.plain import Plain
+from forerun.models.formats.streamed import Streamed
 from forerun.models.kinds import KINDS
 from forerun.models.linear import make_linear
-from forerun.models.words import BlockedRows, Scaled, Table, Words
+from forerun.models.words import LayerRows, Scaled, Table, Words
 
 Order = Callable[[torch.Tensor], torch.Tensor] | None
 """Brings rows of a weight, or numbers of a bias, into another order."""
@@ -182,11 +184,15 @@ class Maker:
         """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
         found = self.weights.blocks(f"{name}.weight") if self.keeps_blocks else None
         words: Words
-        if not isinstance(found, Blocks):
-            words = Table(whole(self._stack([name], [None])))
-        else:
+        if isinstance(found, Blocks):
             shared = isinstance(head, Blocked)
-            words = BlockedRows(head if isinstance(head, Blocked) else Blocked(found, None), self.dtype, shared=shared)
+            words = LayerRows(head if isinstance(head, Blocked) else Blocked(found, None), self.dtype, shared=shared)
+        elif isinstance(head, Streamed):
+            words = LayerRows(head, self.dtype, shared=True)
+        elif isinstance(head, Plain):
+            words = Table(head.weight, shared=True)
+        else:
+            words = Table(whole(self._stack([name], [None])))
         self.advance(self.weights.release())
         return words if scale == 1.0 else Scaled(words, scale)
 

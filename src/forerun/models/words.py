@@ -1,4 +1,4 @@
-"""A model's embedding: numbers, or rows of a layer whose weights have 4 to 8 bits."""
+"""A model's embedding: numbers, or the rows of a layer, which may be the output layer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from forerun.kernels import structs
 from forerun.models.formats.blocks import Blocked
+from forerun.models.formats.streamed import Streamed
 
 
 class Words(Protocol):
@@ -34,14 +35,14 @@ class Words(Protocol):
 
 
 class Table:
-    """Numbers [tokens, width]."""
+    """Numbers [tokens, width], which may be the output layer's (``shared``)."""
 
     scale = 1.0
 
-    def __init__(self, numbers: torch.Tensor) -> None:
+    def __init__(self, numbers: torch.Tensor, *, shared: bool = False) -> None:
         self.numbers = numbers.contiguous()
         self.count, self.width = numbers.shape
-        self.dtype, self.device, self.nbytes = numbers.dtype, numbers.device, numbers.nbytes
+        self.dtype, self.device, self.nbytes = numbers.dtype, numbers.device, 0 if shared else numbers.nbytes
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.numbers)
@@ -53,12 +54,12 @@ class Table:
         return self.numbers.data_ptr(), structs.NO_LAYER
 
 
-class BlockedRows:
+class LayerRows:
     """The rows of a layer, which may be the output layer too (``shared``)."""
 
     scale = 1.0
 
-    def __init__(self, layer: Blocked, dtype: torch.dtype, *, shared: bool) -> None:
+    def __init__(self, layer: Blocked | Streamed, dtype: torch.dtype, *, shared: bool) -> None:
         self.layer = layer
         self.count, self.width, self.dtype = layer.outputs, layer.inputs, dtype
         self.device = torch.device("cpu")

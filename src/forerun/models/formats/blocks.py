@@ -14,7 +14,7 @@ import torch
 from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Rows
-from forerun.models.formats.compiled import Compiled, address, kernel, shelf, wide_bias
+from forerun.models.formats.compiled import Compiled, address, kernel, shelf, take_rows, wide_bias
 from forerun.models.formats.gguf_blocks import Blocks, Rounding, pack, record_bytes
 from forerun.models.formats.streamed import DTYPES, works
 from forerun.models.kinds import BLOCKS
@@ -23,7 +23,7 @@ from forerun.models.kinds import BLOCKS
 class Blocked(Compiled):
     """A layer with the weights of ``Blocks``, repacked."""
 
-    __slots__ = ("bias", "calls", "number", "pointers", "takes", "tiles")
+    __slots__ = ("bias", "calls", "number", "pointers", "tiles")
 
     def __init__(self, blocks: Blocks, bias: torch.Tensor | None) -> None:
         self.outputs, self.inputs = len(blocks.raw), blocks.inputs
@@ -31,7 +31,6 @@ class Blocked(Compiled):
             raise ValueError(f"weights {[self.outputs, self.inputs]} where some [outputs, inputs] are needed")
         self.bias = wide_bias(bias, self.outputs)
         self.calls = {d: kernel("linear_quants", d) for d in DTYPES}
-        self.takes = {d: kernel("take_rows", d) for d in DTYPES}
         self.tiles = shelf.room(record_bytes(blocks.kind, self.outputs, self.inputs))
         pack(blocks, self.tiles.numpy())
         self.number = structs.KINDS.index(blocks.kind)
@@ -54,11 +53,7 @@ class Blocked(Compiled):
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the weights [ids, inputs], dequantized: exact in float32. Raises KernelError for ids out of
         range."""
-        ids = ids.reshape(-1).to(torch.int64).contiguous()
-        found = torch.empty(len(ids), self.inputs, dtype=dtype)
-        self.takes[dtype](self.number, self.tiles.data_ptr(), ids.data_ptr(), found.data_ptr(), len(ids), self.outputs,
-                          self.inputs)  # fmt: skip
-        return found
+        return take_rows(self.number, self.tiles, ids, dtype, self.outputs, self.inputs)
 
 
 @cache

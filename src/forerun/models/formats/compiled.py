@@ -48,6 +48,16 @@ def kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
     return call
 
 
+def take_rows(
+    kind: int, tiles: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype, outputs: int, inputs: int
+) -> torch.Tensor:
+    """Rows ``ids`` of the weights of a layer [outputs, inputs] as numbers. Raises KernelError for ids out of range."""
+    ids = ids.reshape(-1).to(torch.int64).contiguous()
+    found = torch.empty(len(ids), inputs, dtype=dtype)
+    kernel("take_rows", dtype)(kind, tiles.data_ptr(), ids.data_ptr(), found.data_ptr(), len(ids), outputs, inputs)
+    return found
+
+
 def check_weight(weight: Rows) -> None:
     """Raise ValueError for weights that the kernels would misread."""
     if len(weight.shape) != 2 or not weight.shape.numel() or weight.device.type != "cpu":

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Rows, pieces
-from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, shelf, wide_bias
+from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, shelf, take_rows, wide_bias
 
 TILE, GROUP_BYTES = 32, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,6 +79,13 @@ class Streamed(Compiled):
             raise TypeError(f"rows in {x.dtype} for weights in {self.dtype}")
         weight, bias = self.pointers
         self.call(weight, x.data_ptr(), y, add, bias, rows, self.outputs, self.inputs, stride, torch.get_num_threads())
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of the weights [ids, inputs]. Raises TypeError for another dtype than theirs, KernelError for ids out of
+        range."""
+        if dtype is not self.dtype:
+            raise TypeError(f"rows in {dtype} of weights in {self.dtype}")
+        return take_rows(structs.KINDS.index("own"), self.tiles, ids, dtype, self.outputs, self.inputs)
 
 
 @cache
