@@ -6,23 +6,19 @@ sequence's keys are one contiguous view.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
-from forerun.cache.fused_rows import adjacent
+from forerun.cache.storage import adjacent, zeros
 from forerun.core.errors import ForerunError
 
 if TYPE_CHECKING:
     from forerun.cache.sources import Sources
 
-LINE = 64
-"""Bytes: a pool begins where a cache line does."""
 Places = tuple[torch.Tensor, torch.Tensor]
 """(page, offset) of entries, int64."""
 Change = tuple[Any, ...]
@@ -272,14 +268,7 @@ class Pool(Pages):
         ]
 
     def _zeros(self, heads: int, width: int) -> torch.Tensor:
-        shape = (self.num_pages, heads, self.page_size, width)
-        with torch.inference_mode(False):  # ordinary tensors, whoever touches them first
-            if self.device.type != "cpu":
-                return torch.zeros(shape, dtype=self.dtype, device=self.device)
-            size = math.prod(shape) * self.dtype.itemsize
-            room = np.zeros(size + LINE, np.uint8)  # torch writes its zeros, these take memory when they are used
-            first = -room.ctypes.data % LINE
-            return torch.from_numpy(room[first : first + size]).view(self.dtype).view(shape)
+        return zeros((self.num_pages, heads, self.page_size, width), self.dtype, self.device)
 
     def scrub(self) -> None:
         """Zero every page that no sequence uses, after a model returned NaN: an additive mask does not stop those of

@@ -1,0 +1,36 @@
+"""Memory for keys and values, and how some of them lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+LINE = 64
+"""Bytes of a cache line, where what is made here begins."""
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An ordinary tensor, whoever touches it first, which on a CPU takes memory as it is used; torch's is written."""
+    with torch.inference_mode(False):
+        if device.type != "cpu":
+            return torch.zeros(*shape, dtype=dtype, device=device)
+        size = math.prod(shape) * dtype.itemsize
+        room = np.zeros(size + LINE, np.uint8)
+        first = -room.ctypes.data % LINE
+        return torch.from_numpy(room[first : first + size]).view(dtype).view(*shape)
+
+
+def adjacent(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """[rows, 2 * heads, width] over both if v's heads follow k's in memory, as in a fused projection's output."""
+    strides = k.stride()
+    apart = k.shape[1] * strides[1] * k.element_size()
+    if (
+        v.data_ptr() - k.data_ptr() != apart
+        or v.stride() != strides
+        or v.untyped_storage()._cdata != k.untyped_storage()._cdata
+    ):
+        return None
+    return k.as_strided((k.shape[0], 2 * k.shape[1], k.shape[2]), strides, k.storage_offset())
