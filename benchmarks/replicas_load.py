@@ -5,7 +5,8 @@
 Draws a load and writes it as a trace; measures a replica with ``forerun plan --load``, as many of these at a time as
 replicas share this machine; asks ``forerun serve --replicas`` for the same requests at the same times over HTTP, and
 puts what was seen beside what was said. What a request spends outside of an engine, and what it takes to tell tokens,
-is measured before, by requests that are alone. Needs ``forerun[serve,ray]``.
+is measured before, by requests that are alone with a replica while every replica has one: front and client share the
+processors with all of them. Needs ``forerun[serve,ray]``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from forerun.plan.load.run import read_costs
 
 FORERUN = [sys.executable, "-u", "-m", "forerun"]
 ALONE = 8
-"""Requests that are sent one by one before the load."""
+"""Requests that each replica gets one by one before the load."""
 VOCABULARY = range(300, 4000)
 """Ids that every model here has, for prompts that say nothing."""
 
@@ -72,11 +73,17 @@ async def ask(http: httpx2.AsyncClient, number: int, one: Arrival, seed: int, be
     return Seen(first - sent, now - sent, now - began, tokens)
 
 
-async def load(url: str, arrivals: list[Arrival], alone: list[Arrival], seed: int) -> tuple[list[Seen], list[Seen]]:
-    """What requests see that are alone, and then the load's."""
+async def load(
+    url: str, arrivals: list[Arrival], alone: list[Arrival], seed: int, replicas: int
+) -> tuple[list[Seen], list[Seen]]:
+    """What requests see that are alone with a replica, and then the load's."""
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-        single = [await ask(http, -1 - number, one, seed, 0.0) for number, one in enumerate(alone)]
+
+        async def in_turn(first: int) -> list[Seen]:
+            return [await ask(http, -1 - n, alone[n], seed, 0.0) for n in range(first, len(alone), replicas)]
+
+        single = [seen for turn in await asyncio.gather(*map(in_turn, range(replicas))) for seen in turn]
         began = time.perf_counter()
 
         async def one(number: int, arrival: Arrival) -> Seen:
@@ -95,7 +102,7 @@ def served(model: str, replicas: int, options: list[str], arrivals: list[Arrival
                 break
         else:
             sys.exit("the server did not start")
-        found = asyncio.run(load(line.split()[-1], arrivals, alone, seed))
+        found = asyncio.run(load(line.split()[-1], arrivals, alone, seed, replicas))
         server.send_signal(signal.SIGTERM)
         server.wait(120)
     return found
@@ -152,7 +159,7 @@ def main() -> None:
         given.rate, given.prompt_tokens, given.max_tokens, 0.5, given.shared_prefix, given.prefixes, 2048, given.seed
     )
     arrivals = list(drawn.part(1).arrivals[: given.requests])
-    alone = [Arrival(0.0, given.prompt_tokens, given.max_tokens)] * ALONE
+    alone = [Arrival(0.0, given.prompt_tokens, given.max_tokens)] * (ALONE * given.replicas)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.jsonl"
         trace.write_text("".join(json.dumps(line(one)) + "\n" for one in arrivals))
