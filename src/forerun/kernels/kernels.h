@@ -23,7 +23,7 @@ template <class T>
 void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, int threads);
 // Rows of weights, as numbers: of a layer in T, of any kind but KIND_int8.
 template <class T>
-void take_own(const char *w, int64_t row, T *to, int64_t inputs);
+void take_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
 template <class T>
 void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
 // ``add``, which may be y or null, is added to what is normed.

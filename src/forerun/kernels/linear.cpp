@@ -278,8 +278,7 @@ struct KindOf<Bfloat16> {
   using Kind = Bfloat;
 };
 
-}  // namespace
-
+// A weight's row, one output's.
 template <class T>
 void take_own(const char *w, int64_t row, T *to, int64_t inputs) {
   constexpr int64_t SHARE = 4 / sizeof(T);  // of a group
@@ -290,6 +289,8 @@ void take_own(const char *w, int64_t row, T *to, int64_t inputs) {
   for (int64_t i = 0; i < inputs; i++)
     std::memcpy(to + i, w + i / SHARE * GROUP_BYTES + first + i % SHARE * step, sizeof(T));
 }
+
+}  // namespace
 
 template <class T>
 void linear(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
@@ -327,6 +328,12 @@ void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, 
     else
       linear_quants(l.kind, l.weight, x, y, add, l.bias, rows, l.outputs, l.inputs, stride, threads);
   }
+}
+
+template <class T>
+void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
+  if (kind != KIND_own) return take_quants(kind, w, ids, y, count, inputs);
+  for (int64_t i = 0; i < count; i++) take_own(w, ids[i], y + i * inputs, inputs);
 }
 
 template <class T>
@@ -374,7 +381,7 @@ void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
 }
 
 #define INSTANTIATE(KIND, T)                                                                                       \
-  template void take_own(const char *, int64_t, T *, int64_t);                                                      \
+  template void take_rows(int64_t, const char *, const int64_t *, T *, int64_t, int64_t);                           \
   template void linear(const char *, const T *, T *, const T *, const float *, int64_t, int64_t, int64_t, int64_t,  \
                        int);                                                                                        \
   template void linear_int8(const char *, const T *, T *, const T *, const float *, const float *, const int32_t *, \

@@ -252,9 +252,8 @@ void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, 
 }
 
 template <class T>
-void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
+void take_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
   for (int64_t i = 0; i < count; i++, y += inputs) switch (kind) {
-  case KIND_own: take_own(w, ids[i], y, inputs); break;
 #define CASE(NAME, SIZE, BYTES) \
   case KIND_##NAME: take_row<NAME>(w, ids[i], y, inputs); break;
       QUANTS(CASE)
@@ -265,5 +264,5 @@ void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t co
 #define INSTANTIATE(KIND, T)                                                                                    \
   template void linear_quants(int64_t, const char *, const T *, T *, const T *, const float *, int64_t, int64_t, \
                               int64_t, int64_t, int);                                                           \
-  template void take_rows(int64_t, const char *, const int64_t *, T *, int64_t, int64_t);
+  template void take_quants(int64_t, const char *, const int64_t *, T *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)
