@@ -89,16 +89,16 @@ def test_a_plan_measures_subsets_of_a_real_target(tiny_target):
 def plan(capsys, tiny_target, monkeypatch):
     """Run the command with predictions that promise much: what it recommends, and what it ran."""
     ran: list[SpeculativeConfig] = []
-    measure = _Trial.run
+    build = _Trial.engine
 
     def watched(self, config):
         ran.append(SpeculativeConfig.parse(config))
-        return measure(self, config)
+        return build(self, config)
 
     def promising(found, *rest):
         return [Prediction(found.method, 3, found.match_rate, found.c, 1.0, 2.0)]
 
-    monkeypatch.setattr(_Trial, "run", watched)
+    monkeypatch.setattr(_Trial, "engine", watched)
     monkeypatch.setattr("forerun.plan.run.predict", promising)
 
     def call(*options: str) -> tuple[dict, list[SpeculativeConfig]]:
