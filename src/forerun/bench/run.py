@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from forerun.bench.categories import by_category
 from forerun.bench.config import ALL, HELD_OUT, RANDOM, WRITTEN, BenchConfig
 from forerun.bench.contenders import FASTEST, Contender, EngineContender
@@ -27,7 +25,7 @@ from forerun.bench.weights import weights
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import TURN, Measured, in_turns
+from forerun.plan.estimate import Measured, in_turns
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept.synthetic import LENGTH, RATES
 
@@ -142,7 +140,7 @@ def take_turns(
     contenders: Seq[Contender], prompts: Seq[list[int]], config: BenchConfig, temperature: float, concurrency: int
 ) -> list[list[Measured]]:
     """Per contender, one measurement per repeat, each by a drafter that has not seen the prompts. The turn passes after
-    every prompt, or, where they are answered together or count as a whole, after ``TURN`` rounds."""
+    every prompt, or, where they are answered together or count as a whole, after ``plan.estimate.TURN`` rounds."""
 
     def params(first: int, count: int, tokens: int) -> list[SamplingParams]:
         seeds = range(config.seed + first, config.seed + first + count)

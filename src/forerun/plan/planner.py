@@ -17,6 +17,8 @@ from forerun.plan.layers import Subset
 from forerun.theory import best_gamma, expected_tokens, walltime_improvement
 
 LAYERSKIP = "layerskip"
+MARGIN = 1.02
+"""The least speed-up for which drafts are recommended."""
 
 
 @dataclass(frozen=True)
@@ -202,13 +204,12 @@ def recommend(
     subsets: Seq[Subset] = (),
     trees: Seq[Shaped] = (),
     options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    margin: float = 1.02,
 ) -> dict[str, Any]:
-    """The fastest prediction as a ``speculative_config``; plain decoding where nothing promises ``margin``. ``options``
+    """The fastest prediction as a ``speculative_config``; plain decoding where nothing promises ``MARGIN``. ``options``
     are those that a method was measured with: they belong to its figures."""
     candidates: list[Prediction | Subset | Shaped] = [*predictions, *subsets, *trees]
     best = max(candidates, key=lambda p: p.speedup, default=None)
-    if best is None or best.speedup < margin:
+    if best is None or best.speedup < MARGIN:
         return {"method": NONE}
     if isinstance(best, Subset):
         return {**with_layers(options.get(LAYERSKIP, {}), best.layers), "num_speculative_tokens": best.k}

@@ -17,7 +17,15 @@ from forerun.engine.llm import LLM
 from forerun.plan.estimate import Measured, full, in_plain_forwards, in_turns, measure, rounds
 from forerun.plan.layers import Subset, choose_layers
 from forerun.plan.planner import (
-    LAYERSKIP, CostCurve, Estimate, estimate, predict, reach, recommend, theory_row, with_layers,
+    LAYERSKIP,
+    CostCurve,
+    Estimate,
+    estimate,
+    predict,
+    reach,
+    recommend,
+    theory_row,
+    with_layers,
 )  # fmt: skip
 from forerun.plan.trees import plan_trees
 from forerun.sampling.params import SamplingParams
