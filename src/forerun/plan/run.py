@@ -142,7 +142,10 @@ class _Trial:
     speedups: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def engine(self, config: Mapping[str, Any]) -> Engine:
-        engine_config = replace(self.llm.config, max_num_seqs=self.concurrency)
+        """With room for these answers alone: several engines are here at once."""
+        longest = max(len(prompt) + (p.max_tokens or 0) for prompt, p in zip(self.prompts, self.params))
+        room = min(self.llm.engine.max_model_len, longest)
+        engine_config = replace(self.llm.config, max_num_seqs=self.concurrency, max_model_len=room)
         return Engine(self.llm.model, self.llm.tokenizer, engine_config, SpeculativeConfig.parse(config))
 
     def run(self, configs: Seq[Mapping[str, Any]]) -> list[Measured]:
