@@ -3,8 +3,8 @@ encoder-decoders, CTranslate2's.
 
 Contenders take turns on every prompt, whole requests, prompts included. A row's speed-up is the mean over prompts of
 plain beams' seconds over its own; ± is its standard error. Beams are the same where their tokens are and, ours, the
-bits of their scores; "scores off by" is the largest difference where tokens are the same. Answers of encoder-decoders end
-where the model ends them, others are as long as asked for. Every losing row stays.
+bits of their scores; "scores off by" is the largest difference where tokens are the same. Answers of encoder-decoders
+end where the model ends them, others are as long as asked for. Every losing row stays.
 """
 
 from __future__ import annotations

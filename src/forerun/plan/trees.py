@@ -50,8 +50,8 @@ def plan_trees(
     """
     found = []
     every = [tree for tree in fixed(nodes, longest) if tree[0] > 1]
-    probe = max((tree for tree in every if len(tree) == min(DEPTH, longest)), key=size, default=None)
-    for item in options if probe is not None else ():
+    probe = max((tree for tree in every if len(tree) == min(DEPTH, longest)), key=size, default=())
+    for item in options if probe else ():
         wide = {**item, "tree": [RANKS]}
         shaped = {**item, "tree": list(probe)}
         grown = {**item, "num_speculative_tokens": longest, "tree_nodes": nodes}
