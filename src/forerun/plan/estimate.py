@@ -181,7 +181,7 @@ def full(rounds: Seq[Sample], sequences: int) -> list[Sample]:
 
 def in_plain_forwards(found: Measured, plain: Measured, sequences: int) -> None:
     """Make the times of ``found``'s rounds multiples of the forward of plain rounds that took turns with them."""
-    unit = median(r.verify for r in full(plain.rounds, sequences)) if plain.rounds else 1.0
+    unit = median(r.verify for r in full(plain.rounds, sequences))
     found.rounds = [
         replace(r, draft=r.draft / unit, verify=r.verify / unit, accept=r.accept / unit, total=r.total / unit)
         for r in found.rounds

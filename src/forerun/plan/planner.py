@@ -164,8 +164,8 @@ def _line(points: Seq[tuple[int, float]]) -> tuple[float, float]:
     medians = {depth: median(values) for depth, values in by_depth.items()}
     mean_x, mean_y = (mean(column) for column in zip(*((depth, medians[depth]) for depth, _ in points)))
     spread = sum((depth - mean_x) ** 2 for depth, _ in points)
-    step = sum((depth - mean_x) * (medians[depth] - mean_y) for depth, _ in points) / spread if spread else 0.0
-    step = min(max(step, 0.0), mean_y / mean_x) if spread else mean_y / mean_x
+    step = sum((depth - mean_x) * (medians[depth] - mean_y) for depth, _ in points) / spread if spread else inf
+    step = min(max(step, 0.0), mean_y / mean_x)
     return mean_y - step * mean_x, step
 
 

@@ -19,6 +19,7 @@ from forerun.theory import best_shape
 RANKS = 8
 """How many continuations of the last token are tried to measure rank acceptance."""
 DEPTH = 3
+"""How deep the tree is whose rounds say what trees cost."""
 
 
 class Trial(Protocol):
