@@ -169,6 +169,8 @@ def show(found: Mapping[str, Any]) -> None:
             for row in item["shapes"]
         ]
         print_table([f"{item['method']}: tokens of a tree", "by depth", "tokens a round", "speed-up"], shapes)
+        fixed = max(item["fixed"], key=lambda shape: shape["speedup"])
+        print(f"as a setting: tree {list(fixed['tree'])}, {fixed['tokens']:.2f}, {fixed['speedup']:.2f} predicted")
         grown = item["best_first"]
         print(f"measured, grown best first to {grown['nodes']}: {grown['tokens']:.2f}, {grown['speedup']:.2f}")
     for item in found["reach"]:

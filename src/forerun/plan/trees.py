@@ -19,7 +19,7 @@ from forerun.theory import best_shape
 RANKS = 8
 """How many continuations of the last token are tried to measure rank acceptance."""
 DEPTH = 3
-"""How deep the tree is whose rounds say what trees cost."""
+"""How deep at most the tree is whose rounds say what trees cost."""
 
 
 class Trial(Protocol):
@@ -47,11 +47,11 @@ def plan_trees(
     measured with as many tokens.
 
     What drafting and judging a tree cost, and how far ranks are independent of what came before, is measured on the
-    bushiest of the ``fixed`` ones that are ``DEPTH`` deep.
+    bushiest of the ``fixed`` ones that are ``DEPTH`` deep, or nearly.
     """
     found = []
     every = [tree for tree in fixed(nodes, longest) if tree[0] > 1]
-    probe = max((tree for tree in every if len(tree) == min(DEPTH, longest)), key=size, default=())
+    probe = max((tree for tree in every if len(tree) <= DEPTH), key=lambda tree: (len(tree), size(tree)), default=())
     for item in options if probe else ():
         wide = {**item, "tree": [RANKS]}
         shaped = {**item, "tree": list(probe)}
