@@ -219,3 +219,20 @@ def test_beams_of_transformers(folder, drafting):
             assert rest[:1] in ([], [EOS])
             assert set(rest[1:]) <= {START}
     llm.engine.check()
+
+
+def test_a_forced_end_is_transformers_own_and_all_else_is_the_same(seq2seq, tmp_path):
+    """``forced_eos_token_id`` takes the last place of an answer that reaches its limit; here the model has it."""
+    folder = shutil.copytree(seq2seq("bart"), tmp_path / "forced")
+    path = folder / "generation_config.json"
+    habits = {"forced_bos_token_id": FORCED, "forced_eos_token_id": EOS}
+    path.write_text(json.dumps(json.loads(path.read_text()) | habits))
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * len(SOURCES)
+    for source, found in zip(SOURCES, answers(str(folder), params)):
+        wanted = theirs(str(folder)).generate(
+            torch.tensor([source]), attention_mask=torch.ones(1, len(source), dtype=torch.long), max_new_tokens=13,
+            do_sample=False, use_cache=False, eos_token_id=None,
+        )[0].tolist()  # fmt: skip
+        assert wanted[:2] == [START, FORCED]
+        assert wanted[-1] == EOS != found[-1]
+        assert wanted[2:-1] == found[:-1]

@@ -16,11 +16,11 @@ from forerun.bench.contenders import EngineContender
 from forerun.bench.methods import method_configs, runnable, shape, with_trees
 from forerun.bench.prompts import make_prompts, repetition_rate
 from forerun.bench.rows import acceptance_by_position
-from forerun.bench.run import TURN, side_by_side, take_turns
+from forerun.bench.run import side_by_side, take_turns
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.models.tokenizer import load_tokenizer
-from forerun.plan.estimate import Costs, Measured, Sample, measure, shares
+from forerun.plan.estimate import TURN, Costs, Measured, Sample, measure, shares
 from forerun.plan.planner import CostCurve, Estimate, predict, recommend
 from forerun.speculate.draft import drafters
 from forerun.theory import predicted_speedup

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
+import sys
+from itertools import combinations, product
 
 import pytest
 
+from forerun.bench import predicted
 from forerun.cli.main import run
+from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
+from forerun.engine.metrics import RequestMetrics
+from forerun.plan.estimate import Measured, Sample, in_plain_forwards
 from forerun.plan.layers import Subset, choose_layers, neighbours
-from forerun.plan.planner import CostCurve, Estimate, Prediction, predict, recommend
+from forerun.plan.planner import CostCurve, Estimate, Prediction, Shaped, estimate, predict, recommend
 from forerun.plan.run import _Trial, run_plan
+from forerun.plan.trees import fixed, size
 
 LAYERS = 6
 SUBSETS = [chosen for size in range(1, LAYERS) for chosen in combinations(range(LAYERS), size)]
@@ -89,16 +95,16 @@ def test_a_plan_measures_subsets_of_a_real_target(tiny_target):
 def plan(capsys, tiny_target, monkeypatch):
     """Run the command with predictions that promise much: what it recommends, and what it ran."""
     ran: list[SpeculativeConfig] = []
-    measure = _Trial.run
+    build = _Trial.engine
 
     def watched(self, config):
         ran.append(SpeculativeConfig.parse(config))
-        return measure(self, config)
+        return build(self, config)
 
     def promising(found, *rest):
         return [Prediction(found.method, 3, found.match_rate, found.c, 1.0, 2.0)]
 
-    monkeypatch.setattr(_Trial, "run", watched)
+    monkeypatch.setattr(_Trial, "engine", watched)
     monkeypatch.setattr("forerun.plan.run.predict", promising)
 
     def call(*options: str) -> tuple[dict, list[SpeculativeConfig]]:
@@ -150,3 +156,138 @@ def test_trees_cost_what_their_rows_cost():
     chain, tree = (predict(found, curve, 2, 1, nodes)[-1] for nodes in (lambda k: k, lambda k: 4 * k))
     assert (chain.verify_cost, tree.verify_cost) == (1.1, 2.0)
     assert tree.speedup == pytest.approx(chain.speedup * 1.1 / 2.0)
+
+
+# --------------------------------------------------------------------------------------------- what a plan goes on
+
+FORWARD = {1: 2.0, 2: 2.2, 3: 2.5, 4: 2.8, 6: 3.5, 8: 4.4}
+"""Seconds by rows."""
+
+
+def decoded(depths: list[int], tokens: int) -> Sample:
+    """A round whose drafting takes 0.3 seconds and 0.1 for each step, and in which 0.5 pass besides, drafts or none."""
+    draft = 0.3 + 0.1 * max(depths) if any(depths) else 0.0
+    rows = len(depths) + sum(depths)
+    return Sample(tuple(depths), rows, tokens, draft, FORWARD[rows], 0.2, draft + FORWARD[rows] + 0.5)
+
+
+def ran(rounds: list[Sample]) -> Measured:
+    metrics = RequestMetrics(tested=10, matched=6, overlap=7.0)
+    seconds = sum(r.total for r in rounds)
+    return Measured(metrics=[metrics], rounds=rounds, tokens=sum(r.tokens for r in rounds), seconds=seconds)
+
+
+def planned(plain: list[Sample], by_length: dict[int, list[Sample]], sequences: int) -> tuple[dict, dict]:
+    """Predicted and real speed over plain decoding by length, of rounds with these."""
+    base, found = ran(plain), {k: ran(rounds) for k, rounds in by_length.items()}
+    real = {k: each.tokens_per_second / base.tokens_per_second for k, each in found.items()}
+    for each in (*found.values(), base):
+        in_plain_forwards(each, base, sequences)
+    item = estimate("x", found, base, sequences)
+    curve = CostCurve({rows: seconds / FORWARD[sequences] for rows, seconds in FORWARD.items()}, sequences)
+    return {p.k: p.speedup for p in predict(item, curve, max(by_length), sequences)}, real
+
+
+def test_rounds_that_are_alike_are_predicted_as_they_were():
+    drafted = {1: [decoded([1], 2), decoded([1], 1)], 3: [decoded([3], 4), decoded([3], 1)], 5: [decoded([5], 3)] * 2}
+    said, was = planned([decoded([0], 1)] * 3, drafted, 1)
+    assert {k: said[k] for k in was} == pytest.approx(was)
+    assert min(said[1], said[3]) < said[2] < max(said[1], said[3])
+
+
+def test_drafts_of_some_requests_leave_the_others_rows_alone():
+    each = [decoded([a, b], 2 + bool(a) + bool(b)) for a, b in product((0, 2), repeat=2)]
+    said, was = planned([decoded([0, 0], 2)] * 3, {2: each}, 2)
+    assert said[2] == pytest.approx(was[2])
+
+
+def test_every_small_tree_is_tried():
+    for nodes, longest in ((1, 1), (8, 3), (12, 5)):
+        every = {
+            widths
+            for depth in range(1, longest + 1)
+            for widths in product(range(1, 9), repeat=depth)
+            if list(widths) == sorted(widths, reverse=True) and size(widths) <= nodes
+        }
+        assert sorted(fixed(nodes, longest)) == sorted(every)
+    assert size((3, 2, 1)) == 3 + 6 + 6
+
+
+def test_a_tree_is_recommended_where_it_is_best():
+    rival = Prediction("eagle", 4, 0.5, 0.0, 1.1, 1.2)
+    assert recommend([rival], (), [Shaped("eagle", (2, 1), 4, 2.5, 1.3)]) == {"method": "eagle", "tree": [2, 1]}
+
+
+@pytest.mark.parametrize("nodes", [2, 6])
+def test_a_plan_predicts_trees(tiny_target, nodes):
+    found = run_plan(
+        LLM(str(tiny_target)), [{"method": "draft_model", "model": str(tiny_target)}], [[5, 9, 12, 7, 7, 3]],
+        temperature=0.0, max_tokens=24, concurrency=1, longest=3, seed=0, tree_nodes=nodes,
+    )  # fmt: skip
+    shapes = {tuple(item["tree"]): item for item in found["trees"][0]["fixed"]}
+    assert set(shapes) == {tree for tree in fixed(nodes, 3) if tree[0] > 1}
+    if nodes == 2:
+        assert 1.8 < shapes[2,]["tokens"] <= 2
+        return
+    assert 3.4 < shapes[2, 1, 1]["tokens"] <= 4  # the target itself drafts, and its last round has no room
+    assert shapes[2, 1]["tokens"] == pytest.approx(1 + (shapes[2, 1, 1]["tokens"] - 1) * 2 / 3)
+
+
+# ------------------------------------------------------------------------------------ plans beside measurements
+
+
+def as_plan(temperature: float, **speeds: float) -> dict:
+    chains = [{"method": method, "k": 2, "speedup": speed} for method, speed in speeds.items()]
+    trees = [{"fixed": [{"method": "eagle", "tree": [2, 1], "speedup": 0.9}]}]
+    about = {"environment": {"model": "m"}, "temperature": temperature, "concurrency": 1}
+    return {**about, "predictions": chains, "trees": trees}
+
+
+def as_bench(temperature: float, **speeds: float) -> dict:
+    rows = [
+        {
+            "method": method.split("_")[0],
+            "num_speculative_tokens": None if method == "none" else 2,
+            "tree": "2x1" if method.endswith("_tree") else None,
+            "temperature": temperature,
+            "concurrency": 1,
+            "speedup": speed,
+            "speedup_error": 0.01,
+        }
+        for method, speed in speeds.items()
+    ]
+    return {"environment": {"model": "m"}, "rows": rows}
+
+
+def test_plans_stand_beside_measurements(tmp_path, capsys, monkeypatch):
+    files = [
+        as_plan(0.0, eagle=1.1, ngram=1.3),
+        as_plan(1.0, eagle=1.01),
+        as_bench(0.0, none=1.0, eagle=1.0, ngram=1.04, eagle_tree=1.3),
+        as_bench(1.0, none=1.0, eagle=0.8),
+    ]
+    found = predicted.join(files)
+    off = {(row["method"], row["tree"], row["temperature"]): row["off"] for row in found["rows"]}
+    assert off == pytest.approx(
+        {
+            ("eagle", None, 0.0): 0.1,
+            ("ngram", None, 0.0): 1.3 / 1.04 - 1,
+            ("eagle", "2x1", 0.0): 0.9 / 1.3 - 1,
+            ("eagle", None, 1.0): 1.01 / 0.8 - 1,
+        }
+    )
+    cold, hot = found["groups"]
+    assert (cold["chosen"], cold["best"], cold["settings"]) == ("ngram, k = 2", "eagle, 2x1", 3)
+    assert cold["chosen_over_best"] == pytest.approx(1.04 / 1.3)
+    assert (hot["chosen"], hot["best"], hot["chosen_over_best"]) == ("none", "none", 1.0)
+    with pytest.raises(ConfigError, match="no plan for"):
+        predicted.join([as_plan(0.0, ngram=1.0), as_bench(0.0, eagle=1.0)])
+    with pytest.raises(ConfigError, match="at least one plan"):
+        predicted.join(files[:2])
+    paths = [tmp_path / f"{place}.json" for place in range(len(files))]
+    for path, item in zip(paths, files):
+        path.write_text(json.dumps(item))
+    monkeypatch.setattr(sys, "argv", ["predicted", *map(str, paths), "--out", str(tmp_path / "out.json")])
+    predicted.main()
+    assert "4 settings" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["median_error"] == found["median_error"]

@@ -10,7 +10,7 @@ import torch
 
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
-from forerun.reproduce import pairs
+from forerun.reproduce import pairs, seq2seq
 from forerun.reproduce.laws import LENIENCE, Counts, Sums
 from forerun.reproduce.parts import Settings
 from forerun.reproduce.run import PARTS, reproduce
@@ -122,3 +122,11 @@ def test_training_goes_on_where_it_was(settings):
     assert found["input_ids"].tolist() == [[2, 1, 0], [2, 3, 1]]
     assert found["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert found["labels"].tolist() == [[3, 1], [1, -100]]
+
+
+def test_rates_come_first_and_train_their_pair(settings, monkeypatch):
+    pair = ([2, 3, 1], [3, 2, 1])
+    task = pairs.Task("toy", pairs._word_tokenizer(["<pad>", "</s>", "a", "b"]), 1, [pair] * 4, [pair] * 4)
+    monkeypatch.setitem(seq2seq.TASKS, "toy", lambda: task)
+    assert set(seq2seq.rates("toy", settings, 0.0)) == {"unigram", "bigram", "draft"}
+    assert (settings.folder / "models" / "toy-target" / "training.pt").exists()

@@ -7,11 +7,8 @@ import tempfile
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from forerun.bench.categories import by_category
 from forerun.bench.config import ALL, HELD_OUT, RANDOM, WRITTEN, BenchConfig
@@ -28,13 +25,11 @@ from forerun.bench.weights import weights
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import Measured
+from forerun.plan.estimate import Measured, in_turns
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept.synthetic import LENGTH, RATES
 
 WARM_UP_TOKENS = 8
-TURN = 32
-"""Rounds of a turn: long enough for warm caches, shorter than a neighbour's moods."""
 OUT_OF_CACHE = 256 << 20
 
 
@@ -145,7 +140,7 @@ def take_turns(
     contenders: Seq[Contender], prompts: Seq[list[int]], config: BenchConfig, temperature: float, concurrency: int
 ) -> list[list[Measured]]:
     """Per contender, one measurement per repeat, each by a drafter that has not seen the prompts. The turn passes after
-    every prompt, or, where they are answered together or count as a whole, after ``TURN`` rounds."""
+    every prompt, or, where they are answered together or count as a whole, after ``plan.estimate.TURN`` rounds."""
 
     def params(first: int, count: int, tokens: int) -> list[SamplingParams]:
         seeds = range(config.seed + first, config.seed + first + count)
@@ -179,15 +174,8 @@ def side_by_side(
     found: Seq[Measured],
     begin: int = 0,
 ) -> None:
-    """All contenders at once, ``TURN`` rounds each in turns, so that a slow moment of the machine meets them all."""
-    with torch.inference_mode():
-        running = {
-            index: contenders[index].rounds(prompts, params, found[index]) for index in _order(len(contenders), begin)
-        }
-        while running:
-            for index, rounds in list(running.items()):
-                if sum(1 for _ in islice(rounds, TURN)) < TURN:
-                    del running[index]
+    """All contenders at once, in turns."""
+    in_turns([contenders[i].rounds(prompts, params, found[i]) for i in _order(len(contenders), begin)])
 
 
 def _order(count: int, begin: int) -> list[int]:

@@ -97,7 +97,7 @@ def _plans(
     from forerun.engine.llm import LLM
     from forerun.plan.run import LENGTHS, run_plan
 
-    with progress("loading", len(loads) * (len(LENGTHS) * (1 + len(options)) + settings["layer_trials"])) as step:
+    with progress("loading", len(loads) * (len(LENGTHS) + settings["layer_trials"])) as step:
         llm = LLM(**engine)
         prompts = make_prompts(tokenizer=llm.tokenizer, **texts)
         plans = [run_plan(llm, options, prompts, concurrency=count, step=step, **settings) for count in loads]
@@ -113,7 +113,8 @@ def _check_page(page: Path | None) -> None:
 
 def _load(found: Mapping[str, Any]) -> dict[str, Any]:
     """A load's plan in short: ``best`` is the best prediction, 1 where plain decoding is."""
-    best = max((p["speedup"] for p in found["predictions"]), default=1.0)
+    shapes = [shape for item in found["trees"] for shape in item["fixed"]]
+    best = max((p["speedup"] for p in [*found["predictions"], *shapes]), default=1.0)
     kept = {name: found[name] for name in ("concurrency", "recommended", "plain_tokens_per_second")}
     return kept | {"best": max(best, 1.0)}
 
@@ -168,6 +169,8 @@ def show(found: Mapping[str, Any]) -> None:
             for row in item["shapes"]
         ]
         print_table([f"{item['method']}: tokens of a tree", "by depth", "tokens a round", "speed-up"], shapes)
+        fixed = max(item["fixed"], key=lambda shape: shape["speedup"])
+        print(f"as a setting: tree {list(fixed['tree'])}, {fixed['tokens']:.2f}, {fixed['speedup']:.2f} predicted")
         grown = item["best_first"]
         print(f"measured, grown best first to {grown['nodes']}: {grown['tokens']:.2f}, {grown['speedup']:.2f}")
     for item in found["reach"]:

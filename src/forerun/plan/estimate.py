@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from statistics import median
 from time import perf_counter
 
@@ -21,6 +22,9 @@ from forerun.engine.metrics import RequestMetrics
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.round import Round
 from forerun.theory import expected_tokens
+
+TURN = 32
+"""Rounds of a turn: long enough for warm caches, shorter than a neighbour's moods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,11 @@ class Sample:
     @property
     def depth(self) -> int:
         return max(self.depths)
+
+    @property
+    def rest(self) -> float:
+        """Seconds for neither drafting nor the target's forward."""
+        return self.total - self.draft - self.verify
 
 
 @dataclass
@@ -135,6 +144,14 @@ def rounds(
     found.metrics = [job.metrics for job in jobs]
 
 
+def in_turns(running: Seq[Iterator[None]]) -> None:
+    """Runs of ``rounds`` side by side, ``TURN`` rounds each, so that a slow moment of the machine meets them all."""
+    with torch.inference_mode():
+        waiting = list(running)
+        while waiting:
+            waiting = [run for run in waiting if sum(1 for _ in islice(run, TURN)) == TURN]
+
+
 def _sample(round_: Round, seconds: float) -> Sample | None:
     """None for a round that read prompt tokens."""
     if any(verdict.fed != 1 for verdict in round_.verdicts):
@@ -160,6 +177,15 @@ def _rank(draft: Draft, verdict: Verdict) -> int | None:
 def full(rounds: Seq[Sample], sequences: int) -> list[Sample]:
     """The rounds in which ``sequences`` took part; all of them if there is none."""
     return [r for r in rounds if len(r.depths) == sequences] or list(rounds)
+
+
+def in_plain_forwards(found: Measured, plain: Measured, sequences: int) -> None:
+    """Make the times of ``found``'s rounds multiples of the forward of plain rounds that took turns with them."""
+    unit = median(r.verify for r in full(plain.rounds, sequences))
+    found.rounds = [
+        replace(r, draft=r.draft / unit, verify=r.verify / unit, accept=r.accept / unit, total=r.total / unit)
+        for r in found.rounds
+    ]
 
 
 @dataclass(frozen=True)

@@ -4,29 +4,74 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
-from math import inf
-from statistics import median
+from dataclasses import asdict, dataclass, field
+from math import comb, inf
+from statistics import mean, median
 from types import MappingProxyType
 from typing import Any
 
 from forerun.engine.config import NONE
-from forerun.plan.estimate import Costs, Sample, full
+from forerun.engine.metrics import RequestMetrics
+from forerun.plan.estimate import Costs, Measured, Sample, full
 from forerun.plan.layers import Subset
 from forerun.theory import best_gamma, expected_tokens, walltime_improvement
 
 LAYERSKIP = "layerskip"
+MARGIN = 1.02
+"""The least speed-up for which drafts are recommended."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What a sequence's drafts of one length did in measured rounds: mean ``tokens`` that it gained in a round over
+    plain decoding, ``coverage``, the share of rounds in which it had a draft, and mean ``nodes`` of one."""
+
+    tokens: float
+    coverage: float
+    nodes: float
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What was measured of one method. ``coverage`` is the share of rounds in which it had something to say."""
+    """What was measured of one method. ``coverage`` is the share of rounds in which it had something to say.
+
+    A drafted round takes ``start`` + k ``step`` beside its verification; ``rest`` is what a plain round takes beside
+    its forward, and ``start`` knows how much more a drafted one does. In plain forwards. Without ``step`` it is ``c``,
+    the mean price of a step (Leviathan et al. 2023, definition 3.7).
+    """
 
     method: str
     alpha: float
     match_rate: float
     coverage: float
     c: float
+    start: float = 0.0
+    step: float | None = None
+    rest: float = 0.0
+    lengths: Mapping[int, Drafted] = field(default_factory=dict)
+    """By how many tokens were asked for."""
+
+    def drafted(self, k: int, nodes: int) -> Drafted:
+        """What drafts of ``k`` tokens, or of ``nodes`` in a tree so deep, do: the theory's independent positions,
+        corrected by what the measured lengths next to ``k`` did beside it."""
+        theory = expected_tokens(self.match_rate, k) - 1
+        if not self.lengths:
+            return Drafted(self.coverage * theory, self.coverage, nodes)
+        known = sorted(self.lengths)
+        low = max((length for length in known if length <= k), default=known[0])
+        high = min((length for length in known if length >= k), default=known[-1])
+        share = (k - low) / (high - low) if high > low else 0.0
+
+        def between(value: Callable[[int], float]) -> float:
+            return value(low) + share * (value(high) - value(low))
+
+        def gained(length: int) -> float:
+            best = expected_tokens(self.match_rate, length) - 1
+            return self.lengths[length].tokens / best if best else 0.0
+
+        coverage = between(lambda length: self.lengths[length].coverage)
+        full = between(lambda length: self.lengths[length].nodes / length)
+        return Drafted(theory * between(gained), coverage, min(full * k, nodes))
 
 
 @dataclass(frozen=True)
@@ -38,6 +83,18 @@ class Prediction:
     match_rate: float
     c: float
     verify_cost: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """A method with a ``tree`` of so many children at each depth: mean ``tokens`` a round, speed-up over plain
+    decoding."""
+
+    method: str
+    tree: tuple[int, ...]
+    nodes: int
+    tokens: float
     speedup: float
 
 
@@ -76,42 +133,88 @@ class CostCurve:
         slope = (self.points[high] - self.points[low]) / (high - low)
         return max(self.points[low] + slope * (rows - low), self.points[known[0]])
 
+    def mean(self, rows: float) -> float:
+        """Of a mean number of rows, between those next to it."""
+        low = int(rows)
+        return self(low) + (rows - low) * (self(low + 1) - self(low))
 
-def estimate(method: str, alpha: float, match_rate: float, rounds: Seq[Sample], costs: Costs) -> Estimate:
-    rounds = full(rounds, costs.sequences)
-    drafted = sum(depth > 0 for r in rounds for depth in r.depths)
-    return Estimate(method, alpha, match_rate, drafted / sum(len(r.depths) for r in rounds), costs.c or 0.0)
+
+def estimate(method: str, by_length: Mapping[int, Measured], plain: Measured, sequences: int) -> Estimate | None:
+    """Of runs by how many tokens were asked for, ``sequences`` at a time, times in plain forwards; None where nothing
+    was drafted."""
+    total = RequestMetrics.merged([metrics for found in by_length.values() for metrics in found.metrics])
+    every = [r for found in by_length.values() for r in found.rounds]
+    costs = Costs.of(every, plain.rounds, sequences)
+    if costs is None or costs.c is None or total.alpha is None or total.match_rate is None:
+        return None
+    drafted = [r for r in full(every, sequences) if r.depth]
+    rest = median(r.rest for r in full(plain.rounds, sequences))
+    start, step = _line([(r.depth, r.draft) for r in drafted])
+    start += median(r.rest for r in drafted) - rest
+    lengths = {k: _drafted(full(found.rounds, sequences)) for k, found in by_length.items()}
+    coverage = _drafted(full(every, sequences)).coverage
+    return Estimate(method, total.alpha, total.match_rate, coverage, costs.c, start, step, rest, lengths)
+
+
+def _line(points: Seq[tuple[int, float]]) -> tuple[float, float]:
+    """Start and step, neither below 0, of the line through the medians at each depth, weighed by how many there are."""
+    by_depth: dict[int, list[float]] = {}
+    for depth, value in points:
+        by_depth.setdefault(depth, []).append(value)
+    medians = {depth: median(values) for depth, values in by_depth.items()}
+    mean_x, mean_y = (mean(column) for column in zip(*((depth, medians[depth]) for depth, _ in points)))
+    spread = sum((depth - mean_x) ** 2 for depth, _ in points)
+    step = sum((depth - mean_x) * (medians[depth] - mean_y) for depth, _ in points) / spread if spread else inf
+    step = min(max(step, 0.0), mean_y / mean_x)
+    return mean_y - step * mean_x, step
+
+
+def _drafted(rounds: Seq[Sample]) -> Drafted:
+    every = sum(len(r.depths) for r in rounds)
+    drafts = sum(depth > 0 for r in rounds for depth in r.depths)
+    nodes = sum(r.rows - len(r.depths) for r in rounds)
+    return Drafted(sum(r.tokens for r in rounds) / every - 1, drafts / every, nodes / drafts if drafts else 0.0)
 
 
 def predict(
     found: Estimate, curve: CostCurve, longest: int, sequences: int = 1, nodes: Callable[[int], int] = int
 ) -> list[Prediction]:
-    """Every draft length k from 1 to ``longest``, ``nodes(k)`` tokens each: by default a chain. A round without a draft
-    is a plain one."""
+    """Every draft length k from 1 to ``longest``, at most ``nodes(k)`` tokens each: by default a chain. A round without
+    a draft is a plain one."""
     predictions = []
     for k in range(1, longest + 1):
+        speed = speedup(found, found.drafted(k, nodes(k)), k, curve, sequences)
         cost = curve(sequences * (nodes(k) + 1))
-        tokens = 1 - found.coverage + found.coverage * expected_tokens(found.match_rate, k)
-        time = 1 - found.coverage + found.coverage * (k * found.c + cost)
-        predictions.append(Prediction(found.method, k, found.match_rate, found.c, cost, tokens / time))
+        predictions.append(Prediction(found.method, k, found.match_rate, found.c, cost, speed))
     return predictions
+
+
+def speedup(found: Estimate, drafted: Drafted, depth: int, curve: CostCurve, sequences: int) -> float:
+    """Tokens a round over its mean time, each of ``sequences`` having a draft by itself or none."""
+    work = found.start + depth * (found.c if found.step is None else found.step)
+    time = found.rest
+    for count in range(sequences + 1):
+        chance = comb(sequences, count) * drafted.coverage**count * (1 - drafted.coverage) ** (sequences - count)
+        time += chance * (curve.mean(sequences + count * drafted.nodes) + work if count else 1.0)
+    return (1 + drafted.tokens) * (1 + found.rest) / time
 
 
 def recommend(
     predictions: Seq[Prediction],
     subsets: Seq[Subset] = (),
+    trees: Seq[Shaped] = (),
     options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    margin: float = 1.02,
 ) -> dict[str, Any]:
-    """The fastest prediction as a ``speculative_config``; plain decoding where nothing promises ``margin``. ``options``
+    """The fastest prediction as a ``speculative_config``; plain decoding where nothing promises ``MARGIN``. ``options``
     are those that a method was measured with: they belong to its figures."""
-    candidates: list[Prediction | Subset] = [*predictions, *subsets]
+    candidates: list[Prediction | Subset | Shaped] = [*predictions, *subsets, *trees]
     best = max(candidates, key=lambda p: p.speedup, default=None)
-    if best is None or best.speedup < margin:
+    if best is None or best.speedup < MARGIN:
         return {"method": NONE}
     if isinstance(best, Subset):
         return {**with_layers(options.get(LAYERSKIP, {}), best.layers), "num_speculative_tokens": best.k}
-    return {"method": best.method, **options.get(best.method, {}), "num_speculative_tokens": best.k}
+    drafts = {"tree": list(best.tree)} if isinstance(best, Shaped) else {"num_speculative_tokens": best.k}
+    return {"method": best.method, **options.get(best.method, {}), **drafts}
 
 
 def reach(found: Estimate, wanted: Seq[float] = (1.5, 2.0, 3.0)) -> dict[str, Any]:

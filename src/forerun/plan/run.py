@@ -14,7 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import Costs, Measured, measure
+from forerun.plan.estimate import Measured, full, in_plain_forwards, in_turns, measure, rounds
 from forerun.plan.layers import Subset, choose_layers
 from forerun.plan.planner import (
     LAYERSKIP,
@@ -65,33 +65,34 @@ def run_plan(
     ]
     by_method = {LAYERSKIP: {"method": LAYERSKIP, "accept": accept}, **{item["method"]: item for item in options}}
     trial = _Trial(llm, prompts, params, concurrency, step)
-    found = trial.methods(options)
-    estimates = [item for method, measured in found.items() if (item := trial.estimate(method, measured)) is not None]
-    curve = trial.common_curve(found.values())
+    methods = trial.methods(options)
+    estimates = [item for name in methods if (item := trial.estimate(name, trial.by_length[name])) is not None]
+    curve = trial.curve(trial.prices(found for runs in trial.by_length.values() for found in runs.values()))
     predictions = [
         p
         for item in estimates
         for p in predict(item, curve, longest, concurrency, partial(_nodes, by_method[item.method]))
     ]
     shown = {item.method: item for item in estimates}
-    trees = plan_trees([o for o in options if o["method"] in shown], tree_nodes, longest, trial, shown, curve)
+    trees = plan_trees([o for o in options if o["method"] in shown], tree_nodes, longest, trial, curve)
+    shapes = [shape for item in trees for shape in item["fixed"]]
     subsets = choose_layers(
         lambda layers: trial.layers(by_method[LAYERSKIP], layers, curve, longest),
         llm.model.info.num_layers,
         layer_trials,
     )
     return {
-        "recommended": recommend(predictions, subsets, {name: _own(item) for name, item in by_method.items()}),
+        "recommended": recommend(predictions, subsets, shapes, {name: _own(item) for name, item in by_method.items()}),
         "layers": [asdict(subset) for subset in subsets],
         "temperature": temperature,
         "concurrency": concurrency,
         "plain_tokens_per_second": trial.plain.tokens_per_second,
         "estimates": [theory_row(item, longest) for item in estimates],
-        "silent": [method for method in found if method not in shown],
+        "silent": [method for method in methods if method not in shown],
         "verify_cost": curve.points,
         "predictions": [asdict(p) for p in predictions],
         "measured": trial.measured(),
-        "trees": trees,
+        "trees": [{**item, "fixed": [asdict(shape) for shape in item["fixed"]]} for item in trees],
         "reach": [reach(item) for item in estimates],
     }
 
@@ -128,7 +129,8 @@ def _own(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Trial:
-    """Runs of the same prompts under many configurations, with plain decoding among them."""
+    """Runs of the same prompts under many configurations, in turns with plain decoding. Times of rounds are in forwards
+    of the plain rounds beside them."""
 
     llm: LLM
     prompts: Seq[Seq[int]]
@@ -136,34 +138,46 @@ class _Trial:
     concurrency: int
     step: Callable[[str], None]
     plain: Measured = field(default_factory=Measured)
-    by_length: dict[tuple[str, int], Measured] = field(default_factory=dict)
+    by_length: dict[str, dict[int, Measured]] = field(default_factory=dict)
+    speedups: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def run(self, config: Mapping[str, Any]) -> Measured:
-        engine_config = replace(self.llm.config, max_num_seqs=self.concurrency)
-        engine = Engine(self.llm.model, self.llm.tokenizer, engine_config, SpeculativeConfig.parse(config))
+    def engine(self, config: Mapping[str, Any]) -> Engine:
+        """With room for these answers alone: several engines are here at once."""
+        longest = max(len(prompt) + (p.max_tokens or 0) for prompt, p in zip(self.prompts, self.params))
+        room = min(self.llm.engine.max_model_len, longest)
+        engine_config = replace(self.llm.config, max_num_seqs=self.concurrency, max_model_len=room)
+        return Engine(self.llm.model, self.llm.tokenizer, engine_config, SpeculativeConfig.parse(config))
+
+    def run(self, configs: Seq[Mapping[str, Any]]) -> list[Measured]:
+        """What each configuration did, after plain decoding, which all take turns with."""
+        engines = [self.engine(config) for config in ({"method": NONE}, *configs)]
         first = [replace(p, max_tokens=4) for p in self.params[: self.concurrency]]
-        measure(engine, self.prompts[: self.concurrency], first)
-        return measure(engine, self.prompts, self.params)
-
-    def methods(self, options: Seq[Mapping[str, Any]]) -> dict[str, Measured]:
-        """Every method at every length of ``LENGTHS``."""
-        found: dict[str, Measured] = {item["method"]: Measured() for item in options}
-        for length in LENGTHS:
-            self.step("plain decoding")
-            self.plain.extend(self.run({"method": NONE}))
-            self.plain.check()
-            for item in options:
-                self.step(f"{item['method']}, {length} drafted tokens")
-                here = self.run({**item, "num_speculative_tokens": length})
-                self.by_length[item["method"], length] = here
-                found[item["method"]].extend(here)
+        for engine in engines:
+            measure(engine, self.prompts[: self.concurrency], first)
+        found = [Measured() for _ in engines]
+        in_turns([rounds(engine, self.prompts, self.params, each) for engine, each in zip(engines, found)])
+        found[0].check()
+        for each in (*found[1:], found[0]):
+            in_plain_forwards(each, found[0], self.concurrency)
+        self.plain.extend(found[0])
         return found
+
+    def methods(self, options: Seq[Mapping[str, Any]]) -> list[str]:
+        """Measure every method at every length of ``LENGTHS``."""
+        names = [item["method"] for item in options]
+        for length in LENGTHS:
+            self.step(f"{length} drafted tokens")
+            plain, *found = self.run([{**item, "num_speculative_tokens": length} for item in options])
+            for method, here in zip(names, found):
+                self.by_length.setdefault(method, {})[length] = here
+                self.speedups[method, length] = here.tokens_per_second / plain.tokens_per_second
+        return names
 
     def measured(self) -> list[dict[str, Any]]:
         """Speed over plain decoding, and how many of the drafts had more than 0, 1, ... tokens accepted."""
         rows = []
-        for (method, k), found in self.by_length.items():
-            kept, speed = found.total.acceptance_histogram, found.tokens_per_second / self.plain.tokens_per_second
+        for (method, k), speed in self.speedups.items():
+            kept = self.by_length[method][k].total.acceptance_histogram
             counts = [sum(kept[j + 1 :]) for j in range(len(kept) - 1)]
             rows.append({"method": method, "k": k, "speedup": speed, "drafts": sum(kept), "kept": counts})
         return rows
@@ -174,33 +188,26 @@ class _Trial:
         """``layerskip`` with these layers; None where it drafted nothing."""
         self.step(f"layers {', '.join(map(str, layers))}")
         config = with_layers(options, layers)
-        measured = self.run({**config, "num_speculative_tokens": LENGTHS[1]})
-        item = self.estimate(LAYERSKIP, measured)
+        _, measured = self.run([{**config, "num_speculative_tokens": LENGTHS[1]}])
+        item = self.estimate(LAYERSKIP, {LENGTHS[1]: measured})
         if item is None:
             return None
-        own = self.curve({**curve.points, **self.prices(measured)})
+        own = self.curve({**curve.points, **self.prices([measured])})
         predictions = predict(item, own, longest, self.concurrency, partial(_nodes, config))
         best = max(predictions, key=lambda p: p.speedup)
         return Subset(layers, item.alpha, item.match_rate, item.c, best.k, best.speedup)
 
-    def estimate(self, method: str, measured: Measured) -> Estimate | None:
-        costs, total = Costs.of(measured.rounds, self.plain.rounds, self.concurrency), measured.total
-        if costs is None or costs.c is None or total.alpha is None or total.match_rate is None:
-            return None
-        return estimate(method, total.alpha, total.match_rate, measured.rounds, costs)
+    def estimate(self, method: str, by_length: Mapping[int, Measured]) -> Estimate | None:
+        return estimate(method, by_length, self.plain, self.concurrency)
 
-    def prices(self, measured: Measured) -> dict[int, float]:
-        """Verification by rows, in plain forwards; empty where nothing was drafted."""
-        costs = Costs.of(measured.rounds, self.plain.rounds, self.concurrency)
-        return {} if costs is None or costs.c is None else dict(costs.verify)
-
-    def common_curve(self, found: Iterable[Measured]) -> CostCurve:
-        """From all methods' rounds: of each number of rows the median of their prices."""
-        prices = defaultdict(list)
+    def prices(self, found: Iterable[Measured]) -> dict[int, float]:
+        """Of a verification by its rows, in plain forwards, over the runs in which something was drafted."""
+        by_rows: dict[int, list[float]] = defaultdict(list)
         for measured in found:
-            for rows, price in self.prices(measured).items():
-                prices[rows].append(price)
-        return self.curve({rows: median(values) for rows, values in prices.items()})
+            if any(r.depth for r in measured.rounds):
+                for r in full(measured.rounds, self.concurrency):
+                    by_rows[r.rows].append(r.verify)
+        return {rows: median(values) for rows, values in sorted(by_rows.items())}
 
     def curve(self, points: Mapping[int, float]) -> CostCurve:
         return CostCurve(points, self.concurrency, self.llm.model.row_multiple)

@@ -37,11 +37,15 @@ def pair(task: Task, settings: Settings) -> tuple[Path, Path]:
 
 
 @cache
-@torch.inference_mode()
 def rates(name: str, settings: Settings, temperature: float) -> dict[str, Rates]:
     """By draft, over tokens that the target wrote for held-out sources of the task."""
     task = _task(name)
-    target, draft = (T5ForConditionalGeneration.from_pretrained(folder).eval() for folder in pair(task, settings))
+    return _rates(task, pair(task, settings), settings, temperature)
+
+
+@torch.inference_mode()
+def _rates(task: Task, folders: tuple[Path, Path], settings: Settings, temperature: float) -> dict[str, Rates]:
+    target, draft = (T5ForConditionalGeneration.from_pretrained(folder).eval() for folder in folders)
     counts = Counts([[PAD, *answer] for _, answer in task.train[:20_000]], task.vocabulary)
     sums = {name: Sums() for name in ("unigram", "bigram", "draft")}
     torch.manual_seed(0)

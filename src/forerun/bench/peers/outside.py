@@ -4,7 +4,8 @@ A worker (``workers/``) is a script that imports nothing of Forerun's. It reads 
 each with one: first ``{"model", "threads", "context"}``, answered by ``{"version", "rows", "about"}``; then
 ``{"row", "prompt", "max_tokens", "temperature", "seed", "ends"}``, answered by ``{"tokens", "seconds"}``, where seconds
 begin when the first token is there; ``ends`` are the ids that end an answer. llama.cpp's, told ``"scores": true`` with
-the model, takes ``{"score"}``, token ids, instead: ``{"logprobs", "choices"}``.
+the model, takes ``{"score"}``, token ids, instead: ``{"logprobs", "choices"}``. CTranslate2's searches beams:
+``{"source", "width", "max_tokens", "length_penalty"}``, answered by ``{"beams", "scores", "seconds"}``, all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
 
 WORKERS = Path(__file__).parent / "workers"
-PACKAGES = {"llama-cpp": "llama_cpp", "openvino": "openvino_genai", "vllm": "vllm"}
+PACKAGES = {"llama-cpp": "llama_cpp", "openvino": "openvino_genai", "vllm": "vllm", "ctranslate2": "ctranslate2"}
 NEEDS_GGUF = ("llama-cpp", "openvino")
 PRINTED = "printed.log"
 
@@ -134,7 +135,7 @@ def outside_contenders(peer: str, python: str | None, llm: LLM) -> list[Contende
     elif not path.is_file() and peer in NEEDS_GGUF:
         path = write_gguf(path, Path(folder.name) / "model.gguf", llm.model.info.dtype)
     threads = torch.get_num_threads()
-    worker = _started(peer, python or sys.executable, threads, folder)
+    worker = started(peer, python or sys.executable, threads, folder)
     try:
         about = worker.ask({"model": str(path), "threads": threads, "context": llm.engine.max_model_len})
     except ConfigError as error:
@@ -152,7 +153,7 @@ def scorer(python: str, model: str, context: int, threads: int) -> Iterator[Call
     path = resolve(model)
     if not path.is_file():
         raise ConfigError(f"{model} is no GGUF file, which llama.cpp needs")
-    worker = _started("llama-cpp", python, threads, tempfile.TemporaryDirectory(prefix="forerun-peer-"))
+    worker = started("llama-cpp", python, threads, tempfile.TemporaryDirectory(prefix="forerun-peer-"))
     try:
         worker.ask({"model": str(path), "threads": threads, "context": context, "scores": True})
         yield lambda ids: worker.ask({"score": list(ids)})
@@ -160,7 +161,8 @@ def scorer(python: str, model: str, context: int, threads: int) -> Iterator[Call
         worker.end()
 
 
-def _started(peer: str, python: str, threads: int, folder: tempfile.TemporaryDirectory[str]) -> Worker:
+def started(peer: str, python: str, threads: int, folder: tempfile.TemporaryDirectory[str]) -> Worker:
+    """The process of a peer's worker, which ``folder`` belongs to. Raises ConfigError where it cannot be started."""
     with (Path(folder.name) / PRINTED).open("w") as printed:
         try:
             process = subprocess.Popen(

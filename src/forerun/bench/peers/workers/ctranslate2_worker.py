@@ -1,0 +1,72 @@
+"""CTranslate2: beams of an encoder-decoder, converted from its checkpoint in a folder of its own.
+
+The converter needs transformers and torch, of this environment or of one that a .pth file lends it.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+BART = {"normalize_before": False, "normalize_embedding": True}
+"""What the converter asks of a BART config and transformers no longer writes."""
+
+
+def converted(checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint as CTranslate2 reads it. Tokens that it has not are the decoder's first."""
+    from ctranslate2.converters import TransformersConverter
+
+    source, made = folder / "checkpoint", folder / "converted"
+    shutil.copytree(checkpoint, source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (source / "config.json").write_text(json.dumps(BART | config), encoding="utf-8")
+    TransformersConverter(str(source)).convert(str(made))
+    config = json.loads((made / "config.json").read_text(encoding="utf-8"))
+    for name in ("bos_token", "unk_token"):
+        config[name] = config[name] or config["decoder_start_token"]
+    config = {name: value for name, value in config.items() if value is not None}
+    (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return made
+
+
+def answer(model: Any, words: list[str], asked: dict[str, Any]) -> dict[str, Any]:
+    source = [words[token] for token in asked["source"]]
+    began = perf_counter()
+    found = model.translate_batch(
+        [source],
+        beam_size=asked["width"],
+        num_hypotheses=asked["width"],
+        max_decoding_length=asked["max_tokens"],
+        min_decoding_length=0,
+        length_penalty=asked["length_penalty"],
+        return_scores=True,
+    )[0]
+    seconds = perf_counter() - began
+    place = {word: token for token, word in enumerate(words)}
+    beams = [[place[word] for word in beam] for beam in found.hypotheses]
+    return {"beams": beams, "scores": list(found.scores), "seconds": seconds}
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes beside the answers
+    import ctranslate2
+
+    about = json.loads(sys.stdin.readline())
+    with tempfile.TemporaryDirectory(prefix="forerun-ctranslate2-") as folder:
+        made = converted(Path(about["model"]), Path(folder))
+        words = json.loads((made / "shared_vocabulary.json").read_text(encoding="utf-8"))
+        model = ctranslate2.Translator(
+            str(made), device="cpu", compute_type="float32", inter_threads=1, intra_threads=about["threads"]
+        )
+        told = {"version": ctranslate2.__version__, "rows": ["ctranslate2"], "about": "CTranslate2"}
+        print(json.dumps(told), file=replies, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(answer(model, words, json.loads(line))), file=replies, flush=True)
+
+
+main()
