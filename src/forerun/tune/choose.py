@@ -11,7 +11,6 @@ from typing import Any
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.models.formats import int8
 from forerun.plan.estimate import Measured, measure
 from forerun.sampling.params import SamplingParams
 from forerun.train.progress import progress
@@ -30,22 +29,21 @@ WARM_UP = 4
 """Tokens before anything counts."""
 
 
-def choose(llm: LLM, head: Mapping[str, Any], prompts: Seq[Seq[int]], tokens: int, shown: bool) -> dict[str, Any]:
+def choose(
+    llm: LLM, drafts: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, shown: bool
+) -> dict[str, Any]:
     """``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round", "speedup"},
-    ...]}``, one request at a time at temperature 0: plain decoding, history, the head at several depths, and both
-    together."""
-    head = dict(head)
-    if int8.ours(llm.model.info.device, llm.model.info.dtype):
-        head["quantization"] = "int8_rows"
-    alone = [{**head, "num_speculative_tokens": depth} for depth in DEPTHS]
-    first = _measured(llm, [PLAIN, *HISTORY, *alone], prompts, tokens, shown)
-    history = _best(first, HISTORY)
-    best = _best(first, alone)
-    both = [
-        {"method": "merged", "drafters": [best, history]},
-        {"method": "cascade", "drafters": [history, best]},
-    ]
-    rows = [*first, *_measured(llm, [PLAIN, *both], prompts, tokens, shown)[1:]]
+    ...]}``, one request at a time at temperature 0: plain decoding, history, each of the trained ``drafts`` at several
+    depths, and the best of both together."""
+    alone = [{**draft, "num_speculative_tokens": depth} for draft in drafts for depth in DEPTHS]
+    rows = _measured(llm, [PLAIN, *HISTORY, *alone], prompts, tokens, shown)
+    if alone:
+        history, best = _best(rows, HISTORY), _best(rows, alone)
+        both = [
+            {"method": "merged", "drafters": [best, history]},
+            {"method": "cascade", "drafters": [history, best]},
+        ]
+        rows += _measured(llm, [PLAIN, *both], prompts, tokens, shown)[1:]
     quickest = max(rows, key=lambda row: row["speedup"])["config"]
     chosen = quickest if quickest["method"] == NONE else {**quickest, "length": "adaptive"}
     return {"chosen": chosen, "measured": rows}
@@ -113,7 +111,7 @@ def verdict(found: Mapping[str, Any]) -> str:
     history = max(rows[str(config)]["speedup"] for config in HISTORY)
     if chosen["method"] == NONE:
         return "no way of drafting pays here: plain decoding is recommended"
-    pays = "" if "head" in str(chosen) else "; the head does not pay, history does"
+    pays = "" if "'model'" in str(chosen) else "; what was trained does not pay, history does"
     return (
         f"{chosen['method']}: {row['speedup']:.2f} times plain decoding, "
         f"{row['speedup'] / history:.2f} times the best history drafter, {row['tokens_per_round']:.2f} "

@@ -20,11 +20,13 @@ def page(model: str, state: State) -> str:
         for row in found["measured"]
     ]  # fmt: skip
     kept = [
-        [str(place + 1), f"{before:.1%}", f"{after:.1%}", bar(max(before, after))]
+        [name, str(place + 1), f"{before:.1%}", f"{after:.1%}", bar(max(before, after))]
+        for name, result in trained.items()
         for place, (before, after) in enumerate(
-            zip(state.results["fitted"]["accepted_at_0"], trained["learnt"]["accepted_at_0"], strict=True)
+            zip(result["fitted"]["accepted_at_0"], result["learnt"]["accepted_at_0"], strict=True)
         )
     ]
+    learnt = "; ".join(f"{name} on {result['tokens']:,}, kept: {result['kept']}" for name, result in trained.items())
     checked = state.results["check"]
     minutes = [[name, f"{seconds / 60:.1f}"] for name, seconds in state.seconds.items()]
     parts = [
@@ -33,10 +35,9 @@ def page(model: str, state: State) -> str:
         f"<p>{checked['answers']} held-out answers with and without speculation, {checked['different']} differ.</p>",
         "<h2>Speed, one request at a time, temperature 0</h2>",
         table(["drafter", "over plain decoding", "tokens/s", "tokens a round", ""], rows),
-        "<h2>Held-out drafts of the head that are kept up to each position, temperature 0</h2>",
-        table(["position", "fitted", "trained", ""], kept),
-        f"<p>{wrote['tokens']:,} tokens of the model's own text; trained on {trained['tokens']:,}; kept: "
-        f"{escape(trained['kept'])}.</p>",
+        "<h2>Held-out drafts that are kept up to each position, temperature 0</h2>",
+        table(["draft", "position", "fitted", "trained", ""], kept),
+        f"<p>{wrote['tokens']:,} tokens of the model's own text; {escape(learnt)}.</p>",
         "<h2>Minutes</h2>",
         table(["stage", "minutes"], minutes),
     ]

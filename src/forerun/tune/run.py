@@ -17,6 +17,7 @@ from forerun.engine import tuned
 from forerun.engine.llm import LLM
 from forerun.models import sanity
 from forerun.models.fingerprint import fingerprint
+from forerun.models.formats import int8
 from forerun.models.load import read_config, resolve
 from forerun.train import loop
 from forerun.train.material import load_target
@@ -26,7 +27,8 @@ from forerun.tune import choose
 from forerun.tune.config import SHARES, TuneConfig
 from forerun.tune.data import Data, read
 from forerun.tune.features import Features
-from forerun.tune.head import LENGTH, MEANING, Trainer, export, layers, new_head, read_start, save_start
+from forerun.tune.head import LENGTH, MEANING, Trainer, drafted, layers
+from forerun.tune.kinds import KINDS, Kind, read_start, save_start
 from forerun.tune.record import Record, known
 from forerun.tune.report import page
 from forerun.tune.state import State
@@ -34,6 +36,8 @@ from forerun.tune.text import Writer, save_part
 
 BATCH = 2048
 """Tokens of a step."""
+FITTED = 200_000
+"""Tokens that a start is fitted to, at most."""
 REPORT = "report.html"
 
 
@@ -55,14 +59,13 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     state = State(run, marks)
     if "write" not in state.results:
         _write(config, data, state, run, say)
-    if "train" not in state.results:
+    if state.lacking(config.train):
         _train(config, folder, state, run, say)
     llm = _load(config)
     held = [list(prompt) for prompt in dict.fromkeys(map(_prompt, Features(run / "held").each()))]
     if "choose" not in state.results:
         with state.stage("choose"):
-            head = {"method": "eagle", "model": str(config.out / "head")}
-            found = choose.choose(llm, head, held[: config.probe], config.probe_tokens, config.progress)
+            found = choose.choose(llm, _drafts(config, llm), held[: config.probe], config.probe_tokens, config.progress)
             state.keep("choose", found)
     if "check" not in state.results:
         with state.stage("check"):
@@ -70,6 +73,16 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
             state.keep("check", choose.check(llm, chosen, held, config.probe_tokens, config.progress))
     llm.close()
     return _finish(config, state, say)
+
+
+def _drafts(config: TuneConfig, llm: LLM) -> list[dict[str, Any]]:
+    """What was trained, as ``speculative_config`` names it."""
+    able = int8.ours(llm.model.info.device, llm.model.info.dtype)
+    return [
+        {"method": name, "model": str(config.out / name)}
+        | ({"quantization": "int8_rows"} if able and KINDS[name].int8 else {})
+        for name in config.train
+    ]
 
 
 def _load(config: TuneConfig, **more: Any) -> LLM:
@@ -131,46 +144,51 @@ def _room(config: TuneConfig, run: Path, bytes_each: int, say: Callable[[str], N
 
 
 def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Callable[[str], None]) -> None:
-    """Stage 2: a head starts by least squares and learns for its share of the time; the better of both is kept."""
-    target, _ = load_target(folder)
+    """Stage 2: each draft starts from what the target knows and learns for its share of the time; the better of both
+    is kept."""
+    target, tokenizer = load_target(folder)
     train, test = Features(run / "text", config.seed), Features(run / "held")
     if not train.talks or not test.talks:
         raise ConfigError("the model ended every text at once: there is nothing to learn from")
-    first = run / "start.pt"
-    trainer = Trainer(target, train, test)
-    entered = time.monotonic()
-    with state.stage("train"):
-        if first.exists():
-            head = read_start(first, target)
-        else:
-            say("fitting a head to what the model wrote")
-            head = new_head(target, train, config.rows, 200_000)
-            save_start(head, first)
-        if "fitted" not in state.results:
-            state.keep("fitted", loop.looked_at(trainer.evaluate, head))
-        if "speed" not in state.results:
-            began = time.monotonic()
-            trainer.loss(head, train.batch(0, BATCH // LENGTH, LENGTH)).backward()
-            head.zero_grad()
-            speed = BATCH / (time.monotonic() - began)
-            left = SHARES["train"] * config.seconds - (time.monotonic() - entered)
-            state.keep("speed", {"tokens_per_second": speed, "tokens": max(BATCH, int(speed * left))})
-        done = loop.run(head, train, trainer.loss, _settings(config, state, run), trainer.evaluate, MEANING)
-        learnt = loop.looked_at(trainer.evaluate, head)
-        better = sum(learnt["accepted_at_0"]) >= sum(state.results["fitted"]["accepted_at_0"])
-        if not better:
-            head = read_start(first, target)
-        said = {"target": config.model, "target_fingerprint": fingerprint(folder), "tokens": done.tokens}
-        export(head, config.out / "head", said)
-        state.keep("train", {"tokens": done.tokens, "learnt": learnt, "kept": "learnt" if better else "fitted"})
+    ids = drafted(target, train, config.rows)
+    trainer = Trainer(target, train, test, ids)
+    said = {"target": config.model, "target_fingerprint": fingerprint(folder)}
+    clock = time.process_time if config.cpu_minutes else time.monotonic
+    for name in state.lacking(config.train):
+        first, kind = run / f"{name}.pt", KINDS[name]
+        with state.stage(f"train {name}"):
+            say(f"{name}: from what the target knows")
+            if first.exists() and f"{name} fitted" in state.results:
+                draft = read_start(kind, first, target)
+            else:
+                began = clock()
+                draft = kind.fitted(target, train, ids, FITTED)
+                seconds = clock() - began
+                save_start(draft, first)
+                state.keep(f"{name} fitted", {**loop.looked_at(trainer.evaluate, draft), "seconds": seconds})
+            fitted = state.results[f"{name} fitted"]
+            settings = _settings(config, kind, max(1.0, _each(config) - fitted["seconds"]), run / f"training {name}")
+            done = loop.run(draft, train, trainer.loss, settings, trainer.evaluate, MEANING)
+            learnt = loop.looked_at(trainer.evaluate, draft)
+            better = sum(learnt["accepted_at_0"]) >= sum(fitted["accepted_at_0"])
+            if not better:
+                draft = read_start(kind, first, target)
+            kind.export(draft, config.out / name, tokenizer, {**said, "tokens": done.tokens})
+            figures = {"tokens": done.tokens, "seconds": fitted["seconds"] + done.seconds, "learnt": learnt}
+            state.trained(name, {**figures, "fitted": fitted, "kept": "learnt" if better else "fitted"})
 
 
-def _settings(config: TuneConfig, state: State, run: Path) -> LoopSettings:
-    tokens = state.results["speed"]["tokens"]
+def _each(config: TuneConfig) -> float:
+    """Seconds that each draft learns for."""
+    return 60 * config.cpu_minutes if config.cpu_minutes else SHARES["train"] * config.seconds / len(config.train)
+
+
+def _settings(config: TuneConfig, kind: Kind, seconds: float, out: Path) -> LoopSettings:
     return LoopSettings(
-        out=run / "training", tokens=tokens, batch_tokens=BATCH, micro_tokens=BATCH, length=LENGTH, long_length=LENGTH,
-        long_share=0.0, matrix_lr=3e-3, lr=1e-4, weight_decay=0.0, warmup_share=0.05, decay_share=0.5, seed=config.seed,
-        threads=config.threads, eval_tokens=max(BATCH, tokens // 6), checkpoint_seconds=60.0, progress=config.progress,
+        out=out, tokens=config.max_tokens, seconds=seconds, cpu_time=config.cpu_minutes is not None, batch_tokens=BATCH,
+        micro_tokens=BATCH, length=LENGTH, long_length=LENGTH, long_share=0.0, matrix_lr=kind.matrix_lr, lr=kind.lr,
+        weight_decay=0.0, warmup_share=0.05, decay_share=0.5, seed=config.seed, threads=config.threads,
+        eval_tokens=20 * BATCH, checkpoint_seconds=60.0, progress=config.progress,
     )  # fmt: skip
 
 
@@ -179,11 +197,15 @@ def _finish(config: TuneConfig, state: State, say: Callable[[str], None]) -> Pat
     if not checked["passed"]:
         raise ConfigError(f"{config.out}: speculation changed {checked['different']} answers; nothing is recommended")
     chosen = found["chosen"]
-    uses = "head" in json.dumps(chosen)
-    files = ["head/config.json", "head/model.safetensors"] if uses else []
-    here = json.loads(json.dumps(chosen).replace(json.dumps(str(config.out / "head")), '"head"'))
+    text, files = json.dumps(chosen), []
+    for name in config.train:
+        path = json.dumps(str(config.out / name))
+        if path in text:
+            text = text.replace(path, json.dumps(name))
+            files += [f"{name}/{part.name}" for part in sorted((config.out / name).iterdir())]
     (config.out / REPORT).write_text(page(config.model, state), encoding="utf-8")
-    tuned.save(config.out, config.model, here, files, figures=found["measured"], accepted=state.results["fitted"])
+    accepted = state.results["train"]
+    tuned.save(config.out, config.model, json.loads(text), files, figures=found["measured"], accepted=accepted)
     say(choose.verdict(found))
     say(f"{config.out}: use it with --tuned {config.out}, or LLM({config.model!r}, tuned={str(config.out)!r})")
     return config.out
