@@ -58,9 +58,7 @@ class State:
 
     tokens: int = 0
     steps: int = 0
-    seconds: float = (
-        0.0  # time spent in steps, of the processor if settings say so: pauses and evaluations do not count
-    )
+    seconds: float = 0.0  # time spent in steps, as settings count it: pauses and evaluations are not in it
     plans: list[list[int]] = field(default_factory=list)  # [tokens consumed, length of the run set then]
 
 

@@ -27,8 +27,8 @@ class DistilledDraft(nn.Module):
         body: Any = target.get_decoder()
         count = len(body.layers)
         kept = sorted({layer % count for layer in LAYERS if layer < count})
-        others = {id(layer): nn.Identity() for place, layer in enumerate(body.layers) if place not in kept}
-        self.model: Any = deepcopy(target, {place: other for place, other in others.items()})
+        memo: Any = {id(layer): nn.Identity() for place, layer in enumerate(body.layers) if place not in kept}
+        self.model: Any = deepcopy(target, memo)
         body = self.model.get_decoder()
         body.layers = nn.ModuleList(body.layers[place] for place in kept)
         for place, layer in enumerate(body.layers):

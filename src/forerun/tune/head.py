@@ -99,7 +99,7 @@ class Trainer:
         self.train, self.test, self.target = train, test, target
         embedding: Any = target.get_input_embeddings().weight
         output: Any = target.get_output_embeddings().weight
-        self.embedding, self.output, self.narrow = embedding.float(), output.float(), output[ids].float()
+        self.embedding, self.output, self.narrow = embedding, output, output[ids]
         self.rows = test.batch(0, LOOKED_AT, LENGTH)
 
     def loss(self, draft: nn.Module, places: Tensor) -> Tensor:

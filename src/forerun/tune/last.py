@@ -16,6 +16,9 @@ from forerun.train.losses import overlap
 from forerun.tune.features import Features
 from forerun.tune.start import CALIBRATED, SHARPNESS, Fit
 
+LOUD = 8.0
+"""The size of what is said over that of the stream it is said into, which is no guess and cannot be unsaid."""
+
 
 class Draft(Protocol):
     """What ``Trainer`` trains."""
@@ -25,8 +28,8 @@ class Draft(Protocol):
 
 @dataclass(frozen=True)
 class Material:
-    """``tokens`` tokens of a target's text, a lesson for each conversation, and the share of it that is answer. ``head``
-    [n, hidden size] is what reads hidden states."""
+    """``tokens`` tokens of a target's text, a lesson for each conversation, and the share of it that is answer.
+    ``head`` [n, hidden size] reads hidden states."""
 
     target: PreTrainedModel
     features: Features
@@ -46,25 +49,29 @@ class Material:
 
 @torch.no_grad()
 def fit_last(draft: Draft, norm: Any, linears: Seq[nn.Linear], material: Material) -> None:
-    """Fits each of ``linears`` in turn, what the parts of the last layer say, so that the stream before ``norm`` comes
-    close to the target's last hidden state. What is behind one says nothing until then."""
+    """Fits each of ``linears`` in turn, what the parts of the last layer say, so that the stream before ``norm`` points
+    where the target's last hidden state does. What is behind one says nothing until then."""
     size = len(norm.weight)
     states = replace(material, head=torch.eye(size))
+    seen: dict[nn.Module, Tensor] = {}
+    loud = 0.0
+
+    def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        seen[module] = given[0]
+
     for linear in linears:
         nn.init.zeros_(linear.weight)
     for linear in linears:
-        fit, seen = Fit(linear.in_features, linear.out_features), dict[nn.Module, Tensor]()
-        hooks = [
-            part.register_forward_pre_hook(lambda module, given: seen.update({module: given[0]}))
-            for part in (linear, norm)
-        ]
+        fit = Fit(linear.in_features, linear.out_features)
+        hooks = [part.register_forward_pre_hook(keep) for part in (linear, norm)]
         for lesson, share in states:
             wanted = torch.stack([guess.wanted for guess in draft.guesses(lesson)], dim=-2)[0]
             few = round(share * len(wanted))
             if few:
-                inputs, stream = (seen[part][0, : len(wanted)][-few:].reshape(-1, size_of) for part, size_of in
-                                  ((linear, linear.in_features), (norm, size)))  # fmt: skip
-                fit.add(inputs, wanted[-few:].reshape(-1, size) / norm.weight - stream)
+                inputs, stream = (seen[part][0, len(wanted) - few : len(wanted)] for part in (linear, norm))
+                loud = loud or LOUD * float(stream.square().mean().sqrt())
+                lack = loud * wanted[-few:].view_as(stream) / norm.weight - stream
+                fit.add(inputs.reshape(-1, linear.in_features), lack.reshape(-1, size))
         for hook in hooks:
             hook.remove()
         linear.weight.copy_(fit.solve())

@@ -12,7 +12,8 @@ from forerun.tune.state import State
 
 def page(model: str, state: State) -> str:
     """HTML, UTF-8."""
-    found, wrote, trained = (state.results[name] for name in ("choose", "write", "train"))
+    found, trained = state.results["choose"], state.results.get("train", {})
+    wrote = state.results.get("write", {"tokens": 0})
     most = max(row["speedup"] for row in found["measured"])
     rows = [
         [_name(row["config"]), f"{row['speedup']:.2f}", f"{row['tokens_per_second']:.1f}",

@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,15 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     }
     run = config.out / "run"
     state = State(run, marks)
-    if "write" not in state.results:
+    if state.results.get("alone", config.hours) != config.hours:
+        state.forget("alone", "choose", "check")
+    if "write" not in state.results and "alone" not in state.results:
         _write(config, data, state, run, say)
-    if state.lacking(config.train):
+    if "alone" in state.results:
+        config = replace(config, train=())
+    elif state.lacking(config.train):
         _train(config, folder, state, run, say)
-    llm = _load(config)
-    held = [list(prompt) for prompt in dict.fromkeys(map(_prompt, Features(run / "held").each()))]
+    llm, held = _load(config), state.results["held"]
     if "choose" not in state.results:
         with state.stage("choose"):
             found = choose.choose(llm, _drafts(config, llm), held[: config.probe], config.probe_tokens, config.progress)
@@ -89,11 +93,6 @@ def _load(config: TuneConfig, **more: Any) -> LLM:
     return LLM(config.model, quantization=config.quantization, **more)
 
 
-def _prompt(talk: tuple[dict[str, Any], int, int, int]) -> tuple[int, ...]:
-    part, place, _, prompt = talk
-    return tuple(part["tokens"][place : place + prompt].tolist())
-
-
 def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callable[[str], None]) -> None:
     """Stage 1: the model writes, for its share of the time."""
     text = read_config(resolve(config.model)).get_text_config()
@@ -105,14 +104,23 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     record = llm.engine.router.drafters[Record.name]
     assert isinstance(record, Record)
     writer = Writer(llm, record, data, answer=config.answer, prompt=longest - config.answer)
+    held = writer.held_out_prompts()
+    state.keep("held", held)
     budget = SHARES["write"] * config.seconds
     bytes_each = 2 * len(which) * text.hidden_size
-    _room(config, run, bytes_each, say)
+    with state.stage("load"):
+        planned = min(config.max_tokens, round(writer.speed(held) * budget))
+    if planned < config.min_tokens:
+        say(_too_little(config, planned))
+        llm.close()
+        state.keep("alone", config.hours)
+        return
+    _room(config, run, planned, bytes_each, say)
     (run / "held").mkdir(exist_ok=True)
     (run / "text").mkdir(exist_ok=True)
     with state.stage("write"):
         if not (run / "held" / "held.pt").exists():
-            save_part(writer.held_out(), run / "held" / "held.pt")
+            save_part(writer.held_out(held), run / "held" / "held.pt")
     total = 0
     with progress("writing text, seconds", round(budget), config.progress) as bar:
         for number in range(1_000_000):
@@ -128,18 +136,31 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     state.keep("write", {"tokens": total, "bytes": total * bytes_each, "chats": writer.chats})
 
 
-def _room(config: TuneConfig, run: Path, bytes_each: int, say: Callable[[str], None]) -> None:
+def _too_little(config: TuneConfig, planned: int) -> str:
+    """What a time that is too short for training brings."""
+    enough = config.hours * config.min_tokens / max(1, planned)
+    return (
+        f"{config.hours * 60:.1f} minutes are too few: they let the model write about {planned:,} tokens, and what is "
+        f"trained on fewer than {config.min_tokens:,} (--min-tokens) drafts too badly to pay. So nothing is trained: "
+        f"drafters that copy from the text so far ({', '.join(way['method'] for way in choose.HISTORY)}) are "
+        f"measured, and the quickest is kept. About --hours {enough:.2g} would train; more makes what is trained draft "
+        "better"
+    )
+
+
+def _room(config: TuneConfig, run: Path, planned: int, bytes_each: int, say: Callable[[str], None]) -> None:
     """Says what it will need, and raises ConfigError where the disk lacks it."""
-    most = config.max_tokens * bytes_each
+    most = planned * bytes_each
     free = shutil.disk_usage(run).free
     say(
-        f"{config.hours * 60:.0f} minutes: {SHARES['write']:.0%} to write text, {SHARES['train']:.0%} to train a head, "
-        f"the rest to choose and to check; at most {most / 1e9:.1f} GB of disk in {run}, to be removed afterwards"
+        f"{config.hours * 60:.0f} minutes: {SHARES['write']:.0%} to write text, about {planned:,} tokens, "
+        f"{SHARES['train']:.0%} to train {' and '.join(config.train)}, the rest to choose and to check; about "
+        f"{most / 1e9:.1f} GB of disk in {run}, to be removed afterwards"
     )
     if free < most + (1 << 28):
         raise ConfigError(
-            f"{run} has {free / 1e9:.1f} GB free, and {config.max_tokens:,} tokens of text may take {most / 1e9:.1f} "
-            "GB: free some, or lower --max-tokens"
+            f"{run} has {free / 1e9:.1f} GB free, and {planned:,} tokens of text take {most / 1e9:.1f} GB: free some, "
+            "or lower --max-tokens"
         )
 
 

@@ -66,6 +66,10 @@ class State:
 
     def trained(self, name: str, result: Any) -> None:
         """A draft's result; what was chosen without it is to be chosen anew."""
-        for later in ("choose", "check"):
-            self.results.pop(later, None)
+        self.forget("choose", "check")
         self.keep("train", {**self.results.get("train", {}), name: result})
+
+    def forget(self, *names: str) -> None:
+        """These results are to be found anew."""
+        for name in names:
+            self.results.pop(name, None)

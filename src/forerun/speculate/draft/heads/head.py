@@ -92,7 +92,7 @@ class Lesson:
         return self.logits
 
     def places(self, at: torch.Tensor, first: int, depth: int) -> torch.Tensor | None:
-        """bool [rows, n]: of the positions ``at`` int64 [n], those where the ``depth`` tokens from ``first`` ahead on are
+        """bool [rows, n]: of the positions ``at`` int64 [n], those whose ``depth`` tokens from ``first`` ahead on are
         in the same text, and the nearest of them to be guessed; None: all."""
         if self.segments is None or self.answers is None:
             return None

@@ -120,8 +120,8 @@ class ParallelHead(Head):
     def _attend(
         self, block: _Block, x: torch.Tensor, features: torch.Tensor, where: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Training form: x [batch, anchors, depth, hidden], context features [batch, length, hidden], ``mask`` over them
-        [batch or 1, 1, anchors, 1, length]."""
+        """Training form: x [batch, anchors, depth, hidden], context features [batch, length, hidden], ``mask`` over
+        them [batch or 1, 1, anchors, 1, length]."""
         normed = block.norm(x)
         q = block.queries(normed, where)
         own_k, own_v = block.keys(normed, where)
