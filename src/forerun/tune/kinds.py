@@ -90,7 +90,7 @@ class Parallel(Medusa):
     """Starts with the target's last layer, which looks at its last hidden states; least squares say what it makes of
     what it finds."""
 
-    matrix_lr = 3e-4
+    matrix_lr = 3e-3
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
         return ParallelHead(Sizes(**sizes))
@@ -115,7 +115,7 @@ class Parallel(Medusa):
 class Distilled(Kind):
     """A few of the target's layers; least squares say what the last of them makes of what it finds."""
 
-    matrix_lr = 3e-4
+    matrix_lr = 3e-3
     int8 = True
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:

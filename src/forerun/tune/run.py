@@ -110,7 +110,7 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     bytes_each = 2 * len(which) * text.hidden_size
     with state.stage("load"):
         planned = min(config.max_tokens, round(writer.speed(held) * budget))
-    if planned < config.min_tokens:
+    if planned < min(config.min_tokens, config.max_tokens):
         say(_too_little(config, planned))
         llm.close()
         state.keep("alone", config.hours)
@@ -225,7 +225,7 @@ def _finish(config: TuneConfig, state: State, say: Callable[[str], None]) -> Pat
             text = text.replace(path, json.dumps(name))
             files += [f"{name}/{part.name}" for part in sorted((config.out / name).iterdir())]
     (config.out / REPORT).write_text(page(config.model, state), encoding="utf-8")
-    accepted = state.results["train"]
+    accepted = state.results.get("train", {})
     tuned.save(config.out, config.model, json.loads(text), files, figures=found["measured"], accepted=accepted)
     say(choose.verdict(found))
     say(f"{config.out}: use it with --tuned {config.out}, or LLM({config.model!r}, tuned={str(config.out)!r})")
