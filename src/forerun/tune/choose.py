@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -24,26 +25,30 @@ PLAIN: dict[str, Any] = {"method": NONE}
 DEPTHS = (1, 2, 3, 4)
 """Tokens that the head drafts."""
 TURNS = 2
-"""Times that every way answers every prompt, in turns."""
+"""Times that every way answers every prompt, in turns, if there is time."""
+FEWEST = 4
+"""Prompts that every way answers in any case."""
+FIRST = 0.75
+"""Share of the time for each way alone; the rest is for two of them together."""
 WARM_UP = 4
 """Tokens before anything counts."""
 
 
 def choose(
-    llm: LLM, drafts: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, shown: bool
+    llm: LLM, drafts: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, seconds: float, shown: bool
 ) -> dict[str, Any]:
     """``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round", "speedup"},
     ...]}``, one request at a time at temperature 0: plain decoding, history, each of the trained ``drafts`` at several
-    depths, and the best of both together."""
+    depths, and the best of both together; for ``seconds``, and until every way has answered a few prompts."""
     alone = [{**draft, "num_speculative_tokens": depth} for draft in drafts for depth in DEPTHS]
-    rows = _measured(llm, [PLAIN, *HISTORY, *alone], prompts, tokens, shown)
+    rows = _measured(llm, [PLAIN, *HISTORY, *alone], prompts, tokens, FIRST * seconds, shown)
     if alone:
         history, best = _best(rows, HISTORY), _best(rows, alone)
         both = [
             {"method": "merged", "drafters": [best, history]},
             {"method": "cascade", "drafters": [history, best]},
         ]
-        rows += _measured(llm, [PLAIN, *both], prompts, tokens, shown)[1:]
+        rows += _measured(llm, [PLAIN, *both], prompts, tokens, (1 - FIRST) * seconds, shown)[1:]
     quickest = max(rows, key=lambda row: row["speedup"])["config"]
     chosen = quickest if quickest["method"] == NONE else {**quickest, "length": "adaptive"}
     return {"chosen": chosen, "measured": rows}
@@ -55,19 +60,22 @@ def _best(rows: Seq[Mapping[str, Any]], among: Seq[Mapping[str, Any]]) -> dict[s
 
 
 def _measured(
-    llm: LLM, configs: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, shown: bool
+    llm: LLM, configs: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, seconds: float, shown: bool
 ) -> list[dict[str, Any]]:
     """A row for each of ``configs``, of which the first is plain decoding: ``speedup`` is the median over prompts and
     turns of its time a token over plain decoding's just before, so that a busy machine is busy for both."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     totals = [Measured() for _ in configs]
     ratios: list[list[float]] = [[] for _ in configs]
+    began = time.monotonic()
     with progress("measuring", TURNS * len(prompts), shown) as bar:
         for turn in range(TURNS):
             engines = [_engine(llm, config) for config in configs]
             for engine in engines:
                 measure(engine, prompts[:1], [replace(params, max_tokens=WARM_UP)])
             for number, prompt in enumerate(prompts):
+                if (turn or number >= FEWEST) and time.monotonic() - began > seconds:
+                    break
                 found = [measure(engine, [prompt], [params]) for engine in engines]
                 for total, times, here in zip(totals, ratios, found, strict=True):
                     total.extend(here)

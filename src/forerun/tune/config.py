@@ -8,8 +8,8 @@ from pathlib import Path
 
 from forerun.core.errors import ConfigError
 
-SHARES = {"write": 0.4, "train": 0.35}
-"""Of the time: the rest is for loading, choosing and checking."""
+SHARES = {"write": 0.4, "train": 0.35, "choose": 0.15}
+"""Of the time: the rest is for loading and checking."""
 
 TRAINED = ("eagle", "medusa", "parallel", "draft_model")
 
@@ -26,9 +26,7 @@ class TuneConfig:
     train: tuple[str, ...] = ("eagle",)  # learns to draft: eagle, medusa, parallel, draft_model (repeatable)
     cpu_minutes: float | None = None  # processor time that each learns for, its start included; none: a share of hours
     rows: int = 8192  # tokens that are learnt, the commonest; an eagle head drafts no others
-    min_tokens: int = (
-        20_000  # with time to write fewer nothing is trained: history alone is measured
-    )
+    min_tokens: int = 20_000  # with time to write fewer nothing is trained: history alone is measured
     max_tokens: int = 2_000_000  # text that the model writes at most, in tokens
     answer: int = 256  # tokens of an answer, at most
     probe: int = 16  # held-out prompts that methods are compared on

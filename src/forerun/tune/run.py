@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
@@ -33,10 +34,14 @@ from forerun.tune.kinds import KINDS, Kind, read_start, save_start
 from forerun.tune.record import Record, known
 from forerun.tune.report import page
 from forerun.tune.state import State
-from forerun.tune.text import Writer, save_part
+from forerun.tune.text import ROWS, Writer, save_part
 
 BATCH = 2048
 """Tokens of a step."""
+PROGRAM = 0.7e9
+"""Bytes of memory that Python, torch and transformers take before any model is there."""
+HELD = 0.15
+"""Of the text that is written, at most: what is held out, at two temperatures."""
 FITTED = 200_000
 """Tokens that a start is fitted to, at most."""
 REPORT = "report.html"
@@ -69,7 +74,10 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     llm, held = _load(config), state.results["held"]
     if "choose" not in state.results:
         with state.stage("choose"):
-            found = choose.choose(llm, _drafts(config, llm), held[: config.probe], config.probe_tokens, config.progress)
+            found = choose.choose(
+                llm, _drafts(config, llm), held[: config.probe], config.probe_tokens,
+                SHARES["choose"] * config.seconds, config.progress,
+            )  # fmt: skip
             state.keep("choose", found)
     if "check" not in state.results:
         with state.stage("check"):
@@ -100,27 +108,29 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     longest = min(config.answer + 704, text.max_position_embeddings)
     recording = {"method": Record.name, "layers": which}
     with known():
-        llm = _load(config, max_model_len=longest, max_num_seqs=48, speculative_config=recording)
+        llm = _load(config, max_model_len=longest, max_num_seqs=ROWS, speculative_config=recording)
     record = llm.engine.router.drafters[Record.name]
     assert isinstance(record, Record)
     writer = Writer(llm, record, data, answer=config.answer, prompt=longest - config.answer)
     held = writer.held_out_prompts()
-    state.keep("held", held)
     budget = SHARES["write"] * config.seconds
     bytes_each = 2 * len(which) * text.hidden_size
     with state.stage("load"):
         planned = min(config.max_tokens, round(writer.speed(held) * budget))
+    if "held" not in state.results:
+        some = max(choose.FEWEST, round(HELD * planned / (2 * config.answer)))
+        state.keep("held", held[:: -(-len(held) // some)])
     if planned < min(config.min_tokens, config.max_tokens):
         say(_too_little(config, planned))
         llm.close()
         state.keep("alone", config.hours)
         return
-    _room(config, run, planned, bytes_each, say)
+    _room(config, run, planned, bytes_each, _memory(llm, longest, text), say)
     (run / "held").mkdir(exist_ok=True)
     (run / "text").mkdir(exist_ok=True)
     with state.stage("write"):
         if not (run / "held" / "held.pt").exists():
-            save_part(writer.held_out(held), run / "held" / "held.pt")
+            save_part(writer.held_out(state.results["held"]), run / "held" / "held.pt")
     total = 0
     with progress("writing text, seconds", round(budget), config.progress) as bar:
         for number in range(1_000_000):
@@ -148,14 +158,29 @@ def _too_little(config: TuneConfig, planned: int) -> str:
     )
 
 
-def _room(config: TuneConfig, run: Path, planned: int, bytes_each: int, say: Callable[[str], None]) -> None:
+def _memory(llm: LLM, longest: int, config: Any) -> float:
+    """Bytes, about, that writing or training takes, whichever takes more: weights and the caches of what is written
+    together, or the target in bfloat16, three of its layers with gradient and momentum, and logits."""
+    info = llm.model.info
+    entries = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in info.kv_shapes)
+    writing = info.weight_bytes + ROWS * longest * entries * info.dtype.itemsize
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config)
+    layer = sum(part.numel() for part in target.get_decoder().layers[0].parameters())
+    training = 2 * target.num_parameters() + 3 * 16 * layer + 24 * LENGTH * info.vocab_size
+    return PROGRAM + max(writing, training)
+
+
+def _room(
+    config: TuneConfig, run: Path, planned: int, bytes_each: int, memory: float, say: Callable[[str], None]
+) -> None:
     """Says what it will need, and raises ConfigError where the disk lacks it."""
     most = planned * bytes_each
     free = shutil.disk_usage(run).free
     say(
         f"{config.hours * 60:.0f} minutes: {SHARES['write']:.0%} to write text, about {planned:,} tokens, "
         f"{SHARES['train']:.0%} to train {' and '.join(config.train)}, the rest to choose and to check; about "
-        f"{most / 1e9:.1f} GB of disk in {run}, to be removed afterwards"
+        f"{memory / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB of disk in {run}, to be removed afterwards"
     )
     if free < most + (1 << 28):
         raise ConfigError(

@@ -22,6 +22,8 @@ from forerun.tune.turns import FOLLOW_UPS, held_out, machine_paragraphs, turns
 
 FOLLOWED = 4
 """One conversation of so many gets a second turn."""
+ROWS = 48
+"""Texts that are written together."""
 TIMED = 24
 """Answers, and tokens of each, by which the speed of writing is told."""
 OPENING = 32
@@ -38,7 +40,7 @@ class Writer:
     llm: LLM
     record: Record
     data: Data
-    rows: int = 48
+    rows: int = ROWS
     answer: int = 256
     prompt: int = 700
     chats: bool = field(init=False)
