@@ -150,11 +150,11 @@ def _too_little(config: TuneConfig, planned: int) -> str:
     """What a time that is too short for training brings."""
     enough = config.hours * config.min_tokens / max(1, planned)
     return (
-        f"{config.hours * 60:.1f} minutes are too few: they let the model write about {planned:,} tokens, and what is "
-        f"trained on fewer than {config.min_tokens:,} (--min-tokens) drafts too badly to pay. So nothing is trained: "
-        f"drafters that copy from the text so far ({', '.join(way['method'] for way in choose.HISTORY)}) are "
-        f"measured, and the quickest is kept. About --hours {enough:.2g} would train; more makes what is trained draft "
-        "better"
+        f"{config.hours * 60:.1f} minutes are too few: the model would write about {planned:,} tokens, and from fewer "
+        f"than {config.min_tokens:,} (--min-tokens) nothing learns to draft well enough to pay (figures: "
+        "docs/tune.md). So nothing is trained: drafters that copy from the text so far "
+        f"({', '.join(way['method'] for way in choose.HISTORY)}) are measured, and the quickest is kept. They bring "
+        f"much where answers repeat, little elsewhere. About --hours {enough:.2g} would train"
     )
 
 

@@ -32,7 +32,8 @@ class ResidualHead(Head):
 
     def guesses(self, lesson: Lesson) -> Iterator[Guess]:
         hidden = lesson.hidden[self.sizes.num_layers]
-        length = hidden.shape[1] - self.sizes.depth - self.ahead
+        room = self.sizes.depth + self.ahead - (lesson.segments is None)  # packed rows end inside a text
+        length = hidden.shape[1] - room
         at = torch.arange(length, device=hidden.device)
         places = lesson.places(at, self.ahead + 1, self.sizes.depth)
         known = hidden[:, :length]
