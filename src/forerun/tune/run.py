@@ -160,14 +160,15 @@ def _too_little(config: TuneConfig, planned: int) -> str:
 
 def _memory(llm: LLM, longest: int, config: Any) -> float:
     """Bytes, about, that writing or training takes, whichever takes more: weights and the caches of what is written
-    together, or the target in bfloat16, three of its layers with gradient and momentum, and logits."""
+    together, or the target in bfloat16, three of its layers with gradient and momentum, sums of squares, and logits."""
     info = llm.model.info
     entries = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in info.kv_shapes)
     writing = info.weight_bytes + ROWS * longest * entries * info.dtype.itemsize
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
     layer = sum(part.numel() for part in target.get_decoder().layers[0].parameters())
-    training = 2 * target.num_parameters() + 3 * 16 * layer + 24 * LENGTH * info.vocab_size
+    inner = getattr(config, "intermediate_size", 0)
+    training = 2 * target.num_parameters() + 48 * layer + 20 * inner**2 + 24 * LENGTH * info.vocab_size
     return PROGRAM + max(writing, training)
 
 
