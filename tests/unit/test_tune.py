@@ -199,6 +199,7 @@ def test_a_time_too_short_to_train_says_so_and_measures_history(model: str, tmp_
     assert "are too few" in said[0]
     assert "1,000,000,000 (--min-tokens)" in said[0]
     assert "ngram, suffix, prompt_lookup" in said[0]
+    assert "trained does not pay" not in " ".join(said)
     assert not (out / "run" / "text").exists()
     found = json.loads((out / "tuned.json").read_text("utf-8"))
     assert {row["config"]["method"] for row in found["figures"]} == {"none", "ngram", "suffix", "prompt_lookup"}

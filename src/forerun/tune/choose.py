@@ -119,7 +119,8 @@ def verdict(found: Mapping[str, Any]) -> str:
     history = max(rows[str(config)]["speedup"] for config in HISTORY)
     if chosen["method"] == NONE:
         return "no way of drafting pays here: plain decoding is recommended"
-    pays = "" if "'model'" in str(chosen) else "; what was trained does not pay, history does"
+    beaten = any("model" in row["config"] for row in found["measured"]) and "'model'" not in str(chosen)
+    pays = "; what was trained does not pay, history does" if beaten else ""
     return (
         f"{chosen['method']}: {row['speedup']:.2f} times plain decoding, "
         f"{row['speedup'] / history:.2f} times the best history drafter, {row['tokens_per_round']:.2f} "

@@ -64,7 +64,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     run = config.out / "run"
     state = State(run, marks)
     if state.results.get("alone", config.hours) != config.hours:
-        state.forget("alone", "choose", "check")
+        state.forget("alone", "held", "choose", "check")
     if "write" not in state.results and "alone" not in state.results:
         _write(config, data, state, run, say)
     if "alone" in state.results:
@@ -117,10 +117,11 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     bytes_each = 2 * len(which) * text.hidden_size
     with state.stage("load"):
         planned = min(config.max_tokens, round(writer.speed(held) * budget))
+    alone = planned < min(config.min_tokens, config.max_tokens)
     if "held" not in state.results:
-        some = max(choose.FEWEST, round(HELD * planned / (2 * config.answer)))
+        some = config.probe if alone else max(choose.FEWEST, round(HELD * planned / (2 * config.answer)))
         state.keep("held", held[:: -(-len(held) // some)])
-    if planned < min(config.min_tokens, config.max_tokens):
+    if alone:
         say(_too_little(config, planned))
         llm.close()
         state.keep("alone", config.hours)
