@@ -29,7 +29,7 @@ from forerun.tune import choose
 from forerun.tune.config import SHARES, TuneConfig
 from forerun.tune.data import Data, read
 from forerun.tune.features import Features
-from forerun.tune.head import LENGTH, MEANING, Trainer, drafted, layers
+from forerun.tune.head import AHEAD, LENGTH, MEANING, Trainer, drafted, layers
 from forerun.tune.kinds import KINDS, Kind, read_start, save_start
 from forerun.tune.record import Record, known
 from forerun.tune.report import page
@@ -126,7 +126,7 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
         llm.close()
         state.keep("alone", config.hours)
         return
-    _room(config, run, planned, bytes_each, _memory(llm, longest, text), say)
+    _room(config, run, planned, bytes_each, _memory(llm, longest, text, config.rows), say)
     (run / "held").mkdir(exist_ok=True)
     (run / "text").mkdir(exist_ok=True)
     with state.stage("write"):
@@ -159,9 +159,10 @@ def _too_little(config: TuneConfig, planned: int) -> str:
     )
 
 
-def _memory(llm: LLM, longest: int, config: Any) -> float:
+def _memory(llm: LLM, longest: int, config: Any, rows: int) -> float:
     """Bytes, about, that writing or training takes, whichever takes more: weights and the caches of what is written
-    together, or the target in bfloat16, three of its layers with gradient and momentum, sums of squares, and logits."""
+    together, or the target in bfloat16, three of its layers with gradient and momentum, sums of squares, and logits of
+    all tokens and of the ``rows`` that are learnt."""
     info = llm.model.info
     entries = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in info.kv_shapes)
     writing = info.weight_bytes + ROWS * longest * entries * info.dtype.itemsize
@@ -169,7 +170,8 @@ def _memory(llm: LLM, longest: int, config: Any) -> float:
         target = AutoModelForCausalLM.from_config(config)
     layer = sum(part.numel() for part in target.get_decoder().layers[0].parameters())
     inner = getattr(config, "intermediate_size", 0)
-    training = 2 * target.num_parameters() + 48 * layer + 20 * inner**2 + 24 * LENGTH * info.vocab_size
+    training = 2 * target.num_parameters() + 48 * layer + 20 * inner**2
+    training += 24 * LENGTH * info.vocab_size + 20 * AHEAD * BATCH * rows
     return PROGRAM + max(writing, training)
 
 
