@@ -36,6 +36,8 @@ from forerun.tune.report import page
 from forerun.tune.state import State
 from forerun.tune.text import ROWS, Writer, save_part
 
+VERSION = 2
+"""Of what is kept in ``run``."""
 BATCH = 2048
 """Tokens of a step."""
 PROGRAM = 0.7e9
@@ -55,6 +57,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     folder = resolve(config.model)
     sanity.require_decoder(read_config(folder), folder, "forerun tune")
     marks = {
+        "version": VERSION,
         "model": fingerprint(folder),
         "data": hashlib.sha256(json.dumps([data.turns, data.paragraphs]).encode()).hexdigest()[:16],
         "quantization": config.quantization,
