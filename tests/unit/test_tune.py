@@ -20,13 +20,13 @@ from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.train import loop
 from forerun.tune import choose, data, text, turns
 from forerun.tune import run as stages
-from forerun.tune.config import TuneConfig
+from forerun.tune.config import TRAINED, TuneConfig
 from forerun.tune.state import State
 from tiny import save_tokenizer, tiny_llama
 
 pytestmark = pytest.mark.slow
 
-QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "probe": 2, "probe_tokens": 8, "progress": False}
+QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "min_tokens": 2, "probe": 2, "probe_tokens": 8, "progress": False}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,8 +53,8 @@ def copied(folder: Path, to: Path) -> Path:
 
 def use_head(folder: Path, model: str) -> None:
     """Makes a tuned folder recommend its head, whatever was quickest."""
-    config = {"method": "eagle", "model": "head", "num_speculative_tokens": 3}
-    tuned.save(folder, model, config, ["head/config.json", "head/model.safetensors"])
+    config = {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}
+    tuned.save(folder, model, config, ["eagle/config.json", "eagle/model.safetensors"])
 
 
 def test_a_tuned_folder_keeps_every_token(folder: Path, model: str, tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_what_a_tuning_leaves(folder: Path) -> None:
 
 
 def test_a_finished_tuning_does_nothing_again(folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = (folder / "head" / "model.safetensors").stat().st_mtime_ns
+    before = (folder / "eagle" / "model.safetensors").stat().st_mtime_ns
     monkeypatch.setattr(text.Writer, "part", lambda *_: pytest.fail("wrote again"))
     stages.tune(TuneConfig(model=model, out=folder, **QUICK))
-    assert (folder / "head" / "model.safetensors").stat().st_mtime_ns == before
+    assert (folder / "eagle" / "model.safetensors").stat().st_mtime_ns == before
 
 
 def test_other_weights_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_other_weights_are_refused(folder: Path, tmp_path: Path) -> None:
         LLM(str(tmp_path), tuned=folder)
 
 
-@pytest.mark.parametrize("part", ["tuned.json", "head/config.json", "head/model.safetensors"])
+@pytest.mark.parametrize("part", ["tuned.json", "eagle/config.json", "eagle/model.safetensors"])
 def test_a_changed_folder_is_refused(folder: Path, model: str, tmp_path: Path, part: str) -> None:
     own = copied(folder, tmp_path)
     use_head(own, model)
@@ -158,7 +158,59 @@ def test_bench_measures_it(folder: Path, model: str, tmp_path: Path) -> None:
     methods, options = with_tuned(str(own), {"model": model}, ["none"], {"max_order": 3})
     assert methods == ["none", "eagle"]
     assert options["max_order"] == 3
-    assert options["eagle"] == {"model": str(own / "head"), "num_speculative_tokens": 3}
+    assert options["eagle"] == {"model": str(own / "eagle"), "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind != "eagle"])
+def test_every_kind_learns_from_the_same_text(
+    folder: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A finished tuning is given another kind: nothing is written again, it is compared, and it changes no token."""
+    out = Path(shutil.copytree(folder, tmp_path / "out"))
+    monkeypatch.setattr(text.Writer, "part", lambda *_: pytest.fail("wrote again"))
+    stages.tune(TuneConfig(model=model, out=out, **QUICK, train=("eagle", kind), cpu_minutes=1 / 60))
+    state = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]
+    assert set(state["train"]) == {"eagle", kind}
+    assert state["train"][kind]["tokens"] > 0
+    assert {row["config"]["method"] for row in state["choose"]["measured"]} > {"eagle", kind}
+    config = {"method": kind, "model": str(out / kind), "num_speculative_tokens": 3}
+    params = SamplingParams(temperature=0.9, max_tokens=40, seed=3, ignore_eos=True)
+    said = [
+        LLM(model, speculative_config=more).generate(["u:a dog;a:"], params, use_tqdm=False)[0]
+        for more in (None, config)
+    ]
+    assert said[0].outputs[0].token_ids == said[1].outputs[0].token_ids
+    assert said[1].metrics.num_draft_tokens > 10
+
+
+def test_learning_ends_when_its_processor_time_is_over(folder: Path, model: str, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(folder, tmp_path / "out"))
+    shutil.rmtree(out / "medusa", ignore_errors=True)
+    stages.tune(TuneConfig(model=model, out=out, **QUICK, train=("medusa",), cpu_minutes=3 / 60))
+    spent = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]["train"]["medusa"]["seconds"]
+    assert 3 <= spent < 4
+
+
+def test_a_time_too_short_to_train_says_so_and_measures_history(model: str, tmp_path: Path) -> None:
+    """One line before anything is written; with more time the same command trains."""
+    said: list[str] = []
+    short = {**QUICK, "min_tokens": 10**9, "max_tokens": 10**9}
+    out = stages.tune(TuneConfig(model=model, out=tmp_path, **short), said.append)
+    assert "are too few" in said[0]
+    assert "1,000,000,000 (--min-tokens)" in said[0]
+    assert "ngram, suffix, prompt_lookup" in said[0]
+    assert "trained does not pay" not in " ".join(said)
+    assert not (out / "run" / "text").exists()
+    found = json.loads((out / "tuned.json").read_text("utf-8"))
+    assert {row["config"]["method"] for row in found["figures"]} == {"none", "ngram", "suffix", "prompt_lookup"}
+    assert (out / "report.html").exists()
+    stages.tune(TuneConfig(model=model, out=tmp_path, **{**QUICK, "hours": 2.1 / 3600}), said.append)
+    assert (out / "eagle" / "model.safetensors").exists()
+
+
+def test_what_is_not_trained_is_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing called 'ngram' is trained: choose among eagle, medusa"):
+        TuneConfig(model=model, out=tmp_path, train=("ngram",))
 
 
 class Kill(Exception):

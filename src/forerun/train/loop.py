@@ -58,7 +58,7 @@ class State:
 
     tokens: int = 0
     steps: int = 0
-    seconds: float = 0.0  # time spent in steps: pauses and evaluations are not counted
+    seconds: float = 0.0  # time spent in steps, as settings count it: pauses and evaluations are not in it
     plans: list[list[int]] = field(default_factory=list)  # [tokens consumed, length of the run set then]
 
 
@@ -70,7 +70,8 @@ def run(
     evaluate: Evaluation | None = None,
     meaning: Meaning = Meaning(),
 ) -> State:
-    """Trains the parameters of `model` that require gradients until `settings.tokens` tokens are consumed.
+    """Trains the parameters of `model` that require gradients until `settings.tokens` tokens are consumed, or
+    `settings.seconds` spent.
 
     Ctrl-C ends it after the step that runs; raises Stopped once that is saved.
     """
@@ -81,19 +82,23 @@ def run(
     state = State()
     if settings.resume and (settings.out / CHECKPOINT).exists():
         state = load_checkpoint(settings.out / CHECKPOINT, model, optimizers)
+    settings = settings.planned(state.tokens, state.seconds)
     if not state.plans or state.plans[-1][1] != settings.tokens:
         state.plans.append([state.tokens, settings.tokens])
     _try_batches(batches, settings, state)
     log = _Log(settings.out / LOG, fresh=state.steps == 0)
     saved, evaluated = time.monotonic(), state.tokens
-    with Interrupt() as interrupt, progress("training, tokens", settings.tokens, settings.progress) as bar:
+    unit, total = ("seconds", round(settings.seconds)) if settings.seconds else ("tokens", settings.tokens)
+    with Interrupt() as interrupt, progress(f"training, {unit}", total, settings.progress) as bar:
         bar.say(f"loss: {meaning.text}")
         while state.tokens < settings.tokens and not interrupt.asked:
             wait_while_paused(settings.pause_file, interrupt)
             loss, norm = _step(model, batches, loss_function, optimizers, settings, state)
+            settings = settings.planned(state.tokens, state.seconds)
             loss /= meaning.weight
             log.write(step=state.steps, tokens=state.tokens, loss=loss, norm=norm, seconds=state.seconds)
-            bar.update(state.tokens, f"loss {loss:.3f}, {state.tokens / state.seconds:.0f} tokens/s")
+            done = round(state.seconds) if settings.seconds else state.tokens
+            bar.update(done, f"loss {loss:.3f}, {state.tokens / state.seconds:.0f} tokens/s")
             if evaluate and (state.tokens - evaluated >= settings.eval_tokens or state.tokens >= settings.tokens):
                 evaluated = state.tokens
                 figures = looked_at(evaluate, model)
@@ -143,7 +148,8 @@ def _step(
     state: State,
 ) -> tuple[float, float]:
     """One optimizer step; gives the mean loss and the norm of the gradient and advances `state`."""
-    started = time.monotonic()
+    clock = time.process_time if settings.cpu_time else time.monotonic
+    started = clock()
     length = settings.length_at(state.tokens)
     rows = max(1, settings.batch_tokens // length)
     portion = max(1, settings.micro_tokens // length)
@@ -165,7 +171,7 @@ def _step(
         optimizer.zero_grad(set_to_none=True)
     state.tokens += rows * length
     state.steps += 1
-    state.seconds += time.monotonic() - started
+    state.seconds += clock() - started
     return total, norm
 
 

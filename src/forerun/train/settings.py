@@ -1,7 +1,9 @@
 """What the training loop is told."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forerun.core.errors import ConfigError
@@ -9,10 +11,13 @@ from forerun.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How long, how fast and in what portions a model is trained. Everything is counted in tokens."""
+    """How long, how fast and in what portions a model is trained. Everything is counted in tokens, unless ``seconds``
+    says how long."""
 
     out: Path  # folder of the checkpoint and of the log
     tokens: int  # tokens of the whole run; on resume a smaller number starts the decay earlier
+    seconds: float = 0.0  # time of all steps; tokens are then as many as that allows. 0: tokens say
+    cpu_time: bool = False  # seconds are the processor's
     batch_tokens: int = 8192  # tokens of one optimizer step
     micro_tokens: int = 4096  # tokens of one forward and backward pass
     length: int = 512  # tokens of a training sequence
@@ -40,11 +45,17 @@ class LoopSettings:
         for name in ("long_share", "warmup_share", "decay_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-        for name in ("matrix_lr", "lr", "weight_decay", "threads"):
+        for name in ("seconds", "matrix_lr", "lr", "weight_decay", "threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
         if self.clip <= 0:
             raise ConfigError(f"clip must be positive, not {self.clip}")
+
+    def planned(self, tokens: int, seconds: float) -> LoopSettings:
+        """The same once ``tokens`` took ``seconds``: the run is as long as its time allows."""
+        if not self.seconds or not seconds:
+            return self
+        return replace(self, tokens=max(tokens, int(tokens * self.seconds / seconds)))
 
     def rate(self, name: str) -> float:
         """Factor of the learning rates of the parameter ``name``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -11,7 +12,6 @@ from typing import Any
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.models.formats import int8
 from forerun.plan.estimate import Measured, measure
 from forerun.sampling.params import SamplingParams
 from forerun.train.progress import progress
@@ -25,27 +25,30 @@ PLAIN: dict[str, Any] = {"method": NONE}
 DEPTHS = (1, 2, 3, 4)
 """Tokens that the head drafts."""
 TURNS = 2
-"""Times that every way answers every prompt, in turns."""
+"""Times that every way answers every prompt, in turns, if there is time."""
+FEWEST = 4
+"""Prompts that every way answers in any case."""
+FIRST = 0.75
+"""Share of the time for each way alone; the rest is for two of them together."""
 WARM_UP = 4
 """Tokens before anything counts."""
 
 
-def choose(llm: LLM, head: Mapping[str, Any], prompts: Seq[Seq[int]], tokens: int, shown: bool) -> dict[str, Any]:
+def choose(
+    llm: LLM, drafts: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, seconds: float, shown: bool
+) -> dict[str, Any]:
     """``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round", "speedup"},
-    ...]}``, one request at a time at temperature 0: plain decoding, history, the head at several depths, and both
-    together."""
-    head = dict(head)
-    if int8.ours(llm.model.info.device, llm.model.info.dtype):
-        head["quantization"] = "int8_rows"
-    alone = [{**head, "num_speculative_tokens": depth} for depth in DEPTHS]
-    first = _measured(llm, [PLAIN, *HISTORY, *alone], prompts, tokens, shown)
-    history = _best(first, HISTORY)
-    best = _best(first, alone)
-    both = [
-        {"method": "merged", "drafters": [best, history]},
-        {"method": "cascade", "drafters": [history, best]},
-    ]
-    rows = [*first, *_measured(llm, [PLAIN, *both], prompts, tokens, shown)[1:]]
+    ...]}``, one request at a time at temperature 0: plain decoding, history, each of the trained ``drafts`` at several
+    depths, and the best of both together; for ``seconds``, and until every way has answered a few prompts."""
+    alone = [{**draft, "num_speculative_tokens": depth} for draft in drafts for depth in DEPTHS]
+    rows = _measured(llm, [PLAIN, *HISTORY, *alone], prompts, tokens, FIRST * seconds, shown)
+    if alone:
+        history, best = _best(rows, HISTORY), _best(rows, alone)
+        both = [
+            {"method": "merged", "drafters": [best, history]},
+            {"method": "cascade", "drafters": [history, best]},
+        ]
+        rows += _measured(llm, [PLAIN, *both], prompts, tokens, (1 - FIRST) * seconds, shown)[1:]
     quickest = max(rows, key=lambda row: row["speedup"])["config"]
     chosen = quickest if quickest["method"] == NONE else {**quickest, "length": "adaptive"}
     return {"chosen": chosen, "measured": rows}
@@ -57,19 +60,22 @@ def _best(rows: Seq[Mapping[str, Any]], among: Seq[Mapping[str, Any]]) -> dict[s
 
 
 def _measured(
-    llm: LLM, configs: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, shown: bool
+    llm: LLM, configs: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, seconds: float, shown: bool
 ) -> list[dict[str, Any]]:
     """A row for each of ``configs``, of which the first is plain decoding: ``speedup`` is the median over prompts and
     turns of its time a token over plain decoding's just before, so that a busy machine is busy for both."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     totals = [Measured() for _ in configs]
     ratios: list[list[float]] = [[] for _ in configs]
+    began = time.monotonic()
     with progress("measuring", TURNS * len(prompts), shown) as bar:
         for turn in range(TURNS):
             engines = [_engine(llm, config) for config in configs]
             for engine in engines:
                 measure(engine, prompts[:1], [replace(params, max_tokens=WARM_UP)])
             for number, prompt in enumerate(prompts):
+                if (turn or number >= FEWEST) and time.monotonic() - began > seconds:
+                    break
                 found = [measure(engine, [prompt], [params]) for engine in engines]
                 for total, times, here in zip(totals, ratios, found, strict=True):
                     total.extend(here)
@@ -113,7 +119,8 @@ def verdict(found: Mapping[str, Any]) -> str:
     history = max(rows[str(config)]["speedup"] for config in HISTORY)
     if chosen["method"] == NONE:
         return "no way of drafting pays here: plain decoding is recommended"
-    pays = "" if "head" in str(chosen) else "; the head does not pay, history does"
+    beaten = any("model" in row["config"] for row in found["measured"]) and "'model'" not in str(chosen)
+    pays = "; what was trained does not pay, history does" if beaten else ""
     return (
         f"{chosen['method']}: {row['speedup']:.2f} times plain decoding, "
         f"{row['speedup'] / history:.2f} times the best history drafter, {row['tokens_per_round']:.2f} "

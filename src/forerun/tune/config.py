@@ -8,8 +8,10 @@ from pathlib import Path
 
 from forerun.core.errors import ConfigError
 
-SHARES = {"write": 0.4, "train": 0.35}
-"""Of the time: the rest is for loading, choosing and checking."""
+SHARES = {"write": 0.4, "train": 0.35, "choose": 0.15}
+"""Of the time: the rest is for loading and checking."""
+
+TRAINED = ("eagle", "medusa", "parallel", "draft_model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,10 @@ class TuneConfig:
     hours: float = 0.75  # time for all of it
     data: Path | None = None  # your own prompts, chats or texts: a JSONL or text file, or a folder of them
     quantization: str | None = None  # the model's weights while it is tuned, as they will be served: int8_rows, or none
-    rows: int = 8192  # tokens that the head can draft, the commonest
+    train: tuple[str, ...] = ("eagle",)  # learns to draft: eagle, medusa, parallel, draft_model (repeatable)
+    cpu_minutes: float | None = None  # processor time that each learns for, its start included; none: a share of hours
+    rows: int = 8192  # tokens that are learnt, the commonest; an eagle head drafts no others
+    min_tokens: int = 20_000  # with time to write fewer nothing is trained: history alone is measured
     max_tokens: int = 2_000_000  # text that the model writes at most, in tokens
     answer: int = 256  # tokens of an answer, at most
     probe: int = 16  # held-out prompts that methods are compared on
@@ -31,9 +36,15 @@ class TuneConfig:
     progress: bool = True  # show progress bars
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "train", tuple(dict.fromkeys(self.train)))
+        unknown = [name for name in self.train if name not in TRAINED]
+        if unknown:
+            raise ConfigError(f"nothing called {unknown[0]!r} is trained: choose among {', '.join(TRAINED)}")
+        if self.cpu_minutes is not None and not 0 < self.cpu_minutes < math.inf:
+            raise ConfigError(f"cpu_minutes must be above 0, not {self.cpu_minutes}")
         if not 0 < self.hours < math.inf:
             raise ConfigError(f"hours must be above 0, not {self.hours}")
-        for name in ("rows", "max_tokens", "answer", "probe", "probe_tokens"):
+        for name in ("rows", "min_tokens", "max_tokens", "answer", "probe", "probe_tokens"):
             if getattr(self, name) < 2:
                 raise ConfigError(f"{name} must be at least 2, not {getattr(self, name)}")
 

@@ -96,7 +96,8 @@ class Features:
         return out
 
     def lesson(self, places: Tensor, target: PreTrainedModel, embedding: Tensor, head: Tensor, narrow: bool) -> Lesson:
-        """What a head learns from at ``places`` (``batch``); ``narrow``: from the tokens alone that the head knows."""
+        """What a draft learns from at ``places`` (``batch``); ``head`` reads hidden states, of the drafted tokens alone
+        where it is ``narrow``."""
         rows, length, _ = places.shape
         tokens = torch.empty(rows * length, dtype=torch.long)
         wide = torch.empty(rows * length, self.parts[0]["hidden"].shape[1], dtype=torch.bfloat16)

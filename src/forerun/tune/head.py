@@ -1,10 +1,11 @@
-"""A head for a target: where it starts, what it learns on, and how much of its drafts is kept."""
+"""An EAGLE head for a target: where it starts and how it is written; what any draft learns on, and how much of its
+drafts is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +13,25 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Head, Lesson, Sizes, weights
-from forerun.train.loop import UNFIT, Meaning
+from forerun.speculate.draft.heads.head import Guess, Sizes, weights
+from forerun.train.loop import Meaning
 from forerun.train.losses import lk
 from forerun.train.positions import Figures, of_head
-from forerun.train.rollout import replace_with
 from forerun.tune.features import Features
+from forerun.tune.last import Draft
 from forerun.tune.start import Scaled, options, start, vocabulary
 
 LEARNT = 2
-"""Tokens ahead that are trained on."""
+"""Tokens ahead that an EAGLE head learns."""
+AHEAD = 4
+"""Tokens ahead that heads learn which guess all at once."""
 DRAFTED = 8
 """Tokens ahead that it may draft: its output stands in for the target's feature as often as is asked for."""
 LENGTH = 512
 """Tokens of a row, several conversations end to end."""
 LOOKED_AT = 12
 """Rows of held-out text."""
-MEANING = Meaning(
-    f"minus the logarithm of the share of drafts that is kept at temperature 1, led in by KL, over {LEARNT} tokens"
-)
+MEANING = Meaning("minus the logarithm of the share of drafts that is kept at temperature 1, led in by KL")
 
 
 def layers(target: Any) -> list[int]:
@@ -39,11 +40,16 @@ def layers(target: Any) -> list[int]:
     return sorted({min(2, count), count // 2, max(0, count - 4), count})
 
 
-def new_head(target: PreTrainedModel, features: Features, rows: int, tokens: int) -> EagleHead:
-    """A head fitted to ``tokens`` tokens of the features, ready to be trained."""
+def drafted(target: PreTrainedModel, features: Features, rows: int) -> Tensor:
+    """The tokens that are drafted, int64 [rows]: the commonest of the target's text, and those that end one."""
     config: Any = target.config.get_text_config()
     always = [token for token in _ends(target) if token < config.vocab_size]
-    ids = vocabulary(features.counts(config.vocab_size), min(rows, config.vocab_size), always)
+    return vocabulary(features.counts(config.vocab_size), min(rows, config.vocab_size), always)
+
+
+def new_head(target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> EagleHead:
+    """A head that drafts among ``ids``, fitted to ``tokens`` tokens of the features, ready to be trained."""
+    config: Any = target.config.get_text_config()
     sizes = Sizes(
         config.hidden_size, config.vocab_size, config.num_hidden_layers, LEARNT,
         options(config, features.layers, len(ids)),
@@ -73,24 +79,6 @@ def learnable(head: EagleHead, scales: Tensor, target: PreTrainedModel) -> Eagle
     return head
 
 
-def save_start(head: EagleHead, path: Path) -> None:
-    replace_with(path, lambda to: torch.save({"sizes": vars(head.sizes), "state": head.state_dict()}, to))
-
-
-def read_start(path: Path, target: PreTrainedModel) -> EagleHead:
-    """What ``save_start`` wrote. Raises ConfigError where that is damaged."""
-    from forerun.core.errors import ConfigError
-
-    try:
-        saved = torch.load(path, weights_only=True)
-        head = EagleHead(Sizes(**saved["sizes"]))
-        learnable(head, torch.ones(head.fc.in_features), target)
-        head.load_state_dict(saved["state"])
-    except UNFIT as error:
-        raise ConfigError(f"{path} cannot be read ({type(error).__name__}): remove it") from error
-    return head
-
-
 def export(head: EagleHead, folder: Path, said: Mapping[str, Any]) -> None:
     """Writes the head as a drafter loads it, with what ``said`` tells of it."""
     sizes = Sizes(**{**vars(head.sizes), "depth": DRAFTED})
@@ -104,27 +92,30 @@ def export(head: EagleHead, folder: Path, said: Mapping[str, Any]) -> None:
 
 
 class Trainer:
-    """The loss of a head, and how much of its drafts is kept on held-out conversations."""
+    """The loss of a draft over the tokens ``ids`` int64 [n], and how much of its drafts is kept on held-out
+    conversations."""
 
-    def __init__(self, target: PreTrainedModel, train: Features, test: Features) -> None:
+    def __init__(self, target: PreTrainedModel, train: Features, test: Features, ids: Tensor) -> None:
         self.train, self.test, self.target = train, test, target
         embedding: Any = target.get_input_embeddings().weight
         output: Any = target.get_output_embeddings().weight
-        self.embedding, self.output = embedding.float(), output.float()
+        self.embedding, self.output, self.narrow = embedding, output, output[ids]
         self.rows = test.batch(0, LOOKED_AT, LENGTH)
 
-    def _lesson(self, features: Features, places: Tensor, *, narrow: bool) -> Lesson:
-        return features.lesson(places, self.target, self.embedding, self.output, narrow)
-
-    def loss(self, head: nn.Module, places: Tensor) -> Tensor:
-        assert isinstance(head, Head)
+    def loss(self, draft: nn.Module, places: Tensor) -> Tensor:
+        lesson = self.train.lesson(places, self.target, self.embedding, self.narrow, narrow=True)
         with torch.autocast("cpu", torch.bfloat16):
-            guesses = head.guesses(self._lesson(self.train, places, narrow=True))
+            guesses = cast(Draft, draft).guesses(lesson)
             losses = [lk(guess.wanted.float(), guess.logits.float()).mean() for guess in guesses]
         shares = weights(len(losses))
         return torch.stack([share * loss for share, loss in zip(shares, losses)]).sum() / sum(shares)
 
-    def evaluate(self, head: nn.Module) -> Figures:
-        assert isinstance(head, Head)
+    def evaluate(self, draft: nn.Module) -> Figures:
+        def guesses(row: Tensor) -> Iterator[Guess]:
+            return cast(Draft, draft).guesses(
+                self.test.lesson(row, self.target, self.embedding, self.output, narrow=False)
+            )
+
+        draft.eval()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            return of_head(lambda row: head.guesses(self._lesson(self.test, row, narrow=False)), self.rows)
+            return of_head(guesses, self.rows)

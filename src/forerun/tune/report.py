@@ -12,7 +12,8 @@ from forerun.tune.state import State
 
 def page(model: str, state: State) -> str:
     """HTML, UTF-8."""
-    found, wrote, trained = (state.results[name] for name in ("choose", "write", "train"))
+    found, trained = state.results["choose"], state.results.get("train", {})
+    wrote = state.results.get("write", {"tokens": 0})
     most = max(row["speedup"] for row in found["measured"])
     rows = [
         [_name(row["config"]), f"{row['speedup']:.2f}", f"{row['tokens_per_second']:.1f}",
@@ -20,11 +21,13 @@ def page(model: str, state: State) -> str:
         for row in found["measured"]
     ]  # fmt: skip
     kept = [
-        [str(place + 1), f"{before:.1%}", f"{after:.1%}", bar(max(before, after))]
+        [name, str(place + 1), f"{before:.1%}", f"{after:.1%}", bar(max(before, after))]
+        for name, result in trained.items()
         for place, (before, after) in enumerate(
-            zip(state.results["fitted"]["accepted_at_0"], trained["learnt"]["accepted_at_0"], strict=True)
+            zip(result["fitted"]["accepted_at_0"], result["learnt"]["accepted_at_0"], strict=True)
         )
     ]
+    learnt = "; ".join(f"{name} on {result['tokens']:,}, kept: {result['kept']}" for name, result in trained.items())
     checked = state.results["check"]
     minutes = [[name, f"{seconds / 60:.1f}"] for name, seconds in state.seconds.items()]
     parts = [
@@ -33,10 +36,9 @@ def page(model: str, state: State) -> str:
         f"<p>{checked['answers']} held-out answers with and without speculation, {checked['different']} differ.</p>",
         "<h2>Speed, one request at a time, temperature 0</h2>",
         table(["drafter", "over plain decoding", "tokens/s", "tokens a round", ""], rows),
-        "<h2>Held-out drafts of the head that are kept up to each position, temperature 0</h2>",
-        table(["position", "fitted", "trained", ""], kept),
-        f"<p>{wrote['tokens']:,} tokens of the model's own text; trained on {trained['tokens']:,}; kept: "
-        f"{escape(trained['kept'])}.</p>",
+        "<h2>Held-out drafts that are kept up to each position, temperature 0</h2>",
+        table(["draft", "position", "fitted", "trained", ""], kept),
+        f"<p>{wrote['tokens']:,} tokens of the model's own text; {escape(learnt)}.</p>",
         "<h2>Minutes</h2>",
         table(["stage", "minutes"], minutes),
     ]

@@ -7,16 +7,19 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
 from forerun.engine.llm import LLM
 from forerun.models import sanity
 from forerun.models.fingerprint import fingerprint
+from forerun.models.formats import int8
 from forerun.models.load import read_config, resolve
 from forerun.train import loop
 from forerun.train.material import load_target
@@ -26,14 +29,23 @@ from forerun.tune import choose
 from forerun.tune.config import SHARES, TuneConfig
 from forerun.tune.data import Data, read
 from forerun.tune.features import Features
-from forerun.tune.head import LENGTH, MEANING, Trainer, export, layers, new_head, read_start, save_start
+from forerun.tune.head import AHEAD, LENGTH, MEANING, Trainer, drafted, layers
+from forerun.tune.kinds import KINDS, Kind, read_start, save_start
 from forerun.tune.record import Record, known
 from forerun.tune.report import page
 from forerun.tune.state import State
-from forerun.tune.text import Writer, save_part
+from forerun.tune.text import ROWS, Writer, save_part
 
+VERSION = 2
+"""Of what is kept in ``run``."""
 BATCH = 2048
 """Tokens of a step."""
+PROGRAM = 0.7e9
+"""Bytes of memory that Python, torch and transformers take before any model is there."""
+HELD = 0.15
+"""Of the text that is written, at most: what is held out, at two temperatures."""
+FITTED = 200_000
+"""Tokens that a start is fitted to, at most."""
 REPORT = "report.html"
 
 
@@ -45,6 +57,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     folder = resolve(config.model)
     sanity.require_decoder(read_config(folder), folder, "forerun tune")
     marks = {
+        "version": VERSION,
         "model": fingerprint(folder),
         "data": hashlib.sha256(json.dumps([data.turns, data.paragraphs]).encode()).hexdigest()[:16],
         "quantization": config.quantization,
@@ -53,16 +66,21 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     }
     run = config.out / "run"
     state = State(run, marks)
-    if "write" not in state.results:
+    if state.results.get("alone", config.hours) != config.hours:
+        state.forget("alone", "held", "choose", "check")
+    if "write" not in state.results and "alone" not in state.results:
         _write(config, data, state, run, say)
-    if "train" not in state.results:
+    if "alone" in state.results:
+        config = replace(config, train=())
+    elif state.lacking(config.train):
         _train(config, folder, state, run, say)
-    llm = _load(config)
-    held = [list(prompt) for prompt in dict.fromkeys(map(_prompt, Features(run / "held").each()))]
+    llm, held = _load(config), state.results["held"]
     if "choose" not in state.results:
         with state.stage("choose"):
-            head = {"method": "eagle", "model": str(config.out / "head")}
-            found = choose.choose(llm, head, held[: config.probe], config.probe_tokens, config.progress)
+            found = choose.choose(
+                llm, _drafts(config, llm), held[: config.probe], config.probe_tokens,
+                SHARES["choose"] * config.seconds, config.progress,
+            )  # fmt: skip
             state.keep("choose", found)
     if "check" not in state.results:
         with state.stage("check"):
@@ -72,13 +90,18 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     return _finish(config, state, say)
 
 
+def _drafts(config: TuneConfig, llm: LLM) -> list[dict[str, Any]]:
+    """What was trained, as ``speculative_config`` names it."""
+    able = int8.ours(llm.model.info.device, llm.model.info.dtype)
+    return [
+        {"method": name, "model": str(config.out / name)}
+        | ({"quantization": "int8_rows"} if able and KINDS[name].int8 else {})
+        for name in config.train
+    ]
+
+
 def _load(config: TuneConfig, **more: Any) -> LLM:
     return LLM(config.model, quantization=config.quantization, **more)
-
-
-def _prompt(talk: tuple[dict[str, Any], int, int, int]) -> tuple[int, ...]:
-    part, place, _, prompt = talk
-    return tuple(part["tokens"][place : place + prompt].tolist())
 
 
 def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callable[[str], None]) -> None:
@@ -88,18 +111,30 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     longest = min(config.answer + 704, text.max_position_embeddings)
     recording = {"method": Record.name, "layers": which}
     with known():
-        llm = _load(config, max_model_len=longest, max_num_seqs=48, speculative_config=recording)
+        llm = _load(config, max_model_len=longest, max_num_seqs=ROWS, speculative_config=recording)
     record = llm.engine.router.drafters[Record.name]
     assert isinstance(record, Record)
     writer = Writer(llm, record, data, answer=config.answer, prompt=longest - config.answer)
+    held = writer.held_out_prompts()
     budget = SHARES["write"] * config.seconds
     bytes_each = 2 * len(which) * text.hidden_size
-    _room(config, run, bytes_each, say)
+    with state.stage("load"):
+        planned = min(config.max_tokens, round(writer.speed(held) * budget))
+    alone = planned < min(config.min_tokens, config.max_tokens)
+    if "held" not in state.results:
+        some = config.probe if alone else max(choose.FEWEST, round(HELD * planned / (2 * config.answer)))
+        state.keep("held", held[:: -(-len(held) // some)])
+    if alone:
+        say(_too_little(config, planned))
+        llm.close()
+        state.keep("alone", config.hours)
+        return
+    _room(config, run, planned, bytes_each, _memory(llm, longest, text, config.rows), say)
     (run / "held").mkdir(exist_ok=True)
     (run / "text").mkdir(exist_ok=True)
     with state.stage("write"):
         if not (run / "held" / "held.pt").exists():
-            save_part(writer.held_out(), run / "held" / "held.pt")
+            save_part(writer.held_out(state.results["held"]), run / "held" / "held.pt")
     total = 0
     with progress("writing text, seconds", round(budget), config.progress) as bar:
         for number in range(1_000_000):
@@ -115,62 +150,98 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     state.keep("write", {"tokens": total, "bytes": total * bytes_each, "chats": writer.chats})
 
 
-def _room(config: TuneConfig, run: Path, bytes_each: int, say: Callable[[str], None]) -> None:
+def _too_little(config: TuneConfig, planned: int) -> str:
+    """What a time that is too short for training brings."""
+    enough = config.hours * config.min_tokens / max(1, planned)
+    return (
+        f"{config.hours * 60:.1f} minutes are too few: the model would write about {planned:,} tokens, and from fewer "
+        f"than {config.min_tokens:,} (--min-tokens) nothing learns to draft well enough to pay (figures: "
+        "docs/tune.md). So nothing is trained: drafters that copy from the text so far "
+        f"({', '.join(way['method'] for way in choose.HISTORY)}) are measured, and the quickest is kept. They bring "
+        f"much where answers repeat, little elsewhere. About --hours {enough:.2g} would train"
+    )
+
+
+def _memory(llm: LLM, longest: int, config: Any, rows: int) -> float:
+    """Bytes, about, that writing or training takes, whichever takes more: weights and the caches of what is written
+    together, or the target in bfloat16, three of its layers with gradient and momentum, sums of squares, and logits of
+    all tokens and of the ``rows`` that are learnt."""
+    info = llm.model.info
+    entries = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in info.kv_shapes)
+    writing = info.weight_bytes + ROWS * longest * entries * info.dtype.itemsize
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config)
+    layer = sum(part.numel() for part in target.get_decoder().layers[0].parameters())
+    inner = getattr(config, "intermediate_size", 0)
+    training = 2 * target.num_parameters() + 48 * layer + 20 * inner**2
+    training += 24 * LENGTH * info.vocab_size + 20 * AHEAD * BATCH * rows
+    return PROGRAM + max(writing, training)
+
+
+def _room(
+    config: TuneConfig, run: Path, planned: int, bytes_each: int, memory: float, say: Callable[[str], None]
+) -> None:
     """Says what it will need, and raises ConfigError where the disk lacks it."""
-    most = config.max_tokens * bytes_each
+    most = planned * bytes_each
     free = shutil.disk_usage(run).free
     say(
-        f"{config.hours * 60:.0f} minutes: {SHARES['write']:.0%} to write text, {SHARES['train']:.0%} to train a head, "
-        f"the rest to choose and to check; at most {most / 1e9:.1f} GB of disk in {run}, to be removed afterwards"
+        f"{config.hours * 60:.0f} minutes: {SHARES['write']:.0%} to write text, about {planned:,} tokens, "
+        f"{SHARES['train']:.0%} to train {' and '.join(config.train)}, the rest to choose and to check; about "
+        f"{memory / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB of disk in {run}, to be removed afterwards"
     )
     if free < most + (1 << 28):
         raise ConfigError(
-            f"{run} has {free / 1e9:.1f} GB free, and {config.max_tokens:,} tokens of text may take {most / 1e9:.1f} "
-            "GB: free some, or lower --max-tokens"
+            f"{run} has {free / 1e9:.1f} GB free, and {planned:,} tokens of text take {most / 1e9:.1f} GB: free some, "
+            "or lower --max-tokens"
         )
 
 
 def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Callable[[str], None]) -> None:
-    """Stage 2: a head starts by least squares and learns for its share of the time; the better of both is kept."""
-    target, _ = load_target(folder)
+    """Stage 2: each draft starts from what the target knows and learns for its share of the time; the better of both
+    is kept."""
+    target, tokenizer = load_target(folder)
     train, test = Features(run / "text", config.seed), Features(run / "held")
     if not train.talks or not test.talks:
         raise ConfigError("the model ended every text at once: there is nothing to learn from")
-    first = run / "start.pt"
-    trainer = Trainer(target, train, test)
-    entered = time.monotonic()
-    with state.stage("train"):
-        if first.exists():
-            head = read_start(first, target)
-        else:
-            say("fitting a head to what the model wrote")
-            head = new_head(target, train, config.rows, 200_000)
-            save_start(head, first)
-        if "fitted" not in state.results:
-            state.keep("fitted", loop.looked_at(trainer.evaluate, head))
-        if "speed" not in state.results:
-            began = time.monotonic()
-            trainer.loss(head, train.batch(0, BATCH // LENGTH, LENGTH)).backward()
-            head.zero_grad()
-            speed = BATCH / (time.monotonic() - began)
-            left = SHARES["train"] * config.seconds - (time.monotonic() - entered)
-            state.keep("speed", {"tokens_per_second": speed, "tokens": max(BATCH, int(speed * left))})
-        done = loop.run(head, train, trainer.loss, _settings(config, state, run), trainer.evaluate, MEANING)
-        learnt = loop.looked_at(trainer.evaluate, head)
-        better = sum(learnt["accepted_at_0"]) >= sum(state.results["fitted"]["accepted_at_0"])
-        if not better:
-            head = read_start(first, target)
-        said = {"target": config.model, "target_fingerprint": fingerprint(folder), "tokens": done.tokens}
-        export(head, config.out / "head", said)
-        state.keep("train", {"tokens": done.tokens, "learnt": learnt, "kept": "learnt" if better else "fitted"})
+    ids = drafted(target, train, config.rows)
+    trainer = Trainer(target, train, test, ids)
+    said = {"target": config.model, "target_fingerprint": fingerprint(folder)}
+    clock = time.process_time if config.cpu_minutes else time.monotonic
+    for name in state.lacking(config.train):
+        first, kind = run / f"{name}.pt", KINDS[name]
+        with state.stage(f"train {name}"):
+            say(f"{name}: from what the target knows")
+            if first.exists() and f"{name} fitted" in state.results:
+                draft = read_start(kind, first, target)
+            else:
+                began = clock()
+                draft = kind.fitted(target, train, ids, FITTED)
+                seconds = clock() - began
+                save_start(draft, first)
+                state.keep(f"{name} fitted", {**loop.looked_at(trainer.evaluate, draft), "seconds": seconds})
+            fitted = state.results[f"{name} fitted"]
+            settings = _settings(config, kind, max(1.0, _each(config) - fitted["seconds"]), run / f"training {name}")
+            done = loop.run(draft, train, trainer.loss, settings, trainer.evaluate, MEANING)
+            learnt = loop.looked_at(trainer.evaluate, draft)
+            better = sum(learnt["accepted_at_0"]) >= sum(fitted["accepted_at_0"])
+            if not better:
+                draft = read_start(kind, first, target)
+            kind.export(draft, config.out / name, tokenizer, {**said, "tokens": done.tokens})
+            figures = {"tokens": done.tokens, "seconds": fitted["seconds"] + done.seconds, "learnt": learnt}
+            state.trained(name, {**figures, "fitted": fitted, "kept": "learnt" if better else "fitted"})
 
 
-def _settings(config: TuneConfig, state: State, run: Path) -> LoopSettings:
-    tokens = state.results["speed"]["tokens"]
+def _each(config: TuneConfig) -> float:
+    """Seconds that each draft learns for."""
+    return 60 * config.cpu_minutes if config.cpu_minutes else SHARES["train"] * config.seconds / len(config.train)
+
+
+def _settings(config: TuneConfig, kind: Kind, seconds: float, out: Path) -> LoopSettings:
     return LoopSettings(
-        out=run / "training", tokens=tokens, batch_tokens=BATCH, micro_tokens=BATCH, length=LENGTH, long_length=LENGTH,
-        long_share=0.0, matrix_lr=3e-3, lr=1e-4, weight_decay=0.0, warmup_share=0.05, decay_share=0.5, seed=config.seed,
-        threads=config.threads, eval_tokens=max(BATCH, tokens // 6), checkpoint_seconds=60.0, progress=config.progress,
+        out=out, tokens=config.max_tokens, seconds=seconds, cpu_time=config.cpu_minutes is not None, batch_tokens=BATCH,
+        micro_tokens=BATCH, length=LENGTH, long_length=LENGTH, long_share=0.0, matrix_lr=kind.matrix_lr, lr=kind.lr,
+        weight_decay=0.0, warmup_share=0.05, decay_share=0.5, seed=config.seed, threads=config.threads,
+        eval_tokens=20 * BATCH, checkpoint_seconds=60.0, progress=config.progress,
     )  # fmt: skip
 
 
@@ -179,11 +250,15 @@ def _finish(config: TuneConfig, state: State, say: Callable[[str], None]) -> Pat
     if not checked["passed"]:
         raise ConfigError(f"{config.out}: speculation changed {checked['different']} answers; nothing is recommended")
     chosen = found["chosen"]
-    uses = "head" in json.dumps(chosen)
-    files = ["head/config.json", "head/model.safetensors"] if uses else []
-    here = json.loads(json.dumps(chosen).replace(json.dumps(str(config.out / "head")), '"head"'))
+    text, files = json.dumps(chosen), []
+    for name in config.train:
+        path = json.dumps(str(config.out / name))
+        if path in text:
+            text = text.replace(path, json.dumps(name))
+            files += [f"{name}/{part.name}" for part in sorted((config.out / name).iterdir())]
     (config.out / REPORT).write_text(page(config.model, state), encoding="utf-8")
-    tuned.save(config.out, config.model, here, files, figures=found["measured"], accepted=state.results["fitted"])
+    accepted = state.results.get("train", {})
+    tuned.save(config.out, config.model, json.loads(text), files, figures=found["measured"], accepted=accepted)
     say(choose.verdict(found))
     say(f"{config.out}: use it with --tuned {config.out}, or LLM({config.model!r}, tuned={str(config.out)!r})")
     return config.out

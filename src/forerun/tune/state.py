@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,17 @@ class State:
         self.results[name] = json.loads(json.dumps(result))
         self._save()
         return self.results[name]
+
+    def lacking(self, names: Seq[str]) -> list[str]:
+        """Those of ``names`` that have not been trained."""
+        return [name for name in names if name not in self.results.get("train", {})]
+
+    def trained(self, name: str, result: Any) -> None:
+        """A draft's result; what was chosen without it is to be chosen anew."""
+        self.forget("choose", "check")
+        self.keep("train", {**self.results.get("train", {}), name: result})
+
+    def forget(self, *names: str) -> None:
+        """These results are to be found anew."""
+        for name in names:
+            self.results.pop(name, None)

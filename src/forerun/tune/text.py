@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from forerun.tune.turns import FOLLOW_UPS, held_out, machine_paragraphs, turns
 
 FOLLOWED = 4
 """One conversation of so many gets a second turn."""
+ROWS = 48
+"""Texts that are written together."""
+TIMED = 24
+"""Answers, and tokens of each, by which the speed of writing is told."""
 OPENING = 32
 """Tokens of a text that a model without a chat template goes on with."""
 
@@ -35,7 +40,7 @@ class Writer:
     llm: LLM
     record: Record
     data: Data
-    rows: int = 48
+    rows: int = ROWS
     answer: int = 256
     prompt: int = 700
     chats: bool = field(init=False)
@@ -58,13 +63,20 @@ class Writer:
         found += [(ids, count) for ids, count, _ in self._answered(again, temperature, draw)]
         return self._packed(found)
 
-    def held_out(self) -> dict[str, Any]:
-        """The same for held-out turns, at temperatures 0 and 1."""
+    def held_out(self, prompts: Seq[list[int]]) -> dict[str, Any]:
+        """The same behind held-out prompts, at temperatures 0 and 1."""
         found = []
         for temperature in (0.0, 1.0):
-            prompts = self.held_out_prompts()
             found += self._continued(prompts, temperature, random.Random(0))
         return self._packed(found)
+
+    def speed(self, prompts: Seq[list[int]]) -> float:
+        """Tokens a second, prompts among them, of short answers to a few of ``prompts``."""
+        few = list(prompts[:: max(1, len(prompts) // TIMED)][:TIMED])
+        began = time.monotonic()
+        texts = self._continued(few, 0.0, random.Random(0), TIMED)
+        self.record.done.clear()
+        return sum(len(ids) for ids, _ in texts) / (time.monotonic() - began)
 
     def held_out_prompts(self) -> list[list[int]]:
         """Token ids of prompts that are never trained on."""
@@ -106,14 +118,17 @@ class Writer:
             yield [*prompt, *text.outputs[0].token_ids], len(prompt), [*talk, said]
 
     def _continued(
-        self, prompts: Seq[list[int]], temperature: float, draw: random.Random
+        self, prompts: Seq[list[int]], temperature: float, draw: random.Random, answer: int | None = None
     ) -> list[tuple[list[int], int]]:
-        texts = self._written(prompts, temperature, draw)
+        texts = self._written(prompts, temperature, draw, answer)
         return [([*prompt, *text.outputs[0].token_ids], len(prompt)) for prompt, text in zip(prompts, texts)]
 
-    def _written(self, prompts: Seq[list[int]], temperature: float, draw: random.Random) -> list[Any]:
+    def _written(
+        self, prompts: Seq[list[int]], temperature: float, draw: random.Random, answer: int | None = None
+    ) -> list[Any]:
+        longest = min(self.answer, answer or self.answer)
         params = [
-            SamplingParams(temperature=temperature, max_tokens=self.answer, seed=draw.randrange(2**31)) for _ in prompts
+            SamplingParams(temperature=temperature, max_tokens=longest, seed=draw.randrange(2**31)) for _ in prompts
         ]
         return self.llm.generate(list(prompts), params, use_tqdm=False) if prompts else []
 

@@ -121,43 +121,22 @@ class EagleHead(Head):
         if lesson.segments is not None:
             texts = lesson.segments[:, :length]
             seen = (seen & (texts[:, :, None] == texts[:, None, :]))[:, None]
-        places = self._places(lesson, length)
+        at = torch.arange(length, device=feature.device)
+        places = lesson.places(at, 2, self.sizes.depth)
         groups = self.heads // self.kv_heads
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
-        ids = self.token_ids() if hasattr(self, "d2t") else None
+        ids = self.token_ids() if hasattr(self, "d2t") and not lesson.narrow else None
         for step in range(self.sizes.depth):
             embedded = lesson.embedding[lesson.tokens[:, step + 1 : step + 1 + length]].to(feature.dtype)
             feature = self.enter(embedded, feature)
-            q, k, v = self.qkv(embedded, feature, torch.arange(length, device=feature.device) + step)
+            q, k, v = self.qkv(embedded, feature, at + step)
             keys.append(k.repeat_interleave(groups, dim=-2))
             values.append(v.repeat_interleave(groups, dim=-2))
             feature = self.finish(feature, self._unrolled(q, keys, values, seen))
             said = feature if places is None else feature[places]
-            wanted, known = self._wanted(lesson, slice(step + 1, step + 1 + length), places, ids)
-            yield Guess(self._logits(self.norm(said), lesson.head), wanted, known)
-
-    def _places(self, lesson: Lesson, length: int) -> torch.Tensor | None:
-        """bool [rows, length]: where the whole draft is in one text, and its first token to be guessed; None:
-        everywhere."""
-        if lesson.segments is None or lesson.answers is None:
-            return None
-        depth, texts = self.sizes.depth, lesson.segments
-        inside = texts[:, :length] == texts[:, depth + 1 : depth + 1 + length]
-        return inside & lesson.answers[:, 2 : 2 + length]
-
-    def _wanted(
-        self, lesson: Lesson, shift: slice, places: torch.Tensor | None, ids: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's logits ``shift`` further on, and the ids of the head's own among them."""
-        if lesson.logits is not None:
-            wanted = lesson.logits[:, shift]
-            return (wanted if places is None else wanted[places]), ids
-        last = lesson.hidden[self.sizes.num_layers][:, shift]
-        last = last if places is None else last[places]
-        if ids is not None and lesson.narrow:
-            return F.linear(last, lesson.head[ids]), None
-        return F.linear(last, lesson.head), ids
+            wanted = lesson.wanted(at + step + 1, places)
+            yield Guess(self._logits(self.norm(said), lesson.head), wanted, ids)
 
     def _unrolled(
         self, q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], seen: torch.Tensor

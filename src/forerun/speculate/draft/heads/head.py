@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
 
 from forerun.core.errors import ModelError, one_line, shown
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
@@ -82,13 +83,27 @@ class Lesson:
     answers: torch.Tensor | None = None
     """bool [rows, length]: the tokens that are to be guessed; None: all."""
     narrow: bool = False
-    """The target's logits are wanted over the tokens alone that the head knows."""
+    """``head`` has the rows alone of the tokens that are drafted."""
 
     def everywhere(self) -> torch.Tensor:
         """The target's logits at all places."""
         if self.logits is None:
             raise ValueError("this lesson has logits of single places only")
         return self.logits
+
+    def places(self, at: torch.Tensor, first: int, depth: int) -> torch.Tensor | None:
+        """bool [rows, n]: of the positions ``at`` int64 [n], those whose ``depth`` tokens from ``first`` ahead on are
+        in the same text, and the nearest of them to be guessed; None: all."""
+        if self.segments is None or self.answers is None:
+            return None
+        inside = self.segments[:, at] == self.segments[:, at + first + depth - 1]
+        return inside & self.answers[:, at + first]
+
+    def wanted(self, at: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        """The target's logits at the positions ``at``, in those alone that ``places`` has."""
+        rows = (self.hidden[max(self.hidden)] if self.logits is None else self.logits)[:, at]
+        rows = rows if places is None else rows[places]
+        return functional.linear(rows, self.head) if self.logits is None else rows
 
 
 class Guess(NamedTuple):

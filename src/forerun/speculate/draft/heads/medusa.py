@@ -32,11 +32,18 @@ class ResidualHead(Head):
 
     def guesses(self, lesson: Lesson) -> Iterator[Guess]:
         hidden = lesson.hidden[self.sizes.num_layers]
-        length = hidden.shape[1] - self.sizes.depth - self.ahead + 1
-        guessed = self.transform(hidden[:, :length].flatten(0, 1)).unflatten(0, (hidden.shape[0], length))
+        room = self.sizes.depth + self.ahead - (lesson.segments is None)  # packed rows end inside a text
+        length = hidden.shape[1] - room
+        at = torch.arange(length, device=hidden.device)
+        places = lesson.places(at, self.ahead + 1, self.sizes.depth)
+        known = hidden[:, :length]
+        flat = known.flatten(0, 1) if places is None else known[places]
+        guessed = self.transform(flat)
+        if places is None:
+            guessed = guessed.unflatten(0, known.shape[:2])
         for depth in range(self.sizes.depth):
-            logits = F.linear(guessed[:, :, depth], lesson.head.to(guessed.dtype))
-            yield Guess(logits, lesson.everywhere()[:, depth + self.ahead : depth + self.ahead + length])
+            logits = F.linear(guessed[..., depth, :], lesson.head.to(guessed.dtype))
+            yield Guess(logits, lesson.wanted(at + depth + self.ahead, places))
 
 
 class MedusaHead(ResidualHead):

@@ -53,8 +53,10 @@ class _Block(nn.Module):
 
 
 class ParallelHead(Head):
+    """Options: sizes, and ``layers`` (hidden states read)."""
+
     method = "parallel"
-    options_known = frozenset(DEFAULTS)
+    options_known = frozenset(DEFAULTS) | {"layers"}
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -70,7 +72,9 @@ class ParallelHead(Head):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        last = self.sizes.num_layers
+        given, last = self.sizes.options.get("layers"), self.sizes.num_layers
+        if given is not None:
+            return tuple(given)
         return tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
 
     def each_block(self) -> list[_Block]:
@@ -93,26 +97,31 @@ class ParallelHead(Head):
         features = self.context(torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1))
         step = 4
         first = 1 + int(torch.randint(step, (1,)))
-        anchors = torch.arange(first, length - depth + 1, step, device=features.device)
+        anchors = torch.arange(first, length - depth, step, device=features.device)
+        places = lesson.places(anchors, 1, depth)
         x = self.rows(
             lesson.embedding[lesson.tokens[:, anchors]].flatten(0, 1).to(features.dtype),
             features[:, anchors - 1].flatten(0, 1),
         ).unflatten(0, (batch, len(anchors)))
         where = anchors[:, None] + torch.arange(depth, device=anchors.device)
         before = torch.arange(length, device=anchors.device)[None, :] - anchors[:, None]
-        mask = torch.where((before < 0) & (before >= -self.options["window"]), 0.0, float("-inf"))
-        mask = mask[:, None, :].expand(-1, depth, -1).flatten(0, 1)
+        seen = ((before < 0) & (before >= -self.options["window"]))[None]
+        if lesson.segments is not None:
+            seen = seen & (lesson.segments[:, None, :] == lesson.segments[:, anchors, None])
+        mask = torch.where(seen, 0.0, float("-inf"))[:, None, :, None]
         for block in self.each_block():
             x = x + self._attend(block, x, features, where, mask)
             x = x + block.mlp(block.norm_mlp(x))
-        logits, wanted = F.linear(self.norm(x), lesson.head.to(x.dtype)), lesson.everywhere()[:, where]
+        said = self.norm(x) if places is None else self.norm(x)[places]
         for position in range(depth):
-            yield Guess(logits[:, :, position], wanted[:, :, position])
+            logits = F.linear(said[..., position, :], lesson.head.to(x.dtype))
+            yield Guess(logits, lesson.wanted(anchors + position, places))
 
     def _attend(
         self, block: _Block, x: torch.Tensor, features: torch.Tensor, where: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Training form: x [batch, anchors, depth, hidden], context features [batch, length, hidden]."""
+        """Training form: x [batch, anchors, depth, hidden], context features [batch, length, hidden], ``mask`` over
+        them [batch or 1, 1, anchors, 1, length]."""
         normed = block.norm(x)
         q = block.queries(normed, where)
         own_k, own_v = block.keys(normed, where)
@@ -120,8 +129,7 @@ class ParallelHead(Head):
         groups = block.heads // block.kv_heads
         k, v, own_k, own_v = (t.repeat_interleave(groups, dim=-2) for t in (k, v, own_k, own_v))
         scale = block.width**-0.5
-        far = torch.einsum("badhw,blhw->bhadl", q, k) * scale
-        far = far + mask.unflatten(0, where.shape)
+        far = torch.einsum("badhw,blhw->bhadl", q, k) * scale + mask
         near = torch.einsum("badhw,baehw->bhade", q, own_k) * scale
         weights = torch.softmax(torch.cat([far, near], dim=-1).float(), dim=-1).to(v.dtype)
         length = features.shape[1]
