@@ -61,7 +61,7 @@ def test_each_line_is_a_message_and_answers_are_all_of_stdout(chat, told):
     assert (code, out) == (0, f"{first}\n{second}\n")
     lines = err.splitlines()
     assert len(lines) == 2
-    assert all(re.match(rf"{LENGTH} tokens, \d+ tokens/s · .*\(ngram.*prompt tokens read", line) for line in lines)
+    assert all(re.match(rf"{LENGTH} tokens, \d+ tokens/s · .*\(suffix.*prompt tokens read", line) for line in lines)
     assert chat("hello\nmore")[:2] == (0, out)  # the end of the input ends it too
 
 

@@ -331,8 +331,8 @@ def test_a_server_has_a_seed_for_requests_that_name_none(forerun, tiny_target, m
 
 def test_the_bundled_pair_speculates_by_default_and_other_models_from_the_text_as_far_as_it_pays():
     assert speculative_config({}, {}) == {"method": "draft_model"}
-    assert speculative_config({}, {"model": "folder"}) == {"method": "ngram", "length": "adaptive"}
-    assert speculative_config({"accept": "token"}, {"model": "folder"}) == {"method": "ngram", "accept": "token"}
+    assert speculative_config({}, {"model": "folder"}) == {"method": "suffix", "length": "adaptive"}
+    assert speculative_config({"accept": "token"}, {"model": "folder"}) == {"method": "suffix", "accept": "token"}
     assert speculative_config({"spec_method": "none"}, {"model": "folder"}) == {"method": "none"}
     assert speculative_config({"spec_tokens": 2, "accept": "token"}, {}) == {
         "method": "draft_model",
@@ -351,7 +351,7 @@ def test_a_method_that_nobody_named_is_told(forerun, pair):
     options = [*pair[:2], "--max-tokens", "24"]
     lines = re.findall(r"^speculation +(.*)$", forerun("generate", PROMPT, *options)[1], re.MULTILINE)
     assert len(lines) == 1
-    assert re.match(r"ngram, as no --spec-method was given(, \d+ rounds|: nothing was drafted in \d+ rounds)", lines[0])
+    assert re.match(r"suffix, as no --spec-method was given(, \d+ rounds|: nothing was drafted in \d+ rounds)", lines[0])
     assert "as no" not in forerun("generate", PROMPT, *options, "--spec-method", "ngram")[1]
     assert "speculation" not in forerun("generate", PROMPT, *options, "--spec-method", "none")[1]
 

@@ -198,7 +198,7 @@ SAMPLING = Flags(
         defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
     ),
 )
-DEFAULTS = "draft_model for the bundled pair, else ngram with adaptive lengths"
+DEFAULTS = "draft_model for the bundled pair, else suffix with adaptive lengths"
 SYNTHETIC_HELP = (
     "accept drafts as often as was published for Llama-3.2-1B, whatever their tokens, to measure speed: "
     f"{', '.join(PROFILES)}; the text is not the model's"
@@ -223,7 +223,7 @@ SPECULATIVE = Flags(
 
 def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
     """``speculative_config`` from JSON and shorthands. Where no method is named, the bundled pair drafts with its draft
-    model, and another model from the text itself (``ngram``), as far as it pays if that changes no token. Raises
+    model, and another model from the text itself (``suffix``), as far as it pays if that changes no token. Raises
     ConfigError for a key that is given twice with different values."""
     config = dict(given.get("speculative_config") or {})
     if "tuned" in given:
@@ -242,7 +242,7 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
             option = flag.replace("_", "-")
             raise ConfigError(f"{key} is {config[key]!r} in --speculative-config and {value!r} in --{option}")
     if "method" not in config and "model" not in config:
-        config["method"] = "ngram" if "model" in engine else "draft_model"
+        config["method"] = "suffix" if "model" in engine else "draft_model"
         if "model" in engine and rules[config.get("accept", "coupled")].identity:
             config.setdefault("length", "adaptive")
     return config
