@@ -224,5 +224,5 @@ def test_drafts_go_as_far_as_they_pay_where_that_changes_no_token(given: dict[st
     first, second = served_drafters({"spec_method": "ngram", **given}, {}, ['{"method": "pattern"}'])
     assert first.get("length") == second.get("length") == length
     assert second.get("accept") == given.get("accept")
-    assert served_drafters({}, {"model": "x"}, []) == {"method": "ngram", "length": "adaptive"}
+    assert served_drafters({}, {"model": "x"}, []) == {"method": "suffix", "length": "adaptive"}
     assert served_drafters({}, {"model": "x"}, ['{"method": "ngram"}']) == [{"method": "ngram", "length": "adaptive"}]
