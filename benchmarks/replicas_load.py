@@ -5,8 +5,9 @@
 Draws a load and writes it as a trace; measures a replica with ``forerun plan --load``, as many of these at a time as
 replicas share this machine; asks ``forerun serve --replicas`` for the same requests at the same times over HTTP, and
 puts what was seen beside what was said. What a request spends outside of an engine, and what it takes to tell tokens,
-is measured before, by requests that are alone with a replica while every replica has one: front and client share the
-processors with all of them. Needs ``forerun[serve,ray]``.
+is measured before, by requests that are alone, and by requests that are alone with a replica while every replica has
+one: front and client share the processors with all of them. What lies between is taken by how busy the plan says that
+replicas are. Needs ``forerun[serve,ray]``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from forerun.plan.load.run import read_costs
 
 FORERUN = [sys.executable, "-u", "-m", "forerun"]
 ALONE = 8
-"""Requests that each replica gets one by one before the load."""
+"""Requests that are sent one by one before the load, and then to each replica while the others have theirs."""
 VOCABULARY = range(300, 4000)
 """Ids that every model here has, for prompts that say nothing."""
 
@@ -74,16 +75,17 @@ async def ask(http: httpx2.AsyncClient, number: int, one: Arrival, seed: int, be
 
 
 async def load(
-    url: str, arrivals: list[Arrival], alone: list[Arrival], seed: int, replicas: int
-) -> tuple[list[Seen], list[Seen]]:
-    """What requests see that are alone with a replica, and then the load's."""
+    url: str, arrivals: list[Arrival], alone: Arrival, seed: int, replicas: int
+) -> tuple[list[list[Seen]], list[Seen]]:
+    """What requests see that are alone, and alone with a replica, and then the load's."""
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
 
-        async def in_turn(first: int) -> list[Seen]:
-            return [await ask(http, -1 - n, alone[n], seed, 0.0) for n in range(first, len(alone), replicas)]
+        async def in_turn(number: int) -> list[Seen]:
+            return [await ask(http, -1 - n, alone, seed, 0.0) for n in range(ALONE * number, ALONE * (number + 1))]
 
-        single = [seen for turn in await asyncio.gather(*map(in_turn, range(replicas))) for seen in turn]
+        single = [await in_turn(replicas)]
+        single.append([seen for turn in await asyncio.gather(*map(in_turn, range(replicas))) for seen in turn])
         began = time.perf_counter()
 
         async def one(number: int, arrival: Arrival) -> Seen:
@@ -93,7 +95,7 @@ async def load(
         return single, await asyncio.gather(*[one(number, arrival) for number, arrival in enumerate(arrivals)])
 
 
-def served(model: str, replicas: int, options: list[str], arrivals: list[Arrival], alone: list[Arrival], seed: int):
+def served(model: str, replicas: int, options: list[str], arrivals: list[Arrival], alone: Arrival, seed: int):
     command = [*FORERUN, "serve", "--model", model, "--replicas", str(replicas), "--threads", "1", "--port", "0"]
     with subprocess.Popen([*command, *options, "--no-request-log"], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -120,14 +122,16 @@ def planned(model: str, replicas: int, options: list[str], methods: str, trace: 
         sys.exit("forerun plan failed")
 
 
-def compare(trace: Trace, costs: Path, replicas: int, single: list[Seen], seen: list[Seen], alone: list[Arrival]):
+def compare(trace: Trace, costs: Path, replicas: int, single: list[list[Seen]], seen: list[Seen], alone: Arrival):
     """Said, seen, and the one over the other."""
     price, limits, _ = read_costs(costs)
-    quiet = [Arrival(1000.0 * number, one.prompt, one.output) for number, one in enumerate(alone)]
-    idle, tokens = serve(price, limits, Trace(quiet), 1), price.best(1).tokens
-    outside = max(0.0, median(one.first for one in single) - idle.ttft.p50)
-    each = median((one.last - one.first) / (asked.output - 1) for one, asked in zip(single, alone))
-    telling = max(0.0, (each - idle.tpot.p50) * tokens)
+    idle, tokens = serve(price, limits, Trace([alone]), 1), price.best(1).tokens
+    busy = serve(price, limits, trace, replicas).utilisation
+    outside, telling = 0.0, 0.0
+    for share, found in zip((1 - busy, busy), single):
+        outside += share * max(0.0, median(one.first for one in found) - idle.ttft.p50)
+        each = median((one.last - one.first) / (alone.output - 1) for one in found)
+        telling += share * max(0.0, (each - idle.tpot.p50) * tokens)
     said = serve(replace(price, outside=outside, telling=telling), limits, trace, replicas)
     pairs = zip(seen, trace.arrivals)
     tpot = Spread.of([(one.last - one.first) / (asked.output - 1) for one, asked in pairs if asked.output > 1])
@@ -159,7 +163,7 @@ def main() -> None:
         given.rate, given.prompt_tokens, given.max_tokens, 0.5, given.shared_prefix, given.prefixes, 2048, given.seed
     )
     arrivals = list(drawn.part(1).arrivals[: given.requests])
-    alone = [Arrival(0.0, given.prompt_tokens, given.max_tokens)] * (ALONE * given.replicas)
+    alone = Arrival(0.0, given.prompt_tokens, given.max_tokens)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.jsonl"
         trace.write_text("".join(json.dumps(line(one)) + "\n" for one in arrivals))
