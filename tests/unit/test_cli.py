@@ -333,6 +333,8 @@ def test_the_bundled_pair_speculates_by_default_and_other_models_from_the_text_a
     assert speculative_config({}, {}) == {"method": "draft_model"}
     assert speculative_config({}, {"model": "folder"}) == {"method": "suffix", "length": "adaptive"}
     assert speculative_config({"accept": "token"}, {"model": "folder"}) == {"method": "suffix", "accept": "token"}
+    for own in ({"max_order": 4}, {"prompt_lookup_max": 4}):
+        assert speculative_config({"speculative_config": own}, {"model": "folder"})["method"] == "ngram"
     assert speculative_config({"spec_method": "none"}, {"model": "folder"}) == {"method": "none"}
     assert speculative_config({"spec_tokens": 2, "accept": "token"}, {}) == {
         "method": "draft_model",

@@ -16,7 +16,7 @@ from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
 from forerun.plan.estimate import Measured, Sample, in_plain_forwards
 from forerun.plan.layers import Subset, choose_layers, neighbours
-from forerun.plan.planner import CostCurve, Estimate, Prediction, Shaped, estimate, predict, recommend
+from forerun.plan.planner import CostCurve, Estimate, Prediction, Shaped, binomial, estimate, predict, recommend
 from forerun.plan.run import _Trial, run_plan
 from forerun.plan.trees import fixed, size
 
@@ -251,6 +251,7 @@ def as_bench(temperature: float, **speeds: float) -> dict:
             "tree": "2x1" if method.endswith("_tree") else None,
             "temperature": temperature,
             "concurrency": 1,
+            "length": None if method == "none" else "fixed",
             "speedup": speed,
             "speedup_error": 0.01,
         }
@@ -284,6 +285,12 @@ def test_plans_stand_beside_measurements(tmp_path, capsys, monkeypatch):
         predicted.join([as_plan(0.0, ngram=1.0), as_bench(0.0, eagle=1.0)])
     with pytest.raises(ConfigError, match="at least one plan"):
         predicted.join(files[:2])
+    with pytest.raises(ConfigError, match="two plans for"):
+        predicted.join([files[0], *files])
+    adaptive = as_bench(0.0, eagle=1.0)
+    adaptive["rows"][0]["length"] = "adaptive"
+    with pytest.raises(ConfigError, match="eagle was measured with 'adaptive'"):
+        predicted.join([files[0], adaptive])
     paths = [tmp_path / f"{place}.json" for place in range(len(files))]
     for path, item in zip(paths, files):
         path.write_text(json.dumps(item))
@@ -291,3 +298,15 @@ def test_plans_stand_beside_measurements(tmp_path, capsys, monkeypatch):
     predicted.main()
     assert "4 settings" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["median_error"] == found["median_error"]
+    for odd in ("[]", "{", '{"predictions": [], "environment": {}}'):
+        paths[0].write_text(odd)
+        with pytest.raises(SystemExit, match=r"^error: "):
+            predicted.main()
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 1100])
+def test_how_many_have_a_draft(sequences):
+    for share in (0.0, 0.3, 1.0):
+        found = binomial(sequences, share)
+        assert sum(found) == pytest.approx(1.0)
+        assert sum(count * chance for count, chance in enumerate(found)) == pytest.approx(share * sequences)

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from chat_model import save_chat_model
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from forerun import LLM, SamplingParams, pretrained
 from forerun.cli import main
@@ -21,6 +24,8 @@ from forerun.train import loop
 from forerun.tune import choose, data, text, turns
 from forerun.tune import run as stages
 from forerun.tune.config import TRAINED, TuneConfig
+from forerun.tune.kinds import KINDS
+from forerun.tune.start import scale
 from forerun.tune.state import State
 from tiny import save_tokenizer, tiny_llama
 
@@ -204,8 +209,53 @@ def test_a_time_too_short_to_train_says_so_and_measures_history(model: str, tmp_
     found = json.loads((out / "tuned.json").read_text("utf-8"))
     assert {row["config"]["method"] for row in found["figures"]} == {"none", "ngram", "suffix", "prompt_lookup"}
     assert (out / "report.html").exists()
-    stages.tune(TuneConfig(model=model, out=tmp_path, **{**QUICK, "hours": 2.1 / 3600}), said.append)
+    stages.tune(TuneConfig(model=model, out=tmp_path, **short), said.append)
+    assert said.count(said[0]) == 2
+    stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK), said.append)
     assert (out / "eagle" / "model.safetensors").exists()
+
+
+def test_what_was_chosen_among_others_is_chosen_anew(folder: Path, model: str, tmp_path: Path) -> None:
+    """Where a choice names files of a draft that is not asked for, or of another place, it does not stay."""
+    shutil.copytree(folder, tmp_path / "moved")
+    state = tmp_path / "moved" / "run" / "state.json"
+    found = json.loads(state.read_text("utf-8"))
+    found["results"]["choose"]["chosen"] = {"method": "eagle", "model": str(folder / "eagle")}
+    state.write_text(json.dumps(found), "utf-8")
+    out = stages.tune(TuneConfig(model=model, out=tmp_path / "moved", **QUICK))
+    assert str(folder) not in (out / "tuned.json").read_text("utf-8")
+
+
+def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TuneConfig(model=model, out=tmp_path, **QUICK)
+    stages.tune(config)
+    path = tmp_path / "run" / "state.json"
+    found = json.loads(path.read_text("utf-8"))
+    del found["results"]["write"]
+    path.write_text(json.dumps(found), "utf-8")
+    monkeypatch.setattr(text.Writer, "speed", lambda *_: 1e-9)
+    stages.tune(config)
+    assert "alone" not in json.loads(path.read_text("utf-8"))["results"]
+
+
+def test_norms_that_hold_their_scale_less_one() -> None:
+    for kind in (Gemma3RMSNorm, LlamaRMSNorm):
+        norm = kind(8)
+        torch.nn.init.normal_(norm.weight)
+        x = torch.randn(3, 8)
+        wanted = norm(x) * (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() / x
+        assert torch.allclose(scale(norm).expand(3, 8), wanted, atol=1e-3)
+
+
+def test_a_draft_that_cannot_start_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not for 'gemma3_text': --train eagle"):
+        KINDS["draft_model"].require(Gemma3TextConfig())
+    KINDS["draft_model"].require(LlamaConfig())
+    KINDS["eagle"].require(Gemma3TextConfig())
+    with pytest.raises(ConfigError, match="which 'gpt2' has not"):
+        KINDS["eagle"].require(GPT2Config())
 
 
 def test_what_is_not_trained_is_refused(model: str, tmp_path: Path) -> None:

@@ -45,12 +45,19 @@ def join(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     plans: dict[Group, dict[Setting, float]] = {}
     for plan in files:
         if "predictions" in plan:
-            plans[plan["environment"]["model"], plan["temperature"], plan["concurrency"]] = predictions(plan)
+            group = (plan["environment"]["model"], plan["temperature"], plan["concurrency"])
+            if group in plans:
+                raise ConfigError(f"two plans for {group}")
+            plans[group] = predictions(plan)
     rows = []
     for bench in files:
         for row in bench.get("rows", ()):
             if row["num_speculative_tokens"] is None:
                 continue
+            if row["length"] != "fixed":
+                raise ConfigError(
+                    f"a plan knows fixed lengths, and {row['method']} was measured with {row['length']!r}"
+                )
             group = (bench["environment"]["model"], row["temperature"], row["concurrency"])
             setting = (row["method"], row["num_speculative_tokens"], row["tree"])
             if setting not in plans.get(group, {}):
@@ -117,11 +124,13 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path, help="what plan and bench printed with --json")
     parser.add_argument("--out", type=Path, help="JSON file to write, with the machine that each file was made on")
     wanted = parser.parse_args()
-    files = [json.loads(path.read_text(encoding="utf-8")) for path in wanted.files]
     try:
+        files = [json.loads(path.read_text(encoding="utf-8")) for path in wanted.files]
         found = join(files)
-    except ConfigError as error:
+    except (ConfigError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        sys.exit(f"error: these are not all files of forerun plan --json and forerun bench --json ({error!r})")
     print(table(found))
     print(f"\n{len(found['rows'])} settings, median error {found['median_error']:.1%}")
     if wanted.out:

@@ -242,10 +242,15 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
             option = flag.replace("_", "-")
             raise ConfigError(f"{key} is {config[key]!r} in --speculative-config and {value!r} in --{option}")
     if "method" not in config and "model" not in config:
-        config["method"] = "suffix" if "model" in engine else "draft_model"
+        config["method"] = _usual(config) if "model" in engine else "draft_model"
         if "model" in engine and rules[config.get("accept", "coupled")].identity:
             config.setdefault("length", "adaptive")
     return config
+
+
+def _usual(config: Mapping[str, Any]) -> str:
+    """Who drafts for a model of one's own: ``suffix``, unless an option is of ``ngram`` alone."""
+    return "ngram" if set(config) & {*KEYS["ngram"].split(), *KEYS["prompt_lookup"].split()} else "suffix"
 
 
 def read_tuned(folder: str, engine: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
-from math import comb, inf
+from math import exp, inf, lgamma, log
 from statistics import mean, median
 from types import MappingProxyType
 from typing import Any
@@ -193,10 +193,21 @@ def speedup(found: Estimate, drafted: Drafted, depth: int, curve: CostCurve, seq
     """Tokens a round over its mean time, each of ``sequences`` having a draft by itself or none."""
     work = found.start + depth * (found.c if found.step is None else found.step)
     time = found.rest
-    for count in range(sequences + 1):
-        chance = comb(sequences, count) * drafted.coverage**count * (1 - drafted.coverage) ** (sequences - count)
+    for count, chance in enumerate(binomial(sequences, drafted.coverage)):
         time += chance * (curve.mean(sequences + count * drafted.nodes) + work if count else 1.0)
     return (1 + drafted.tokens) * (1 + found.rest) / time
+
+
+def binomial(trials: int, share: float) -> list[float]:
+    """How likely each number of successes is, of 0 to ``trials``."""
+    if share <= 0 or share >= 1:
+        return [float(count == (trials if share >= 1 else 0)) for count in range(trials + 1)]
+
+    def chance(count: int) -> float:
+        ways = lgamma(trials + 1) - lgamma(count + 1) - lgamma(trials - count + 1)
+        return exp(ways + count * log(share) + (trials - count) * log(1 - share))
+
+    return [chance(count) for count in range(trials + 1)]
 
 
 def recommend(

@@ -23,7 +23,10 @@ from forerun.tune.distilled import DistilledDraft
 from forerun.tune.features import Features
 from forerun.tune.head import AHEAD, export, learnable, new_head
 from forerun.tune.last import Material, fit_last, sharpen
-from forerun.tune.start import options
+from forerun.tune.start import options, scale, take_norm
+
+DISTILLED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+"""Targets whose layers may be a draft: their parts take and give float32, and least squares know what these say."""
 
 
 class Kind(ABC):
@@ -33,6 +36,11 @@ class Kind(ABC):
     lr: ClassVar[float] = 1e-4
     int8: ClassVar[bool] = False
     """Its drafter knows ``quantization``."""
+
+    def require(self, config: Any) -> None:
+        """Raises ConfigError for a target, by its text config, that it cannot start from."""
+        if not hasattr(config, "rms_norm_eps"):
+            raise ConfigError(f"drafts start from targets with RMS norms, which {config.model_type!r} has not")
 
     @abstractmethod
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
@@ -104,9 +112,9 @@ class Parallel(Medusa):
         (block,) = head.each_block()
         body: Any = target.get_decoder()
         with torch.no_grad():
-            head.norm.weight.copy_(body.norm.weight.float())
+            head.norm.weight.copy_(scale(body.norm))
             head.fuse.weight.zero_()
-            last = torch.diag(1 / body.norm.weight.float())  # features are what comes behind the norm
+            last = torch.diag(1 / scale(body.norm))  # features are what comes behind the norm
             head.fuse.weight[:, -len(last) :] = last
             _take(block, body.layers[-1])
         return _settled(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
@@ -117,6 +125,13 @@ class Distilled(Kind):
 
     matrix_lr = 3e-3
     int8 = True
+
+    def require(self, config: Any) -> None:
+        if config.model_type not in DISTILLED:
+            raise ConfigError(
+                f"a draft_model of a target's own layers is made for {', '.join(DISTILLED)}, not for "
+                f"{config.model_type!r}: --train eagle"
+            )
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
         return DistilledDraft(target)
@@ -161,11 +176,11 @@ def _take(block: Any, layer: Any) -> None:
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     pairs = [(getattr(block, part), getattr(attention, part, None)) for part in ("q_proj", "k_proj", "v_proj")]
     pairs += [(getattr(block.mlp, part), getattr(mlp, part, None)) for part in ("gate_proj", "up_proj")]
-    pairs += [(block.norm, getattr(layer, "input_layernorm", None))]
-    pairs += [(block.norm_mlp, getattr(layer, "post_attention_layernorm", None))]
     for own, theirs in pairs:
         if theirs is not None and theirs.weight.shape == own.weight.shape:
             own.weight.copy_(theirs.weight.float())
+    take_norm(block.norm, getattr(layer, "input_layernorm", None))
+    take_norm(block.norm_mlp, getattr(layer, "post_attention_layernorm", None))
 
 
 def save_start(draft: nn.Module, path: Path) -> None:

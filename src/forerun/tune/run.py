@@ -56,6 +56,8 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     data = read(config.data)
     folder = resolve(config.model)
     sanity.require_decoder(read_config(folder), folder, "forerun tune")
+    for name in config.train:
+        KINDS[name].require(read_config(folder).get_text_config())
     marks = {
         "version": VERSION,
         "model": fingerprint(folder),
@@ -66,14 +68,20 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     }
     run = config.out / "run"
     state = State(run, marks)
-    if state.results.get("alone", config.hours) != config.hours:
+    asked = [config.hours, config.min_tokens, config.max_tokens, config.answer]
+    if state.results.get("alone", {}).get("asked", asked) != asked:
         state.forget("alone", "held", "choose", "check")
     if "write" not in state.results and "alone" not in state.results:
         _write(config, data, state, run, say)
     if "alone" in state.results:
+        say(state.results["alone"]["why"])
         config = replace(config, train=())
     elif state.lacking(config.train):
         _train(config, folder, state, run, say)
+    compared = [list(config.train), str(config.out.absolute())]
+    if state.results.get("compared") != compared:
+        state.forget("choose", "check")
+        state.keep("compared", compared)
     llm, held = _load(config), state.results["held"]
     if "choose" not in state.results:
         with state.stage("choose"):
@@ -120,14 +128,16 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     bytes_each = 2 * len(which) * text.hidden_size
     with state.stage("load"):
         planned = min(config.max_tokens, round(writer.speed(held) * budget))
-    alone = planned < min(config.min_tokens, config.max_tokens)
+    if not held:
+        raise ConfigError(f"an answer of {config.answer} tokens leaves no room for a prompt: lower --answer")
+    alone = planned < min(config.min_tokens, config.max_tokens) and not any((run / "text").glob("*.pt"))
     if "held" not in state.results:
         some = config.probe if alone else max(choose.FEWEST, round(HELD * planned / (2 * config.answer)))
         state.keep("held", held[:: -(-len(held) // some)])
     if alone:
-        say(_too_little(config, planned))
         llm.close()
-        state.keep("alone", config.hours)
+        asked = [config.hours, config.min_tokens, config.max_tokens, config.answer]
+        state.keep("alone", {"asked": asked, "why": _too_little(config, planned)})
         return
     _room(config, run, planned, bytes_each, _memory(llm, longest, text, config.rows), say)
     (run / "held").mkdir(exist_ok=True)

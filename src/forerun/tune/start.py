@@ -42,6 +42,12 @@ def options(config: Any, layers: list[int], rows: int) -> dict[str, Any]:
     }
 
 
+def scale(norm: Any) -> Tensor:
+    """What a target's RMS norm multiplies by, float32: Gemma's modules hold that less one."""
+    weight: Tensor = norm.weight.float()
+    return weight + 1 if type(norm).__name__.startswith("Gemma") else weight
+
+
 def vocabulary(counts: Tensor, rows: int, always: list[int]) -> Tensor:
     """The ``rows`` commonest tokens of ``counts`` int64 [vocabulary] in ascending order, ``always`` among them."""
     wanted = counts.clone()
@@ -79,7 +85,7 @@ def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Featu
     embedding: Any = target.get_input_embeddings()
     assert isinstance(head.d2t, Tensor)
     assert head.lm_head is not None
-    norm = body.norm.weight.float()
+    norm = scale(body.norm)
     head.d2t.copy_(ids - torch.arange(len(ids)))
     head.lm_head.weight.copy_(output.weight[ids].float())
     head.norm.weight.copy_(norm)
@@ -108,13 +114,18 @@ def _take(head: EagleHead, layer: Any) -> None:
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     pairs = [(getattr(head, part), getattr(attention, part, None)) for part in ("q_proj", "k_proj", "v_proj")]
     pairs += [(getattr(head.mlp, part), getattr(mlp, part, None)) for part in ("gate_proj", "up_proj")]
-    pairs += [(head.hidden_norm, getattr(layer, "input_layernorm", None))]
-    pairs += [(head.post_attention_layernorm, getattr(layer, "post_attention_layernorm", None))]
     for own, theirs in pairs:
         if theirs is not None and theirs.weight.shape == own.weight.shape:
             own.weight.copy_(theirs.weight.float())
+    take_norm(head.hidden_norm, getattr(layer, "input_layernorm", None))
+    take_norm(head.post_attention_layernorm, getattr(layer, "post_attention_layernorm", None))
     head.o_proj.weight.zero_()
     head.mlp.down_proj.weight.zero_()
+
+
+def take_norm(own: Any, theirs: Any) -> None:
+    if theirs is not None and theirs.weight.shape == own.weight.shape:
+        own.weight.copy_(scale(theirs))
 
 
 def _fit_input(head: EagleHead, known: _Talks) -> Tensor:

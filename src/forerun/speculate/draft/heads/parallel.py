@@ -97,7 +97,7 @@ class ParallelHead(Head):
         features = self.context(torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1))
         step = 4
         first = 1 + int(torch.randint(step, (1,)))
-        anchors = torch.arange(first, length - depth, step, device=features.device)
+        anchors = torch.arange(first, max(first, length - depth), step, device=features.device)
         places = lesson.places(anchors, 1, depth)
         x = self.rows(
             lesson.embedding[lesson.tokens[:, anchors]].flatten(0, 1).to(features.dtype),
