@@ -240,6 +240,14 @@ def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(
     assert "alone" not in json.loads(path.read_text("utf-8"))["results"]
 
 
+def test_an_answer_that_leaves_no_room_for_a_prompt(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text.Writer, "held_out_prompts", lambda self: [])
+    with pytest.raises(ConfigError, match="leaves no room for a prompt: lower --answer"):
+        stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK))
+
+
 def test_norms_that_hold_their_scale_less_one() -> None:
     for kind in (Gemma3RMSNorm, LlamaRMSNorm):
         norm = kind(8)

@@ -23,7 +23,7 @@ from forerun.tune.distilled import DistilledDraft
 from forerun.tune.features import Features
 from forerun.tune.head import AHEAD, export, learnable, new_head
 from forerun.tune.last import Material, fit_last, sharpen
-from forerun.tune.start import options, scale, take_norm
+from forerun.tune.start import options, scale, take
 
 DISTILLED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Targets whose layers may be a draft: their parts take and give float32, and least squares know what these say."""
@@ -116,7 +116,7 @@ class Parallel(Medusa):
             head.fuse.weight.zero_()
             last = torch.diag(1 / scale(body.norm))  # features are what comes behind the norm
             head.fuse.weight[:, -len(last) :] = last
-            _take(block, body.layers[-1])
+            take(block, (block.norm, block.norm_mlp), body.layers[-1])
         return _settled(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
 
 
@@ -169,18 +169,6 @@ def _settled(
 def _sizes(target: PreTrainedModel, more: Mapping[str, Any] | None = None) -> Sizes:
     config: Any = target.config.get_text_config()
     return Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, AHEAD, dict(more or {}))
-
-
-def _take(block: Any, layer: Any) -> None:
-    """What the target's ``layer`` looks for, where it has matrices of the block's shapes."""
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    pairs = [(getattr(block, part), getattr(attention, part, None)) for part in ("q_proj", "k_proj", "v_proj")]
-    pairs += [(getattr(block.mlp, part), getattr(mlp, part, None)) for part in ("gate_proj", "up_proj")]
-    for own, theirs in pairs:
-        if theirs is not None and theirs.weight.shape == own.weight.shape:
-            own.weight.copy_(theirs.weight.float())
-    take_norm(block.norm, getattr(layer, "input_layernorm", None))
-    take_norm(block.norm_mlp, getattr(layer, "post_attention_layernorm", None))
 
 
 def save_start(draft: nn.Module, path: Path) -> None:

@@ -68,8 +68,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     }
     run = config.out / "run"
     state = State(run, marks)
-    asked = [config.hours, config.min_tokens, config.max_tokens, config.answer]
-    if state.results.get("alone", {}).get("asked", asked) != asked:
+    if state.results.get("alone", {}).get("asked", _asked(config)) != _asked(config):
         state.forget("alone", "held", "choose", "check")
     if "write" not in state.results and "alone" not in state.results:
         _write(config, data, state, run, say)
@@ -136,8 +135,7 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
         state.keep("held", held[:: -(-len(held) // some)])
     if alone:
         llm.close()
-        asked = [config.hours, config.min_tokens, config.max_tokens, config.answer]
-        state.keep("alone", {"asked": asked, "why": _too_little(config, planned)})
+        state.keep("alone", {"asked": _asked(config), "why": _too_little(config, planned)})
         return
     _room(config, run, planned, bytes_each, _memory(llm, longest, text, config.rows), say)
     (run / "held").mkdir(exist_ok=True)
@@ -158,6 +156,11 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
             bar.update(round(state.seconds.get("write", 0)), f"{total:,} tokens")
     llm.close()
     state.keep("write", {"tokens": total, "bytes": total * bytes_each, "chats": writer.chats})
+
+
+def _asked(config: TuneConfig) -> list[float]:
+    """What decides whether there is time to train."""
+    return [config.hours, config.min_tokens, config.max_tokens, config.answer]
 
 
 def _too_little(config: TuneConfig, planned: int) -> str:

@@ -42,10 +42,11 @@ def options(config: Any, layers: list[int], rows: int) -> dict[str, Any]:
     }
 
 
-def scale(norm: Any) -> Tensor:
-    """What a target's RMS norm multiplies by, float32: Gemma's modules hold that less one."""
-    weight: Tensor = norm.weight.float()
-    return weight + 1 if type(norm).__name__.startswith("Gemma") else weight
+def scale(module: Any) -> Tensor:
+    """What a target's RMS norm or matrix multiplies by, float32: Gemma's norms hold that less one."""
+    weight: Tensor = module.weight.float()
+    less_one = type(module).__name__.startswith("Gemma") and weight.dim() == 1
+    return weight + 1 if less_one else weight
 
 
 def vocabulary(counts: Tensor, rows: int, always: list[int]) -> Tensor:
@@ -89,7 +90,7 @@ def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Featu
     head.d2t.copy_(ids - torch.arange(len(ids)))
     head.lm_head.weight.copy_(output.weight[ids].float())
     head.norm.weight.copy_(norm)
-    _take(head, body.layers[-1])
+    take(head, (head.hidden_norm, head.post_attention_layernorm), body.layers[-1])
     known = _Talks(features, embedding.weight.float(), norm, tokens)
     sizes = _fit_input(head, known)
     second = Fit(head.o_proj.in_features, len(norm))
@@ -109,23 +110,19 @@ def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Featu
     return sizes
 
 
-def _take(head: EagleHead, layer: Any) -> None:
-    """What the target's ``layer`` looks for, where it has matrices of the head's shapes; nothing of what it says."""
+def take(own: Any, norms: tuple[Any, Any], layer: Any) -> None:
+    """What the target's ``layer`` looks for, where it has matrices of the shapes of ``own``'s, with its ``norms`` before
+    attention and MLP; nothing of what it says."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    pairs = [(getattr(head, part), getattr(attention, part, None)) for part in ("q_proj", "k_proj", "v_proj")]
-    pairs += [(getattr(head.mlp, part), getattr(mlp, part, None)) for part in ("gate_proj", "up_proj")]
-    for own, theirs in pairs:
-        if theirs is not None and theirs.weight.shape == own.weight.shape:
-            own.weight.copy_(theirs.weight.float())
-    take_norm(head.hidden_norm, getattr(layer, "input_layernorm", None))
-    take_norm(head.post_attention_layernorm, getattr(layer, "post_attention_layernorm", None))
-    head.o_proj.weight.zero_()
-    head.mlp.down_proj.weight.zero_()
-
-
-def take_norm(own: Any, theirs: Any) -> None:
-    if theirs is not None and theirs.weight.shape == own.weight.shape:
-        own.weight.copy_(scale(theirs))
+    pairs = [(getattr(own, part), getattr(attention, part, None)) for part in ("q_proj", "k_proj", "v_proj")]
+    pairs += [(getattr(own.mlp, part), getattr(mlp, part, None)) for part in ("gate_proj", "up_proj")]
+    named = ("input_layernorm", "post_attention_layernorm")
+    pairs += [(norm, getattr(layer, name, None)) for norm, name in zip(norms, named, strict=True)]
+    for mine, theirs in pairs:
+        if theirs is not None and theirs.weight.shape == mine.weight.shape:
+            mine.weight.copy_(scale(theirs))
+    own.o_proj.weight.zero_()
+    own.mlp.down_proj.weight.zero_()
 
 
 def _fit_input(head: EagleHead, known: _Talks) -> Tensor:
