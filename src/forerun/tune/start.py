@@ -111,8 +111,8 @@ def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Featu
 
 
 def take(own: Any, norms: tuple[Any, Any], layer: Any) -> None:
-    """What the target's ``layer`` looks for, where it has matrices of the shapes of ``own``'s, with its ``norms`` before
-    attention and MLP; nothing of what it says."""
+    """What the target's ``layer`` looks for, where it has matrices of ``own``'s shapes, with its ``norms`` before
+    attention and MLP, nothing of what it says."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     pairs = [(getattr(own, part), getattr(attention, part, None)) for part in ("q_proj", "k_proj", "v_proj")]
     pairs += [(getattr(own.mlp, part), getattr(mlp, part, None)) for part in ("gate_proj", "up_proj")]
