@@ -6,7 +6,7 @@ import torch
 
 from forerun.core.batch import Batch, Span
 from forerun.core.inference import inference
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.models.native import NativeModel
 
 
@@ -23,7 +23,7 @@ def check(model: NativeModel) -> None:
     embeds = torch.randn(2, model.info.hidden_size)
     found = []
     for _ in range(2):
-        cache = new_cache(model, max_seqs=2, max_len=64, page_size=4)
+        attention = new_attention(model, max_seqs=2, max_len=64, page_size=4)
         tree = Span(0, 30, nodes, [-1, 0, 0, 1, 2, 2], logits=[0, 2, 3])
         batches = [
             Batch([Span(0, 0, prompts[0], logits=[29]), Span(1, 0, prompts[1])], hidden=(0, 2, 3)),
@@ -32,7 +32,7 @@ def check(model: NativeModel) -> None:
             Batch([Span(1, 12, [6, 7], logits=[1])], layers=(0, 2), hidden=(2, 3)),
             Batch([Span(1, 12, [6, 7, 8], logits=[0, 1, 2])], embeds=embeds, embed_rows=[0, 2]),
         ]
-        found.append([model.forward(batch, cache) for batch in batches])
+        found.append([model.forward(batch, attention) for batch in batches])
         model.fused = None
     for one, many in zip(*found, strict=True):
         assert torch.equal(one.logits, many.logits)

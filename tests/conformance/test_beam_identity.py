@@ -34,7 +34,7 @@ def add(engine: Engine, requests: list[tuple[str, Any]]) -> list[Job]:
 def check(engine: Engine) -> None:
     """Between rounds: pages are accounted for, the target holds all but the last token of every beam, or less where it
     reads some again, and its drafter knows a prefix."""
-    pool = engine.target.cache.pool
+    pool = engine.target.attention.pool
     for each in engine.pools:
         each.check()
     for root in engine.scheduler.running:

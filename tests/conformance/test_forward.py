@@ -16,7 +16,7 @@ from forerun.attention.base import Attention
 from forerun.attention.streamed import StreamedAttention
 from forerun.core.batch import Batch, Span
 from forerun.core.tree import Draft
-from forerun.models.base import Model, new_cache
+from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
 
 LLAMA, WIDE = "llama", "wide heads"
@@ -53,14 +53,14 @@ class Feeder:
     """A model with a cache; every span asks for the logits of all its rows."""
 
     model: Model
-    cache: Attention
+    attention: Attention
     known: dict[tuple[tuple[int, ...], int], torch.Tensor]
     """What ``alone`` gave."""
 
     def feed(self, *spans: Span) -> list[torch.Tensor]:
         for span in spans:
             span.logits = list(range(span.count))
-        logits = self.model.forward(Batch(list(spans)), self.cache).logits
+        logits = self.model.forward(Batch(list(spans)), self.attention).logits
         return list(logits.split([span.count for span in spans]))
 
     def decode(self, key: int, start: int, tokens: list[int]) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Feeder:
     def alone(self, tokens: list[int], count: int) -> torch.Tensor:
         """Logits of the last ``count`` tokens, the rest prefilled, in a slotted cache of their own."""
         if (tuple(tokens), count) not in self.known:
-            fresh = Feeder(self.model, new_cache(self.model, max_seqs=1, max_len=128), {})
+            fresh = Feeder(self.model, new_attention(self.model, max_seqs=1, max_len=128), {})
             start = len(tokens) - count
             if start:
                 fresh.feed(Span(0, 0, tokens[:start]))
@@ -103,7 +103,7 @@ def feeder(request, backend, model, cpu_attention, known) -> Callable[..., Feede
 
     def build(page_size: int | None = None) -> Feeder:
         chosen = model(*backend)
-        return Feeder(chosen, new_cache(chosen, max_seqs=6, max_len=128, page_size=page_size, slack=16), kept)
+        return Feeder(chosen, new_attention(chosen, max_seqs=6, max_len=128, page_size=page_size, slack=16), kept)
 
     return build
 
@@ -157,9 +157,11 @@ def test_the_models_take_the_paths_that_they_are_for(model):
     wide = model("native", True, WIDE)
     for name in (LLAMA, *MAIN):
         served = model("native", True, name)
-        assert isinstance(new_cache(served, max_seqs=1, max_len=8), StreamedAttention) == kernels.has("decode_float32")
+        assert isinstance(new_attention(served, max_seqs=1, max_len=8), StreamedAttention) == kernels.has(
+            "decode_float32"
+        )
         assert (served.fused is not None) == kernels.has("decode_float32")
-    assert not isinstance(new_cache(wide, max_seqs=1, max_len=8), StreamedAttention)
+    assert not isinstance(new_attention(wide, max_seqs=1, max_len=8), StreamedAttention)
 
 
 @pytest.mark.parametrize("page_size", LAYOUTS)
@@ -182,7 +184,7 @@ def test_keep_leaves_the_accepted_path(feeder, same, shape, page_size):
     draft, prompt, more = SHAPES[shape], some_tokens(PROMPT), some_tokens(4, seed=3)
     for node in range(-1, len(draft)):
         one = feeder(page_size)
-        pool = one.cache.pool
+        pool = one.attention.pool
         one.feed(Span(0, 0, prompt[:-1]))
         one.feed(behind(0, PROMPT - 1, prompt[-1], draft))
         path = draft.path(node)
@@ -221,9 +223,9 @@ def test_everything_in_one_forward(feeder, same, page_size):
             for node in range(len(draft) if draft else 0):
                 tokens = text[: start + count] + draft.path_tokens(node)
                 same(got[count + node], many.alone(tokens, 1)[0])
-            many.cache.pool.truncate(key, start + count)
+            many.attention.pool.truncate(key, start + count)
         fed = [start + count for start, count in zip(fed, counts)]
-    many.cache.pool.check()
+    many.attention.pool.check()
 
 
 @pytest.mark.parametrize("page_size", LAYOUTS)

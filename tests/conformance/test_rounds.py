@@ -14,7 +14,7 @@ from scripted import Scripted
 
 from forerun.core.batch import Batch, Span
 from forerun.core.tree import Draft
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
 from tiny import ALPHABET
@@ -224,7 +224,7 @@ def test_the_target_accepts_itself(engine, tiny_target, rule, shape):
 def test_a_draft_model_caches_what_it_would_compute_afresh(engine, keys, case, page_size):
     drafting = engine(keys(case, length="restless"), page_size=page_size, max_num_batched_tokens=40)
     drafter = drafting.router.drafters[case.method]
-    model, pool = drafter.model, drafter.cache.pool
+    model, pool = drafter.model, drafter.attention.pool
     assert pools(drafter) == [pool]
     compared = []
 
@@ -233,7 +233,7 @@ def test_a_draft_model_caches_what_it_would_compute_afresh(engine, keys, case, p
             known = drafter.cached_tokens(job.sequence)
             if not known or len(compared) > 40:
                 continue
-            fresh = new_cache(model, max_seqs=1, max_len=128)
+            fresh = new_attention(model, max_seqs=1, max_len=128)
             model.forward(Batch([Span(0, 0, list(known))]), fresh)
             for layer in range(len(pool.layers)):
                 for side in ("keys", "values"):

@@ -21,7 +21,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import applies, bind
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.models.formats.streamed import DTYPES, can_stream
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
@@ -62,10 +62,10 @@ def reference(folder: str, tokens: list[int]) -> torch.Tensor:
 
 
 def feed(model: NativeModel, *spans: Span, **options):
-    cache = options.pop("cache", None) or new_cache(model, max_seqs=2, max_len=64, page_size=4)
+    attention = options.pop("attention", None) or new_attention(model, max_seqs=2, max_len=64, page_size=4)
     for span in spans:
         span.logits = list(range(span.count))
-    return model.forward(Batch(list(spans), **options), cache)
+    return model.forward(Batch(list(spans), **options), attention)
 
 
 def apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -94,12 +94,12 @@ def test_logits_and_hidden_states_of_transformers(checkpoint, name, invariant):
 def test_chunks_mates_and_trees(checkpoint, name):
     folder, tokens, nodes = checkpoint(name), ids(30), ids(5, 9)
     model, parents = load_model(folder, invariant=True), [-1, 0, 0, 1, 2]
-    cache = new_cache(model, max_seqs=2, max_len=64, page_size=4)
-    rows = [feed(model, Span(0, 0, tokens[:11]), cache=cache).logits]
-    rows.append(feed(model, Span(0, 11, tokens[11:]), Span(1, 0, tokens[:9]), cache=cache).logits)
+    attention = new_attention(model, max_seqs=2, max_len=64, page_size=4)
+    rows = [feed(model, Span(0, 0, tokens[:11]), attention=attention).logits]
+    rows.append(feed(model, Span(0, 11, tokens[11:]), Span(1, 0, tokens[:9]), attention=attention).logits)
     wanted = reference(folder, tokens)
     assert apart(torch.cat(rows), torch.cat([wanted, wanted[:9]])) < 1e-5
-    tree = feed(model, Span(0, 30, nodes, parents), cache=cache).logits
+    tree = feed(model, Span(0, 30, nodes, parents), attention=attention).logits
     for leaf, path in {3: [0, 1, 3], 4: [0, 2, 4]}.items():
         assert apart(tree[leaf], reference(folder, tokens + [nodes[node] for node in path])[-1]) < 1e-5
 
@@ -209,7 +209,7 @@ def test_a_head_in_one_call_says_what_its_module_says(checkpoint, tmp_path, name
         found.append(drafter._run([Span(0, 0, ids(6), logits=[2, 5])], feature))
         assert drafter.fused is not None or len(found) == 2
         shape = KVShape(2, 16, 16)
-        drafter.cache = SdpaAttention(Pool([shape], 1, 64, torch.float32, torch.device("cpu")))
+        drafter.attention = SdpaAttention(Pool([shape], 1, 64, torch.float32, torch.device("cpu")))
         drafter.fused = None
     assert apart(found[0][0], found[1][0]) < 1e-5
     assert apart(found[0][1], found[1][1]) < 1e-5

@@ -14,7 +14,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ModelError
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.models.base import Model, new_cache
+from forerun.models.base import Model, new_attention
 from forerun.models.hf import HFModel
 from forerun.models.load import load_model
 from tiny import tiny_llama
@@ -95,10 +95,10 @@ def reference(folder: str, tokens: list[int], dtype: torch.dtype = torch.float32
     return theirs(folder, dtype)(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
-def feed(model: Model, cache, *spans: Span) -> torch.Tensor:
+def feed(model: Model, attention, *spans: Span) -> torch.Tensor:
     for span in spans:
         span.logits = list(range(span.count))
-    return model.forward(Batch(list(spans)), cache).logits
+    return model.forward(Batch(list(spans)), attention).logits
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -112,17 +112,17 @@ def test_logits_of_chunks_batches_and_trees(checkpoint, name, page_size):
     folder = checkpoint(name)
     model, first, second = ours(folder), some_tokens(40), some_tokens(33, seed=1)
     assert isinstance(model, HFModel)
-    cache = new_cache(model, max_seqs=2, max_len=64, page_size=page_size)
+    attention = new_attention(model, max_seqs=2, max_len=64, page_size=page_size)
     wanted = reference(folder, first)
     assert 0.3 < wanted.std() < 20
     rows = [
-        feed(model, cache, Span(0, 0, first[:1])),
-        feed(model, cache, Span(0, 1, first[1:24]), Span(1, 0, second[:30]))[:23],
-        feed(model, cache, Span(1, 30, second[30:]), Span(0, 24, first[24:]))[3:],
+        feed(model, attention, Span(0, 0, first[:1])),
+        feed(model, attention, Span(0, 1, first[1:24]), Span(1, 0, second[:30]))[:23],
+        feed(model, attention, Span(1, 30, second[30:]), Span(0, 24, first[24:]))[3:],
     ]
     close(torch.cat(rows), wanted)
     nodes, parents = TREE
-    got = feed(model, cache, Span(0, 40, nodes, parents), Span(1, 33, nodes[:3]))
+    got = feed(model, attention, Span(0, 40, nodes, parents), Span(1, 33, nodes[:3]))
     for node in range(len(nodes)):
         path = [node]
         while parents[path[0]] >= 0:
@@ -153,7 +153,7 @@ def test_half_precision(checkpoint, name, dtype):
     folder, tokens = checkpoint(name), some_tokens(24)
     model = ours(folder, dtype)
     assert model.info.dtype == getattr(torch, dtype)
-    got = feed(model, new_cache(model, max_seqs=1, max_len=64), Span(0, 0, tokens))
+    got = feed(model, new_attention(model, max_seqs=1, max_len=64), Span(0, 0, tokens))
     exact = reference(folder, tokens)
     assert (got - exact).norm() <= 1.5 * (reference(folder, tokens, getattr(torch, dtype)) - exact).norm()
 
@@ -177,7 +177,7 @@ def test_sharded_weights(checkpoint, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     tokens = some_tokens(10)
     model = load_model(tmp_path, model_path="hf")
-    got = feed(model, new_cache(model, max_seqs=1, max_len=64), Span(0, 0, tokens))
+    got = feed(model, new_attention(model, max_seqs=1, max_len=64), Span(0, 0, tokens))
     close(got, reference(checkpoint("llama"), tokens))
 
 
@@ -216,6 +216,8 @@ def test_frequencies_that_depend_on_the_longest_position(tmp_path, kind, rope, l
             load_model(tmp_path, max_model_len=length)
     tokens = some_tokens(20)
     model = load_model(tmp_path, max_model_len=limit)
-    cache = new_cache(model, max_seqs=1, max_len=64)
-    rows = torch.cat([feed(model, cache, Span(0, 0, tokens[:13])), feed(model, cache, Span(0, 13, tokens[13:]))])
+    attention = new_attention(model, max_seqs=1, max_len=64)
+    rows = torch.cat(
+        [feed(model, attention, Span(0, 0, tokens[:13])), feed(model, attention, Span(0, 13, tokens[13:]))]
+    )
     close(rows, reference(str(tmp_path), tokens))

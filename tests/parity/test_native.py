@@ -13,7 +13,7 @@ import one_call
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ModelError
-from forerun.models.base import Model, new_cache
+from forerun.models.base import Model, new_attention
 from forerun.models.hf import HFModel
 from forerun.models.native import NativeModel, applies
 from here import where
@@ -91,8 +91,8 @@ def ids(count: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 101, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def run(model: Model, cache, spans: list[Span], **options):
-    return model.forward(Batch(spans, **options), cache)
+def run(model: Model, attention, spans: list[Span], **options):
+    return model.forward(Batch(spans, **options), attention)
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-5) -> None:
@@ -108,8 +108,8 @@ def test_logits_and_hidden_states_of_transformers(checkpoints, name):
     with torch.inference_mode():
         wanted = reference(torch.tensor([tokens]), output_hidden_states=True)
     layers = tuple(range(model.info.num_layers + 1))
-    cache = new_cache(model, max_seqs=1, max_len=64)
-    got = run(model, cache, [Span(0, 0, tokens, logits=list(range(40)))], hidden=layers)
+    attention = new_attention(model, max_seqs=1, max_len=64)
+    got = run(model, attention, [Span(0, 0, tokens, logits=list(range(40)))], hidden=layers)
     close(got.logits, wanted.logits[0])
     for layer in layers:
         close(got.hidden[layer], wanted.hidden_states[layer][0])
@@ -126,7 +126,7 @@ def test_chunks_decodes_and_batch_mates(checkpoints, name, invariant, page_size)
     with torch.inference_mode():
         reference = load(checkpoints(name))
         wanted = [reference(torch.tensor([text])).logits[0] for text in texts]
-    cache = new_cache(model, max_seqs=3, max_len=64, page_size=page_size)
+    attention = new_attention(model, max_seqs=3, max_len=64, page_size=page_size)
     fed = [0, 0, 0]
     for step in ([11, 5, 0], [1, 9, 7], [4, 1, 3], [1, 1, 1], [13, 5, 1], [0, 9, 18]):
         spans = [
@@ -134,7 +134,7 @@ def test_chunks_decodes_and_batch_mates(checkpoints, name, invariant, page_size)
             for i, (text, count) in enumerate(zip(texts, step))
             if count
         ]
-        logits = run(model, cache, spans).logits
+        logits = run(model, attention, spans).logits
         close(logits, torch.cat([wanted[s.key][s.start : s.end] for s in spans]))
         fed = [have + count for have, count in zip(fed, step)]
     assert fed == [30, 30, 30]
@@ -148,14 +148,14 @@ def test_trees_follow_their_paths(checkpoints, name, invariant, page_size):
     prompt, nodes, parents = ids(13), ids(7, 9), [-1, 0, 0, 1, 2, 2, 5]
     results = []
     for each in (model, other):
-        cache = new_cache(each, max_seqs=2, max_len=64, page_size=page_size)
-        run(each, cache, [Span(0, 0, prompt)])
-        results.append(run(each, cache, [Span(0, 13, nodes, parents, logits=list(range(7)))]).logits)
+        attention = new_attention(each, max_seqs=2, max_len=64, page_size=page_size)
+        run(each, attention, [Span(0, 0, prompt)])
+        results.append(run(each, attention, [Span(0, 13, nodes, parents, logits=list(range(7)))]).logits)
     close(*results)
     for leaf, path in {3: [0, 1, 3], 4: [0, 2, 4], 6: [0, 2, 5, 6]}.items():
-        cache = new_cache(model, max_seqs=1, max_len=64)
+        attention = new_attention(model, max_seqs=1, max_len=64)
         tokens = prompt + [nodes[node] for node in path]
-        alone = run(model, cache, [Span(0, 0, tokens, logits=[len(tokens) - 1])])
+        alone = run(model, attention, [Span(0, 0, tokens, logits=[len(tokens) - 1])])
         close(results[0][leaf], alone.logits[0])
 
 
@@ -163,12 +163,12 @@ def test_trees_follow_their_paths(checkpoints, name, invariant, page_size):
 def test_stored_nodes_grow_a_tree_level_by_level(checkpoints, invariant):
     model = native(checkpoints("mistral"), invariant=invariant)
     prompt, nodes, parents = ids(13), ids(6, 9), [-1, -1, 0, 0, 1, 2]
-    cache = new_cache(model, max_seqs=1, max_len=64)
-    run(model, cache, [Span(0, 0, prompt)])
-    whole = run(model, cache, [Span(0, 13, nodes, parents, logits=list(range(6)))]).logits
-    cache.pool.truncate(0, 13)
+    attention = new_attention(model, max_seqs=1, max_len=64)
+    run(model, attention, [Span(0, 0, prompt)])
+    whole = run(model, attention, [Span(0, 13, nodes, parents, logits=list(range(6)))]).logits
+    attention.pool.truncate(0, 13)
     grown = [
-        run(model, cache, [Span(0, 13, nodes[a:b], parents[:b], stored=a, logits=list(range(b - a)))]).logits
+        run(model, attention, [Span(0, 13, nodes[a:b], parents[:b], stored=a, logits=list(range(b - a)))]).logits
         for a, b in ((0, 2), (2, 5), (5, 6))
     ]
     close(torch.cat(grown), whole)
@@ -177,9 +177,9 @@ def test_stored_nodes_grow_a_tree_level_by_level(checkpoints, invariant):
 def test_some_layers_and_given_embeddings(checkpoints):
     path = checkpoints("llama")
     model, reference, tokens = native(path), load(path), ids(9)
-    cache = new_cache(model, max_seqs=1, max_len=64)
+    attention = new_attention(model, max_seqs=1, max_len=64)
     embeds = torch.randn(2, model.info.hidden_size)
-    got = run(model, cache, [Span(0, 0, tokens, logits=[8])], embeds=embeds, embed_rows=[3, 8]).logits
+    got = run(model, attention, [Span(0, 0, tokens, logits=[8])], embeds=embeds, embed_rows=[3, 8]).logits
     inputs = reference.get_input_embeddings()(torch.tensor([tokens])).detach()
     inputs[0, [3, 8]] = embeds
     close(got[0], reference(inputs_embeds=inputs).logits[0, -1].detach())
@@ -187,8 +187,8 @@ def test_some_layers_and_given_embeddings(checkpoints):
     early = copy.deepcopy(reference)
     early.model.layers = torch.nn.ModuleList([early.model.layers[0], early.model.layers[2]])
     early.config.num_hidden_layers = 2
-    cache = new_cache(model, max_seqs=1, max_len=64)
-    got = run(model, cache, [Span(0, 0, tokens, logits=[8])], layers=(0, 2), hidden=(2, 3))
+    attention = new_attention(model, max_seqs=1, max_len=64)
+    got = run(model, attention, [Span(0, 0, tokens, logits=[8])], layers=(0, 2), hidden=(2, 3))
     with torch.inference_mode():
         wanted = early(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
     close(got.logits[0], wanted.logits[0, -1])
@@ -204,16 +204,16 @@ def test_half_precision(checkpoints, name, dtype):
     with torch.inference_mode():
         wanted = exact(torch.tensor([tokens])).logits[0]
         theirs = other(torch.tensor([tokens])).logits[0].float()
-    cache = new_cache(model, max_seqs=1, max_len=64)
-    got = run(model, cache, [Span(0, 0, tokens, logits=list(range(24)))]).logits
+    attention = new_attention(model, max_seqs=1, max_len=64)
+    got = run(model, attention, [Span(0, 0, tokens, logits=list(range(24)))]).logits
     assert got.dtype == torch.float32
     assert (got - wanted).norm() <= 1.5 * (theirs - wanted).norm()
 
 
 def test_a_forward_without_logits(checkpoints):
     model = native(checkpoints("llama"))
-    cache = new_cache(model, max_seqs=1, max_len=64)
-    assert run(model, cache, [Span(0, 0, ids(5))]).logits.shape == (0, 101)
+    attention = new_attention(model, max_seqs=1, max_len=64)
+    assert run(model, attention, [Span(0, 0, ids(5))]).logits.shape == (0, 101)
 
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -231,13 +231,13 @@ def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoints, dty
 @pytest.mark.parametrize("dtype", ONE_CALL)
 def test_the_one_call_refuses_what_it_would_misread(checkpoints, dtype):
     model = native(checkpoints("llama"), dtype)
-    cache = new_cache(model, max_seqs=1, max_len=64)
+    attention = new_attention(model, max_seqs=1, max_len=64)
     for token in (-1, 101):
         with pytest.raises(IndexError, match="from 0 to 100"):
-            run(model, cache, [Span(0, 0, [5, token])])
+            run(model, attention, [Span(0, 0, [5, token])])
     with pytest.raises(ValueError, match="ascend"):
-        run(model, cache, [Span(0, 0, [5, 6, 7], logits=[1, 0])])
-    assert cache.pool.length(0) == 0
+        run(model, attention, [Span(0, 0, [5, 6, 7], logits=[1, 0])])
+    assert attention.pool.length(0) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
-from forerun.models.base import Model, new_cache
+from forerun.models.base import Model, new_attention
 from forerun.models.formats.streamed import can_stream
 from forerun.models.load import load_model
 from forerun.sampling.noise import Gumbel, target_key
@@ -31,10 +31,10 @@ def folder(request: pytest.FixtureRequest, seq2seq) -> str:
     return seq2seq(request.param)
 
 
-def feed(model: Model, cache, *spans: Span) -> torch.Tensor:
+def feed(model: Model, attention, *spans: Span) -> torch.Tensor:
     for span in spans:
         span.logits = list(range(span.count))
-    return model.forward(Batch(list(spans)), cache).logits
+    return model.forward(Batch(list(spans)), attention).logits
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-4) -> None:
@@ -48,19 +48,19 @@ def test_logits_of_chunks_batches_and_trees(folder, page_size, cpu_attention):
     model = load_model(folder, invariant=False)
     sources = [tuple(source) for source in SOURCES[:2]]
     first, second = some_tokens(40), some_tokens(33, seed=1)
-    cache = new_cache(model, max_seqs=2, max_len=64, page_size=page_size)
+    attention = new_attention(model, max_seqs=2, max_len=64, page_size=page_size)
 
     def span(key: int, start: int, tokens: list[int], parents: list[int] | None = None) -> Span:
         return Span(key, start, tokens, parents, source=sources[key])
 
     rows = [
-        feed(model, cache, span(0, 0, first[:1])),
-        feed(model, cache, span(0, 1, first[1:24]), span(1, 0, second[:30]))[:23],
-        feed(model, cache, span(1, 30, second[30:]), span(0, 24, first[24:]))[3:],
+        feed(model, attention, span(0, 0, first[:1])),
+        feed(model, attention, span(0, 1, first[1:24]), span(1, 0, second[:30]))[:23],
+        feed(model, attention, span(1, 30, second[30:]), span(0, 24, first[24:]))[3:],
     ]
     close(torch.cat(rows), reference(folder, SOURCES[0], first))
     nodes, parents = TREE
-    got = feed(model, cache, span(0, 40, nodes, parents), span(1, 33, nodes[:3]))
+    got = feed(model, attention, span(0, 40, nodes, parents), span(1, 33, nodes[:3]))
     for node in range(len(nodes)):
         path = [node]
         while parents[path[0]] >= 0:
@@ -145,8 +145,8 @@ def test_relative_positions_have_no_end(seq2seq):
     assert load_model(seq2seq("bart"), max_model_len=700).info.max_len == 128
     folder, source, tokens = seq2seq("mt5"), some_tokens(600, 8), some_tokens(590, 9)
     model = load_model(folder, max_model_len=700)
-    cache = new_cache(model, max_seqs=1, max_len=700)
-    close(feed(model, cache, Span(0, 0, tokens, source=tuple(source))), reference(folder, source, tokens))
+    attention = new_attention(model, max_seqs=1, max_len=700)
+    close(feed(model, attention, Span(0, 0, tokens, source=tuple(source))), reference(folder, source, tokens))
 
 
 def test_half_precision(folder):
@@ -154,7 +154,7 @@ def test_half_precision(folder):
     source, tokens = SOURCES[2], some_tokens(30, 4)
     for kind in kinds:
         model = load_model(folder, dtype=kind)
-        got = feed(model, new_cache(model, max_seqs=1, max_len=64), Span(0, 0, tokens, source=tuple(source)))
+        got = feed(model, new_attention(model, max_seqs=1, max_len=64), Span(0, 0, tokens, source=tuple(source)))
         wanted = reference(folder, source, tokens)
         assert (got - wanted).norm() < 0.15 * wanted.norm()
     if len(kinds) == 1:
@@ -176,7 +176,7 @@ def test_quantized(folder, kind):
     """And bit-equal all the same."""
     source, tokens = SOURCES[2], some_tokens(30, 4)
     model = load_model(folder, quantization=kind, invariant=True)
-    got = feed(model, new_cache(model, max_seqs=1, max_len=64), Span(0, 0, tokens, source=tuple(source)))
+    got = feed(model, new_attention(model, max_seqs=1, max_len=64), Span(0, 0, tokens, source=tuple(source)))
     wanted = reference(folder, source, tokens)
     assert 0 < (got - wanted).norm() < 0.25 * wanted.norm()
 

@@ -11,7 +11,7 @@ import torch
 from described import MAIN, save_described
 from forerun import kernels
 from forerun.core.batch import Batch, Span
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.models.load import load_model
 from here import where
 
@@ -35,7 +35,7 @@ def logits(folder: str) -> torch.Tensor:
     model = load_model(folder, invariant=True)
     assert model.fused is not None
     spans = [Span(0, 0, [(7 * place + 2) % 98 for place in range(40)], logits=list(range(40)))]
-    return model.forward(Batch(spans), new_cache(model, max_seqs=1, max_len=64)).logits
+    return model.forward(Batch(spans), new_attention(model, max_seqs=1, max_len=64)).logits
 
 
 @pytest.mark.parametrize("name", where(kernels.has("decode_float32"), MAIN))

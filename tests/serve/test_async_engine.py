@@ -202,7 +202,7 @@ def test_a_slow_reader_is_set_aside_and_loses_nothing(engine: AsyncEngine, serve
         # The others were not stalled, the slow one made nothing more, and its pages are free.
         assert slow.backlog == backlog
         assert engine.max_backlog <= backlog < engine.max_backlog + engine.max_backlog // 4
-        assert not served.engine.target.cache.pool.tables
+        assert not served.engine.target.attention.pool.tables
         assert engine.snapshot().waiting == 1
         return await read(slow)
 
@@ -231,12 +231,12 @@ def test_a_failing_round_ends_its_requests_only(
     forward = model.forward
     broke = False
 
-    def broken(batch: Any, cache: Any) -> Any:
+    def broken(batch: Any, attention: Any) -> Any:
         nonlocal broke
         if not broke and len(served.engine.scheduler.running) == 4:
             broke = True
             raise MemoryError("no memory for this batch")
-        return forward(batch, cache)
+        return forward(batch, attention)
 
     async def work() -> None:
         monkeypatch.setattr(model, "forward", broken)

@@ -310,7 +310,7 @@ def test_a_full_queue_and_a_late_answer(served: LLM) -> None:
 
 
 def test_a_broken_engine_is_a_clear_500(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(batch: Any, cache: Any) -> Any:
+    def broken(batch: Any, attention: Any) -> Any:
         raise RuntimeError("the device is lost")
 
     with run_server(served) as running:

@@ -160,7 +160,7 @@ def test_what_gateways_read(served: LLM, server: Running) -> None:
                 twin = {key: value for key, value in sample.labels.items() if key != "engine"}
                 assert [each.value for each in own.samples if each.labels == twin] == [sample.value]
     (facts,) = families["vllm:cache_config_info"].samples
-    pool = served.engine.target.cache.pool
+    pool = served.engine.target.attention.pool
     assert facts.value == 1.0
     assert (facts.labels["block_size"], facts.labels["num_gpu_blocks"]) == (str(pool.page_size), str(pool.num_pages))
 

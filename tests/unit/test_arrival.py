@@ -18,9 +18,9 @@ def test_a_prompt_in_chunks_slows_the_others_by_its_share(llm: Callable[..., LLM
     rows = [0]
     forward = engine.model.forward
 
-    def counting(batch, cache):
+    def counting(batch, attention):
         rows[0] += batch.num_rows
-        return forward(batch, cache)
+        return forward(batch, attention)
 
     monkeypatch.setattr(engine.model, "forward", counting)
     monkeypatch.setattr(engine, "clock", lambda: float(rows[0]))
@@ -44,9 +44,9 @@ def test_growing_contexts_are_not_put_down_to_the_prompt(llm: Callable[..., LLM]
     keys = [0]
     forward = engine.model.forward
 
-    def counting(batch, cache):
+    def counting(batch, attention):
         keys[0] += sum(span.end for span in batch.spans)
-        return forward(batch, cache)
+        return forward(batch, attention)
 
     monkeypatch.setattr(engine.model, "forward", counting)
     monkeypatch.setattr(engine, "clock", lambda: float(keys[0]))

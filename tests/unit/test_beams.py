@@ -110,7 +110,7 @@ def test_requests_with_and_without_beams_in_one_batch(drafting: Callable[..., LL
 
 def test_beams_share_the_pages_of_what_they_have_in_common(drafting: Callable[..., LLM], plain: list[Any]) -> None:
     model = drafting(page_size=4)
-    pool, held = model.engine.target.cache.pool, []
+    pool, held = model.engine.target.attention.pool, []
     model.engine.on_round = lambda result: held.append({page for table in pool.tables.values() for page in table})
     try:
         assert model.beam_search(PROMPT, SEARCH)[0].sequences == plain
@@ -166,11 +166,11 @@ def test_nan_ends_the_search_and_nobody_else(
     model = drafting(page_size=8)
     engine, forward = model.engine, model.model.forward
 
-    def spoilt(batch: Any, cache: Any) -> Any:
-        output = forward(batch, cache)
+    def spoilt(batch: Any, attention: Any) -> Any:
+        output = forward(batch, attention)
         cursor = 0
         for span in batch.spans:
-            if 40 in span.tokens and cache is engine.target.cache:  # the second prompt's last letter
+            if 40 in span.tokens and attention is engine.target.attention:  # the second prompt's last letter
                 output.logits[cursor : cursor + len(span.logits)] = float("nan")
             cursor += len(span.logits)
         return output

@@ -58,7 +58,7 @@ def test_forwards_leave_their_cache_as_it_was(tiny_target: str) -> None:
     model = load_model(tiny_target, dtype="float32", invariant=True)
     forwards = costs.Forwards("none", model, 4, [5 + row % 80 for row in range(costs.CONTEXT + 4)])
     rows = costs.costs([forwards], [1, 4], turns=6)
-    assert forwards.cache.pool.length(0) == costs.CONTEXT
+    assert forwards.attention.pool.length(0) == costs.CONTEXT
     assert [row.rows for row in rows] == [1, 4]
     assert (rows[0].over_one, rows[0].interval) == (1, [1, 1])
     assert all(row.milliseconds > 0 for row in rows)

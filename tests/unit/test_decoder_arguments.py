@@ -14,7 +14,7 @@ from described import save_described
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import KernelError, structs
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
 
@@ -26,14 +26,14 @@ def model(tiny_target) -> NativeModel:
 
 def decoding(model: NativeModel, **changes: int):
     """A decoder call's arguments, some of the fields of ``structs.Call`` changed."""
-    cache = new_cache(model, max_seqs=2, max_len=32)
+    attention = new_attention(model, max_seqs=2, max_len=32)
     batch = Batch([Span(0, 0, [5, 6, 7], logits=[0, 2])])
     fused = model.fused
-    prepared = fused.prepare(batch, cache)
+    prepared = fused.prepare(batch, attention)
     call, *_ = prepared.kept
     for name, value in changes.items():
         call[structs.Call._fields.index(name)] = value
-    return lambda: fused.call(*fused.addresses, prepared.address), prepared, batch, cache
+    return lambda: fused.call(*fused.addresses, prepared.address), prepared, batch, attention
 
 
 BAD_CALLS = [

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.models.formats import plain
 from forerun.models.formats.packed import can_pack
 from forerun.models.formats.streamed import can_stream
@@ -103,8 +103,8 @@ def test_the_self_test_reports_a_dependence():
             self.model, self.info = model, model.info
             self.invariant, self.tiles = True, model.tiles
 
-        def forward(self, batch, cache):
-            out = self.model.forward(batch, cache)
+        def forward(self, batch, attention):
+            out = self.model.forward(batch, attention)
             return Output(out.logits + (1e-6 * (batch.num_rows > 64)))
 
     found = {finding.way: finding for finding in self_test(Leaky(build()), rows=150)}
@@ -198,9 +198,9 @@ def test_off_by_request_nothing_is_padded():
         warnings.simplefilter("error")
         model = build(invariant=False, weights="plain")
     assert model.tiles is None
-    cache, met = new_cache(model, max_seqs=1, max_len=16), []
+    attention, met = new_attention(model, max_seqs=1, max_len=16), []
     layer = model._layers[0].qkv
     model._layers[0].qkv = lambda x: (met.append(len(x)), layer(x))[1]
-    model.forward(Batch([Span(0, 0, [1, 2, 3], logits=[2])]), cache)
-    model.forward(Batch([Span(0, 3, [4], logits=[0])]), cache)
+    model.forward(Batch([Span(0, 0, [1, 2, 3], logits=[2])]), attention)
+    model.forward(Batch([Span(0, 3, [4], logits=[0])]), attention)
     assert met == [3, 1]

@@ -17,7 +17,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
 from forerun.kernels import KernelError, structs
 from forerun.models import streamed
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.models.formats.int8 import StreamedInt8
 from forerun.models.formats.streamed import Streamed
 from forerun.models.load import load_model
@@ -243,13 +243,13 @@ def model(tiny_target) -> NativeModel:
 def test_spans_that_are_none(model):
     """Such as a self-test laid out for a context of two tokens."""
     for span in (Span(0, -3, [1, 2]), Span(0, 0, [1], stored=-1), Span(0, 2, [1, 2], [-1])):
-        cache = new_cache(model, max_seqs=2, max_len=32)
+        attention = new_attention(model, max_seqs=2, max_len=32)
         with pytest.raises(ValueError, match=r"negative|parents"):
-            model.forward(Batch([span]), cache)
-        assert not cache.pool.tables
+            model.forward(Batch([span]), attention)
+        assert not attention.pool.tables
     for parents in ([0, -1], [1, 0], [-1, 5]):
         with pytest.raises((ValueError, IndexError)):
-            model.forward(Batch([Span(0, 2, [1, 2], parents)]), new_cache(model, max_seqs=2, max_len=32))
+            model.forward(Batch([Span(0, 2, [1, 2], parents)]), new_attention(model, max_seqs=2, max_len=32))
 
 
 def test_attention_over_tensors_that_do_not_fit():

@@ -320,9 +320,9 @@ def test_answers_to_one_prompt_read_it_once(paged: LLM) -> None:
     rows: list[int] = []
     forward = paged.model.forward
 
-    def counting(batch, cache):
+    def counting(batch, attention):
         rows.append(sum(span.count for span in batch.spans if span.start + span.count <= len(TEXT)))
-        return forward(batch, cache)
+        return forward(batch, attention)
 
     params = SamplingParams(temperature=0.9, seed=1, n=4, max_tokens=6, ignore_eos=True)
     paged.model.forward = counting

@@ -13,7 +13,7 @@ from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.models import quantize
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.models.formats import ON_CPU, blocks, int8
 from forerun.models.formats.base import size
 from forerun.models.invariance import self_test
@@ -56,8 +56,8 @@ def model(quantization: str | None, invariant: bool = False, dtype: torch.dtype 
 
 def logits(built: NativeModel) -> torch.Tensor:
     tokens = torch.randint(512, (50,), generator=torch.Generator().manual_seed(1)).tolist()
-    cache = new_cache(built, max_seqs=1, max_len=64)
-    return built.forward(Batch([Span(0, 0, tokens, logits=list(range(50)))]), cache).logits
+    attention = new_attention(built, max_seqs=1, max_len=64)
+    return built.forward(Batch([Span(0, 0, tokens, logits=list(range(50)))]), attention).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

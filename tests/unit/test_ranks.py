@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.core.batch import Batch, Output, Span
 from forerun.core.errors import ConfigError, RankError
 from forerun.models.architectures.spec import bind
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.models.formats.base import size
 from forerun.models.formats.streamed import can_stream
 from forerun.models.fused import Sums
@@ -127,8 +127,8 @@ def together(models, work):
 
 def logits(model) -> torch.Tensor:
     tokens = [(7 * place + 1) % TOKENS for place in range(ROWS)]
-    cache = new_cache(model, max_seqs=1, max_len=64, page_size=8)
-    return model.forward(Batch([Span(0, 0, tokens, logits=list(range(ROWS)))]), cache).logits
+    attention = new_attention(model, max_seqs=1, max_len=64, page_size=8)
+    return model.forward(Batch([Span(0, 0, tokens, logits=list(range(ROWS)))]), attention).logits
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -162,7 +162,7 @@ def test_a_ranks_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, 
 
 @torch.inference_mode()
 def pieces(model) -> list[Output]:
-    cache = new_cache(model, max_seqs=2, max_len=64, page_size=4)
+    attention = new_attention(model, max_seqs=2, max_len=64, page_size=4)
     nodes = Span(0, 12, [9, 8, 7, 6], [-1, 0, 0, 1], logits=[1, 3])
     batches = [
         Batch([Span(0, 0, [*range(3, 15)], logits=[11]), Span(1, 0, [5, 6])], hidden=(0, 1)),
@@ -170,7 +170,7 @@ def pieces(model) -> list[Output]:
         Batch([Span(1, 3, [6, 7])]),
         Batch([Span(1, 5, [6, 7], logits=[1])], layers=(1,)),
     ]
-    return [model.forward(batch, cache) for batch in batches]
+    return [model.forward(batch, attention) for batch in batches]
 
 
 def test_what_sums_is_gone_with_its_model():

@@ -14,7 +14,7 @@ from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import RankError
 from forerun.engine.async_engine import AsyncEngine
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 from forerun.models.ranks import leader
@@ -55,9 +55,9 @@ def test_logits_are_close_to_one_process_and_the_same_for_every_row_count(engine
     one, two = load_model(tiny_target, invariant=True), engine.model
     ids, found = [5 + place % 60 for place in range(50)], []
     for model in (one, two):
-        cache = new_cache(model, max_seqs=1, max_len=64)
+        attention = new_attention(model, max_seqs=1, max_len=64)
         batch = Batch([Span(0, 0, ids, logits=list(range(50)))], hidden=(1,))
-        found.append(model.forward(batch, cache))
+        found.append(model.forward(batch, attention))
     assert (found[0].logits - found[1].logits).abs().max() < 1e-4
     assert (found[0].hidden[1] - found[1].hidden[1]).abs().max() < 1e-4
     assert not self_test(two, rows=30, page_size=4)

@@ -24,7 +24,7 @@ from forerun.bench.categories import median_interval
 from forerun.bench.environment import processor, read_bandwidth
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
-from forerun.models.base import Model, new_cache
+from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
 
 CONTEXT = 256
@@ -65,19 +65,19 @@ class Forwards:
     def __init__(self, name: str, model: Model, largest: int, tokens: Seq[int]) -> None:
         self.name, self.model = name, model
         self.tokens = tokens
-        self.cache: Attention = new_cache(model, max_seqs=1, max_len=CONTEXT + largest)
+        self.attention: Attention = new_attention(model, max_seqs=1, max_len=CONTEXT + largest)
         self._feed(0, CONTEXT)
 
     def _feed(self, start: int, count: int) -> None:
         rows = list(range(count)) if start else [count - 1]
         span = Span(0, start, list(self.tokens[start : start + count]), logits=rows)
-        self.model.forward(Batch([span], self.model.info.device), self.cache)
+        self.model.forward(Batch([span], self.model.info.device), self.attention)
 
     def seconds(self, rows: int) -> float:
         began = perf_counter()
         self._feed(CONTEXT, rows)
         seconds = perf_counter() - began
-        self.cache.pool.truncate(0, CONTEXT)
+        self.attention.pool.truncate(0, CONTEXT)
         return seconds
 
 

@@ -12,7 +12,7 @@ from forerun.core.batch import Batch, Span
 from forerun.engine.engine import Engine
 from forerun.engine.memory import megabytes
 from forerun.models import quantize
-from forerun.models.base import Model, new_cache
+from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 
@@ -65,12 +65,12 @@ def _against_original(model: Model, prompts: Seq[Seq[int]]) -> dict[str, Any]:
 def logits(model: Model, prompts: Seq[Seq[int]]) -> torch.Tensor:
     """Of every position of every prompt."""
     texts = [list(prompt)[: model.info.max_len] for prompt in prompts]
-    cache = new_cache(model, max_seqs=len(texts), max_len=max(map(len, texts)))
+    attention = new_attention(model, max_seqs=len(texts), max_len=max(map(len, texts)))
     spans = [
         Span(i, 0, text, logits=list(range(len(text))), source=model.info.begin(text)[1])
         for i, text in enumerate(texts)
     ]
-    return model.forward(Batch(spans, model.info.device), cache).logits
+    return model.forward(Batch(spans, model.info.device), attention).logits
 
 
 def line(item: Mapping[str, Any]) -> str:

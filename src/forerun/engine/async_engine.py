@@ -129,7 +129,7 @@ class AsyncEngine:
 
     def snapshot(self) -> Snapshot:
         """How the engine stands. Sequences that are set aside for their readers to catch up wait."""
-        engine, pool = self.engine, self.engine.target.cache.pool
+        engine, pool = self.engine, self.engine.target.attention.pool
         paused = sum(len(stream.jobs) for stream in list(self.streams) if stream._paused)
         return Snapshot(
             running=len(engine.scheduler.running),

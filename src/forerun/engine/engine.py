@@ -27,7 +27,7 @@ from forerun.engine.metrics import EngineStats, RequestMetrics
 from forerun.engine.scheduler import Pace, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
 from forerun.engine.trace import TraceRound
-from forerun.models.base import Model, new_cache
+from forerun.models.base import Model, new_attention
 from forerun.models.tokenizer import Detokenizer
 from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.draw import Sampler
@@ -69,7 +69,7 @@ class Engine:
         self.router = Router(self._drafters(configs))
         nodes = {name: drafter.config.nodes_by_depth() for name, drafter in self.router.drafters.items()}
         self.policy = policies[self.speculative.length](Setting(nodes, model.row_multiple))
-        cache = new_cache(
+        attention = new_attention(
             model,
             max_seqs=self.config.max_num_seqs,
             max_len=self.max_model_len,
@@ -77,18 +77,18 @@ class Engine:
             slack=self.max_nodes,
         )
         memory = budget(self.config.kv_cache_bytes, self.config.gpu_memory_utilization, model.info.device)
-        share([cache.pool, *self.router.pools()], memory, self.config.num_pages, self.config.tensor_parallel_size)
+        share([attention.pool, *self.router.pools()], memory, self.config.num_pages, self.config.tensor_parallel_size)
         if self.config.max_model_len is None:
-            self.max_model_len = min(self.max_model_len, cache.pool.num_tokens)
-        self.entrance = Entrance(model.info, tokenizer, self.max_model_len, cache.pool.sources)
-        self.target = Target(model, cache, self.router.hidden)
+            self.max_model_len = min(self.max_model_len, attention.pool.num_tokens)
+        self.entrance = Entrance(model.info, tokenizer, self.max_model_len, attention.pool.sources)
+        self.target = Target(model, attention, self.router.hidden)
         self.scheduler = Scheduler(
-            cache.pool,
+            attention.pool,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             draft_rows=self.policy.longest_nodes,
             pace=Pace(self.config.max_prefill_tokens),
-            tree=PrefixTree(cache.pool) if self.config.caches_prefixes else None,
+            tree=PrefixTree(attention.pool) if self.config.caches_prefixes else None,
             reusable=self._reusable,
             on_admit=self._admitted,
             on_preempt=self._preempted,
@@ -114,7 +114,7 @@ class Engine:
                 "weights": self.config.weights,
             },
             prefix_caching=self.config.caches_prefixes,
-            target_cache=lambda: self.target.cache,
+            target_attention=lambda: self.target.attention,
         )
         return {c.method: drafters[c.method].build(c.drafter, context) for c in configs if c.drafter is not None}
 
@@ -243,7 +243,7 @@ class Engine:
         result = speculate(sequences, self.target, self.router, self.rule, self.policy, self.sampler, self._clip)
         updates = self._publish(sequences, prefilling, result)
         if any(verdict.error == NAN for verdict in result.verdicts):
-            self.target.cache.pool.scrub()  # a stop may have ended what NaN stands behind
+            self.target.attention.pool.scrub()  # a stop may have ended what NaN stands behind
         self.scheduler.observe(self.clock() - began)
         self.stats.rounds += 1
         seconds = result.seconds
@@ -271,7 +271,7 @@ class Engine:
             if job.sequence.params.prompt_logprobs is not None and sequence.num_output <= len(verdict.tokens):
                 prompt_logprobs(job, result.verification, index, sequence)
             if verdict.token is None:
-                if self.target.cache.pool.has_nan(sequence.id, sequence.cached - verdict.fed):
+                if self.target.attention.pool.has_nan(sequence.id, sequence.cached - verdict.fed):
                     # Nobody sees the logits of these rows, and their entries must not stay where others may get them.
                     self.end(job, Finish(ERROR, NAN), now)
                     updates.append(Update(job, [], 0, job.finish))
@@ -300,14 +300,14 @@ class Engine:
         job.metrics.end = now if now is not None else self.clock()
         self.scheduler.remove(job.sequence)
         if finish is not None and finish.reason == ERROR:
-            self.target.cache.pool.scrub()
+            self.target.attention.pool.scrub()
         for part in beams.parts(job.sequence):
             self.forget(part)
         del self.jobs[job.sequence.id]
 
     def forget(self, sequence: Sequence) -> None:
         """Give up all that is known of a sequence that has ended and its pages."""
-        self.target.cache.pool.free(sequence.id)
+        self.target.attention.pool.free(sequence.id)
         self._release(sequence)
         self.policy.release(sequence)
         self.router.failures.pop(sequence.id, None)
@@ -347,12 +347,12 @@ class Engine:
     @property
     def pools(self) -> list[Pool]:
         """Every KV pool: the target's, then the drafters'."""
-        return [self.target.cache.pool, *self.router.pools()]
+        return [self.target.attention.pool, *self.router.pools()]
 
     @property
     def kv_cache_tokens(self) -> int:
         """How many tokens the target's KV cache holds."""
-        return self.target.cache.pool.num_tokens
+        return self.target.attention.pool.num_tokens
 
     def close(self) -> None:
         """Let drafters write down what they have learnt. The engine can go on afterwards."""

@@ -79,14 +79,14 @@ class Tiles:
         """Rows that one call takes, their logits included."""
         return min(self.rows[-1], self.logits[-1])
 
-    def forward(self, feed: Callable[[Batch, Attention], Output], batch: Batch, cache: Attention) -> Output:
+    def forward(self, feed: Callable[[Batch, Attention], Output], batch: Batch, attention: Attention) -> Output:
         """``feed`` in pieces that fit."""
         pieces = batch.pieces(self.rows[-1], self.logits[-1])
         if len(pieces) == 1:
-            return feed(batch, cache)
+            return feed(batch, attention)
         for span in batch.spans:  # nothing may be written if there is no room for all
-            cache.pool.reserve(span.key, span.end)
-        outputs = [feed(piece, cache) for piece in pieces]
+            attention.pool.reserve(span.key, span.end)
+        outputs = [feed(piece, attention) for piece in pieces]
         hidden = {layer: torch.cat([output.hidden[layer] for output in outputs]) for layer in batch.hidden}
         return Output(torch.cat([output.logits for output in outputs]), hidden)
 
@@ -108,7 +108,7 @@ class Model(Protocol):
     def row_multiple(self) -> int:
         """Rows that a round of one is padded to."""
 
-    def forward(self, batch: Batch, cache: Attention) -> Output:
+    def forward(self, batch: Batch, attention: Attention) -> Output:
         """Float32 logits [batch.num_logits, vocabulary] and the hidden states that the batch asked for."""
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Model(Protocol):
         """Float32 logits [n, vocabulary] of final (normalised) hidden states."""
 
 
-def new_cache(
+def new_attention(
     model: Model,
     *,
     max_seqs: int,

@@ -178,24 +178,24 @@ class EncoderDecoder:
         yield self._head
 
     @inference
-    def forward(self, batch: Batch, cache: Attention) -> Output:
+    def forward(self, batch: Batch, attention: Attention) -> Output:
         """Rows whose spans' sources have not been read yet have them read first."""
         if batch.hidden or batch.layers is not None:
             raise ConfigError("an encoder-decoder's layers are not run, or looked at, one by one")
-        assert cache.pool.sources is not None
-        cache.pool.sources.prepare(batch.spans, self._encode)
-        metadata = cache.begin(batch)
+        assert attention.pool.sources is not None
+        attention.pool.sources.prepare(batch.spans, self._encode)
+        metadata = attention.begin(batch)
         side, spec = self._decoder, self.spec
         x = self._inputs(side, batch.input_ids, batch.positions)
         heads = spec.decoder.heads
-        for layer, (attention, cross, mlp) in enumerate(zip(side.attention, side.cross, side.mlp)):
-            qkv = attention.weights(self._before(attention, x)).view(-1, 3 * heads, spec.width)
+        for layer, (block, cross, mlp) in enumerate(zip(side.attention, side.cross, side.mlp)):
+            qkv = block.weights(self._before(block, x)).view(-1, 3 * heads, spec.width)
             q, k, v = qkv.split_with_sizes((heads, heads, heads), 1)
-            x = self._add(attention, cache.run(Query(layer, q, k, v, spec.scale, bias=side.bias), metadata), x)
+            x = self._add(block, attention.run(Query(layer, q, k, v, spec.scale, bias=side.bias), metadata), x)
             q = cross.weights(self._before(cross, x)).view(-1, heads, spec.width)
-            x = self._add(cross, cache.cross(layer, q, spec.scale, metadata), x)
+            x = self._add(cross, attention.cross(layer, q, spec.scale, metadata), x)
             x = self._mlp(mlp, x)
-        cache.finish(metadata)
+        attention.finish(metadata)
         if not batch.num_logits:
             return Output(x.new_zeros(0, self.info.vocab_size, dtype=torch.float32))
         if batch.num_logits < batch.num_rows:
@@ -232,10 +232,10 @@ class EncoderDecoder:
         positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
         x = self._inputs(side, ids, positions)
         biases = [None if side.bias is None else _spread(side.bias, length).to(self.dtype) for length in lengths]
-        for attention, mlp in zip(side.attention, side.mlp):
-            qkv = attention.weights(self._before(attention, x)).view(-1, 3, spec.encoder.heads, spec.width)
+        for block, mlp in zip(side.attention, side.mlp):
+            qkv = block.weights(self._before(block, x)).view(-1, 3, spec.encoder.heads, spec.width)
             parts = [_attend(rows, bias, spec.scale) for rows, bias in zip(qkv.split(lengths), biases)]
-            x = self._add(attention, torch.cat(parts), x)
+            x = self._add(block, torch.cat(parts), x)
             x = self._mlp(mlp, x)
         x = x if side.norm is None else side.norm(x)
         heads = spec.decoder.heads

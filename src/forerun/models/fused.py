@@ -202,19 +202,21 @@ class Fused:
         """Numbers of all pieces together, by rows."""
         self.all = array("q", range(len(decoder.layers)))
 
-    def __call__(self, batch: Batch, cache: StreamedAttention, given: torch.Tensor | None = None) -> Output:
+    def __call__(self, batch: Batch, attention: StreamedAttention, given: torch.Tensor | None = None) -> Output:
         """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden]: the first layer's input. Raises
         IndexError for a token without an embedding."""
-        call = self.prepare(batch, cache, given)
+        call = self.prepare(batch, attention, given)
         self.call(*self.addresses, call.address)
-        cache.finish(call.plan)
+        attention.finish(call.plan)
         return Output(call.logits, call.hidden)
 
-    def through(self, batch: Batch, cache: StreamedAttention, plan: Plan, x: torch.Tensor) -> dict[int, torch.Tensor]:
+    def through(
+        self, batch: Batch, attention: StreamedAttention, plan: Plan, x: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
         """The batch's layers of one rank: hidden states as ``Output.hidden``, and under ``RAW`` the output of the rows
         whose logits are wanted, or of all where the normed one is asked for too. Raises what ``total`` raises."""
         assert self.sums is not None
-        call = self.prepare(batch, cache, x, plan=plan)
+        call = self.prepare(batch, attention, x, plan=plan)
         self.sums.error = None
         try:
             self.call(*self.addresses, call.address)
@@ -222,22 +224,23 @@ class Fused:
             if self.sums.error is not None:
                 raise self.sums.error from None
             raise
-        cache.finish(plan)
+        attention.finish(plan)
         return call.hidden
 
     def prepare(
         self,
         batch: Batch,
-        cache: StreamedAttention,
+        attention: StreamedAttention,
         given: torch.Tensor | None = None,
         ahead: int = 0,
         plan: Plan | None = None,
     ) -> Prepared:
-        """A call's arguments; positions up to ``ahead`` behind the batch's have angles too. ``plan``: what the cache's
+        """A call's arguments; positions up to ``ahead`` behind the batch's have angles too. ``plan``: what attention's
         ``begin`` returned, if that has been called."""
-        if cache.pool.dtype is not self.dtype or len(cache.pool.keys) < len(self.decoder.layers):
-            raise ValueError(f"a cache of {len(cache.pool.keys)} layers in {cache.pool.dtype} for {self.dtype} layers")
-        plan = cache.begin(batch) if plan is None else plan
+        pool = attention.pool
+        if pool.dtype is not self.dtype or len(pool.keys) < len(self.decoder.layers):
+            raise ValueError(f"a cache of {len(pool.keys)} layers in {pool.dtype} for {self.dtype} layers")
+        plan = attention.begin(batch) if plan is None else plan
         rows, wanted = batch.num_rows, batch.num_logits
         given = self._given(batch) if given is None else self._fitting(given, rows)
         tables, positions = self._angles(batch, ahead)
@@ -252,11 +255,11 @@ class Fused:
         out = array("q", _wanted(batch) if 0 < wanted < rows else ())
         lists = (ids, positions, which, keep, out, angles)
         at = [numbers.buffer_info()[0] for numbers in lists]
-        sides, pool = cache.sides()
+        sides, entries = attention.sides()
         call = array("q", structs.Call(
             rows, torch.get_num_threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
             min(map(len, tables)), at[2], len(which), at[3], at[4], wanted, room.data_ptr(), len(room),
-            logits.data_ptr() if self.vocab_size else 0, sides, pool, plan.address,
+            logits.data_ptr() if self.vocab_size else 0, sides, entries, plan.address,
             0 if self.sums is None else self.sums.address,
         ))  # fmt: skip
         return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, tables, room, lists))

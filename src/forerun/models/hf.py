@@ -23,7 +23,7 @@ from forerun.core.batch import Batch, Output, Span
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.models import activations, tiling
-from forerun.models.base import ModelInfo, Tiles, new_cache, pad_rows
+from forerun.models.base import ModelInfo, Tiles, new_attention, pad_rows
 from forerun.models.checkpoint import library
 from forerun.models.linear import Linear, choose, describe, replace_linears
 
@@ -191,11 +191,11 @@ class HFModel:
     def _check_pieces(self) -> None:
         """Refuse a model whose logits change when a text is fed in pieces: it keeps state outside the KV cache."""
         tokens = [(7 * i + 1) % self.info.vocab_size for i in range(6)]
-        cache = new_cache(self, max_seqs=2, max_len=len(tokens))
+        attention = new_attention(self, max_seqs=2, max_len=len(tokens))
 
         def last(key: int, start: int, end: int) -> torch.Tensor:
             span = Span(key, start, tokens[start:end], logits=[end - start - 1])
-            return self.forward(Batch([span], self.info.device), cache).logits[0]
+            return self.forward(Batch([span], self.info.device), attention).logits[0]
 
         whole = last(0, 0, len(tokens))
         for token in range(len(tokens)):
@@ -234,16 +234,16 @@ class HFModel:
         return tuple(probe.shapes[layer] for layer in range(len(probe.shapes))), list(called)
 
     @inference
-    def forward(self, batch: Batch, cache: Attention) -> Output:
+    def forward(self, batch: Batch, attention: Attention) -> Output:
         if self.tiles is None:
-            return self.feed(batch, cache)
+            return self.feed(batch, attention)
         if self.tiles.threads != torch.get_num_threads():
             self.tiles = tiling.find(self)
-        return self.tiles.forward(self.feed, batch, cache)
+        return self.tiles.forward(self.feed, batch, attention)
 
-    def feed(self, batch: Batch, cache: Attention) -> Output:
+    def feed(self, batch: Batch, attention: Attention) -> Output:
         """One call of the module, padded to a call's size where there are such."""
-        metadata = cache.begin(batch)
+        metadata = attention.begin(batch)
         rows, wanted = batch.num_rows, batch.num_logits
         if self.tiles is not None:
             rows, wanted = tiles.fit(rows, self.tiles.rows), wanted and tiles.fit(wanted, self.tiles.logits)
@@ -261,9 +261,9 @@ class HFModel:
                 use_cache=False,
                 output_hidden_states=bool(batch.hidden),
                 logits_to_keep=keep,
-                forerun=_Context(cache, metadata),
+                forerun=_Context(attention, metadata),
             )
-        cache.finish(metadata)
+        attention.finish(metadata)
         last = self.info.num_layers
         hidden = {
             layer: out.hidden_states[-1 if layer == last else layer][0, : batch.num_rows] for layer in batch.hidden

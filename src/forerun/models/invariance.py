@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from forerun.core.batch import Batch, Span
-from forerun.models.base import Model, new_cache
+from forerun.models.base import Model, new_attention
 
 ROWS = 330
 CHUNKS = (2, 5, 17, 33, 64, 65, 200)
@@ -41,7 +41,7 @@ class _Probe:
     def __init__(self, model: Model, rows: int, page_size: int | None, seqs: int) -> None:
         self.model = model
         self.rows = max(0, min(rows, model.info.max_len - BRANCHES))
-        self.cache = new_cache(
+        self.attention = new_attention(
             model, max_seqs=seqs, max_len=self.rows + 1, page_size=page_size, slack=2 * BRANCHES + max(CHUNKS)
         )
         generator = torch.Generator().manual_seed(0)
@@ -56,21 +56,21 @@ class _Probe:
         spans[0].logits = list(range(spans[0].count))
         for span in spans:
             span.source = self.sources.get(span.key)
-        return self.model.forward(Batch(list(spans), self.model.info.device), self.cache).logits
+        return self.model.forward(Batch(list(spans), self.model.info.device), self.attention).logits
 
     def chunk(self, start: int, end: int, key: int = TARGET) -> Span:
         return Span(key, start, self.tokens[start:end])
 
     def back(self, length: int, key: int = TARGET) -> None:
-        if key in self.cache.pool.tables:
-            self.cache.pool.truncate(key, length)
+        if key in self.attention.pool.tables:
+            self.attention.pool.truncate(key, length)
 
     def forget(self) -> None:
         """Have sources encoded again."""
-        for key in list(self.cache.pool.tables):
-            self.cache.pool.free(key)
-        if self.cache.pool.sources is not None:
-            self.cache.pool.sources.clear()
+        for key in list(self.attention.pool.tables):
+            self.attention.pool.free(key)
+        if self.attention.pool.sources is not None:
+            self.attention.pool.sources.clear()
 
 
 def self_test(

@@ -155,36 +155,36 @@ class NativeModel:
         yield self._head
 
     @inference
-    def forward(self, batch: Batch, cache: Attention) -> Output:
-        if self.fused is not None and isinstance(cache, StreamedAttention):
-            return self.fused(batch, cache)
+    def forward(self, batch: Batch, attention: Attention) -> Output:
+        if self.fused is not None and isinstance(attention, StreamedAttention):
+            return self.fused(batch, attention)
         if self.tiles is None:
-            return self.feed(batch, cache)
+            return self.feed(batch, attention)
         if self.tiles.threads != torch.get_num_threads():
             self.tiles = self._find()
-        return self.tiles.forward(self.feed, batch, cache)
+        return self.tiles.forward(self.feed, batch, attention)
 
     @property
     def row_multiple(self) -> int:
         return 1 if self.tiles is None else self.tiles.rows[0]
 
-    def feed(self, batch: Batch, cache: Attention) -> Output:
+    def feed(self, batch: Batch, attention: Attention) -> Output:
         """Layer by layer; padded to a call's size where there are such."""
-        metadata = cache.begin(batch)
+        metadata = attention.begin(batch)
         if self.team is None:
-            return self._feed(batch, cache, metadata)
-        with self.team.feeding(batch, cache, self.tiles, invariant=self.invariant):
-            return self._feed(batch, cache, metadata)
+            return self._feed(batch, attention, metadata)
+        with self.team.feeding(batch, attention, self.tiles, invariant=self.invariant):
+            return self._feed(batch, attention, metadata)
 
-    def _feed(self, batch: Batch, cache: Attention, metadata: Metadata) -> Output:
+    def _feed(self, batch: Batch, attention: Attention, metadata: Metadata) -> Output:
         x, last = self._inputs(batch), len(self._layers)
         rows, normed = self._logit_rows(batch), last in batch.hidden
-        if self.ranges is not None and isinstance(cache, StreamedAttention) and isinstance(metadata, Plan):
-            hidden = self.ranges.through(batch, cache, metadata, x)
+        if self.ranges is not None and isinstance(attention, StreamedAttention) and isinstance(metadata, Plan):
+            hidden = self.ranges.through(batch, attention, metadata, x)
             raw = hidden.pop(RAW)
             x = hidden[last] if normed else raw
         else:
-            x, hidden = self._through(batch, cache, metadata, x, None if normed else rows)
+            x, hidden = self._through(batch, attention, metadata, x, None if normed else rows)
         if normed:
             x = x if rows is None else x.index_select(0, rows)
         if not batch.num_logits:
@@ -194,7 +194,7 @@ class NativeModel:
         return Output(self._cap(logits[: batch.num_logits].float()), hidden)
 
     def _through(
-        self, batch: Batch, cache: Attention, metadata: Metadata, x: torch.Tensor, only: torch.Tensor | None
+        self, batch: Batch, attention: Attention, metadata: Metadata, x: torch.Tensor, only: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """The batch's layers, one after the other, and the hidden states that it asked for; ``only`` names the rows
         that go on behind the last one's attention. Where the normed output is asked for, that is returned."""
@@ -204,8 +204,10 @@ class NativeModel:
         for index in layers:
             if index in batch.hidden:
                 hidden[index] = x[: batch.num_rows]
-            x = self._run(self._layers[index], index, x, angles, only if index == layers[-1] else None, cache, metadata)
-        cache.finish(metadata)
+            x = self._run(
+                self._layers[index], index, x, angles, only if index == layers[-1] else None, attention, metadata
+            )
+        attention.finish(metadata)
         if len(self._layers) in batch.hidden:
             x = self._norm(x)
             hidden[len(self._layers)] = x[: batch.num_rows]
@@ -245,7 +247,7 @@ class NativeModel:
         x: torch.Tensor,
         angles: Mapping[str, torch.Tensor],
         only: torch.Tensor | None,
-        cache: Attention,
+        attention: Attention,
         metadata: Metadata,
     ) -> torch.Tensor:
         """One layer; ``only`` names the rows that go on behind its attention."""
@@ -253,7 +255,7 @@ class NativeModel:
         if x.shape[0] != count:
             qkv = qkv[:count]
         heads = self._heads(layer, qkv, angles[layer.rotary] if layer.rope else None)
-        out = cache.run(Query(index, *heads, self.spec.scale, layer.window, self.spec.softcap), metadata)
+        out = attention.run(Query(index, *heads, self.spec.scale, layer.window, self.spec.softcap), metadata)
         if only is not None:
             x, out = x.index_select(0, only), out.index_select(0, only)
         elif x.shape[0] != count:

@@ -44,7 +44,7 @@ class Torch(Protocol):
     routes: bool
     """Whether layers send each row by itself to experts, in calls of those sizes."""
 
-    def feed(self, batch: Batch, cache: Attention) -> Output:
+    def feed(self, batch: Batch, attention: Attention) -> Output:
         """One forward of as many rows as ``tiles`` allow, padded to the size that fits."""
 
     def kinds(self) -> list[tuple[int, ...] | None]:

@@ -93,7 +93,7 @@ def facts_of(llm: LLM) -> Facts:
         eos_ids=frozenset(info.eos_ids),
         drafters={name: drafter.config.num_speculative_tokens for name, drafter in engine.router.drafters.items()},
         identity=engine.identity,
-        page_size=engine.target.cache.pool.page_size,
+        page_size=engine.target.attention.pool.page_size,
         max_grammar_bytes=config.max_grammar_bytes,
         grammar_bytes=config.grammar_bytes,
         described=f"{held} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}",

@@ -65,7 +65,7 @@ def speculate(
     for sequence, draft, verdict in zip(*everyone):
         if verdict.token is not None:
             verdict.tokens = clip(sequence, draft, verdict)
-    kept = roll_back(target.cache.pool, *everyone)  # 4 keep the path, drop the rest
+    kept = roll_back(target.attention.pool, *everyone)  # 4 keep the path, drop the rest
     _keep_hidden(target, result, everyone, [*range(len(sequences)), *(twin.source for twin in twins)], kept)
     for sequence, _, verdict in zip(*everyone):
         sequence.tokens.extend(verdict.tokens)
@@ -95,11 +95,11 @@ def _join(
     whatever is known of it. Beams that are dropped have no pages any more."""
     for twin in twins:
         source = sequences[twin.source]
-        target.cache.pool.fork(source.id, twin.sequence.id, target.cache.pool.length(source.id))
+        target.attention.pool.fork(source.id, twin.sequence.id, target.attention.pool.length(source.id))
         drafter.fork(source, twin.sequence)
         policy.fork(source, twin.sequence)
     for sequence in [sequence for group in groups for sequence in group.dropped]:
-        target.cache.pool.free(sequence.id)  # the others need room to move
+        target.attention.pool.free(sequence.id)  # the others need room to move
     return (
         [*sequences, *(twin.sequence for twin in twins)],
         [*drafts, *(drafts[twin.source] for twin in twins)],

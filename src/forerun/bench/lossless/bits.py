@@ -8,7 +8,7 @@ import torch
 
 from forerun.bench.lossless.result import Result, layout_name
 from forerun.core.batch import Batch, Span
-from forerun.models.base import Model, new_cache
+from forerun.models.base import Model, new_attention
 from forerun.models.invariance import BRANCHES, self_test
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9)
@@ -22,19 +22,19 @@ def check_bits(model: Model, pairs: Seq[tuple[Seq[int], Seq[int]]], page_size: i
     way that tokens are fed (chunks, neighbours, trees)."""
     good, total, detail = 0, 0, ""
     longest = max(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
-    cache = new_cache(model, max_seqs=1, max_len=longest, page_size=page_size, slack=max(WIDTHS))
+    attention = new_attention(model, max_seqs=1, max_len=longest, page_size=page_size, slack=max(WIDTHS))
 
     def feed(tokens: Seq[int], start: int) -> torch.Tensor:
         span = Span(0, start, list(tokens), logits=list(range(len(tokens))), source=source)
-        return model.forward(Batch([span], model.info.device), cache).logits
+        return model.forward(Batch([span], model.info.device), attention).logits
 
     for prompt, answer in pairs:
         begin, source = model.info.begin(prompt)
         text, start = [*begin, *answer], len(begin)
-        cache.pool.free(0)
+        attention.pool.free(0)
         feed(text[:start], 0)
         single = torch.cat([feed(text[i : i + 1], i) for i in range(start, len(text))])
-        cache.pool.truncate(0, start)
+        attention.pool.truncate(0, start)
         position, turn = start, 0
         while position < len(text):
             width = min(WIDTHS[turn % len(WIDTHS)], len(text) - position)

@@ -13,7 +13,7 @@ from forerun.bench.lossless.identity import IDLE, accepted, answers
 from forerun.bench.lossless.result import Result, layout_name
 from forerun.core.batch import Batch, Span
 from forerun.engine.llm import LLM
-from forerun.models.base import new_cache
+from forerun.models.base import new_attention
 from forerun.sampling.params import SamplingParams
 
 SUPPORT = 2
@@ -31,12 +31,12 @@ def exact_law(llm: LLM, prompt: list[int], temperature: float) -> dict[tuple[int
     model, (begin, source) = llm.model, llm.model.info.begin(prompt)
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
-        cache = new_cache(model, max_seqs=len(law), max_len=len(prompt) + LENGTH)
+        attention = new_attention(model, max_seqs=len(law), max_len=len(prompt) + LENGTH)
         spans = [
             Span(i, 0, [*begin, *path], logits=[len(begin) + len(path) - 1], source=source)
             for i, path in enumerate(law)
         ]
-        logits = model.forward(Batch(spans, model.info.device), cache).logits.double().cpu()
+        logits = model.forward(Batch(spans, model.info.device), attention).logits.double().cpu()
         least = logits.topk(SUPPORT, dim=1).values[:, -1:]  # ties with the last one can be sampled too
         shares = torch.softmax((logits / temperature).where(logits >= least, -torch.inf), dim=1)
         law = {

@@ -98,11 +98,11 @@ class Leader(Team):
                 self._fail(f"rank {other.rank} of {self.size}: {reason[0] if said == FAILED else said}")
 
     @contextmanager
-    def feeding(self, batch: Batch, cache: Attention, tiles: Tiles | None, *, invariant: bool) -> Iterator[None]:
+    def feeding(self, batch: Batch, attention: Attention, tiles: Tiles | None, *, invariant: bool) -> Iterator[None]:
         if self._apart:
             yield
             return
-        pool, gone = cache.pool, list(self._gone)
+        pool, gone = attention.pool, list(self._gone)
         message = Feed(
             self._number(pool), pool.num_pages, pool.page_size, pool.changes or [],
             {span.key: pool.tables[span.key] for span in batch.spans}, gone, batch.spans, batch.hidden, batch.layers,

@@ -78,7 +78,7 @@ class Team:
             self._apart = False
 
     def feeding(
-        self, batch: Batch, cache: Attention, tiles: Tiles | None, *, invariant: bool
+        self, batch: Batch, attention: Attention, tiles: Tiles | None, *, invariant: bool
     ) -> AbstractContextManager[None]:
         """Around a forward, whose entries have been reserved: rank 0 tells the others."""
         return nullcontext()

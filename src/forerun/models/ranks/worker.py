@@ -41,24 +41,24 @@ class Follower:
         if torch.get_num_threads() != message.threads:
             torch.set_num_threads(message.threads)
         self.model.tiles, self.model.invariant = message.tiles, message.invariant
-        cache = self._cache(message)
+        attention = self._attention(message)
         for change in message.changes:
-            cache.pool.redo(change)
-        cache.pool.tables, cache.pool.lengths = message.tables, {}
-        cache.pool.version += 1
+            attention.pool.redo(change)
+        attention.pool.tables, attention.pool.lengths = message.tables, {}
+        attention.pool.version += 1
         batch = Batch(
             message.spans, self.model.device, hidden=message.hidden, layers=message.layers, embeds=message.embeds,
             embed_rows=message.embed_rows,
         )  # fmt: skip
-        self.model.feed(batch, cache)
+        self.model.feed(batch, attention)
 
-    def _cache(self, message: Feed) -> Attention:
-        cache = self.caches.get(message.pool)
-        if cache is None or cache.pool.num_pages != message.pages:  # it was resized while it was empty
+    def _attention(self, message: Feed) -> Attention:
+        attention = self.caches.get(message.pool)
+        if attention is None or attention.pool.num_pages != message.pages:  # it was resized while it was empty
             info = self.model.info
             pool = Mirror(info.kv_shapes, message.pages, message.page_size, info.dtype, info.device)
-            cache = self.caches[message.pool] = attention_over(self.model, pool)
-        return cache
+            attention = self.caches[message.pool] = attention_over(self.model, pool)
+        return attention
 
 
 def main() -> None:

@@ -159,7 +159,7 @@ def _way(method: str, k: int, runs: Mapping[int, Measured]) -> Way | None:
 
 def limits_of(llm: LLM) -> Limits:
     """As the engine has them."""
-    config, pool = llm.config, llm.engine.target.cache.pool
+    config, pool = llm.config, llm.engine.target.attention.pool
     return Limits(
         seats=config.max_num_seqs,
         rows=config.max_num_batched_tokens,

@@ -126,8 +126,8 @@ class DraftContext:
     """Engine options that apply to a draft model too (``weights``, ``page_size``, ...)."""
     prefix_caching: bool = False
     """Whether prefixes of committed tokens are shared between requests, in the drafter's pages too."""
-    target_cache: Callable[[], Attention] | None = None
-    """The target's cache, for drafters that run the target itself; there once the engine is built."""
+    target_attention: Callable[[], Attention] | None = None
+    """Attention over the target's cache, for drafters that run the target itself; there once the engine is built."""
     stream: int = 0
     """Which of several drafters of one tree this is: their draws must be independent where p meets q."""
 
@@ -139,10 +139,10 @@ class DraftContext:
                 "use draft_model, ngram, prompt_lookup, suffix or table"
             )
 
-    def cache(self) -> Attention:
-        if self.target_cache is None:
+    def attention(self) -> Attention:
+        if self.target_attention is None:
             raise ConfigError("this drafter runs the target itself and needs an engine around it")
-        return self.target_cache()
+        return self.target_attention()
 
 
 C = TypeVar("C", bound=DrafterConfig)

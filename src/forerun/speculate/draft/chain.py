@@ -51,7 +51,7 @@ class Chains:
     def find(
         cls,
         fused: Fused | None,
-        cache: Attention,
+        attention: Attention,
         chooser: Chooser,
         *,
         branches: bool,
@@ -64,7 +64,7 @@ class Chains:
             fused is not None
             and sampler.compiled is not None
             and fused.vocab_size == (sampler.vocab_size if names is None else len(names))
-            and isinstance(cache, StreamedAttention)
+            and isinstance(attention, StreamedAttention)
             and not branches
         )
         return cls(fused, chooser, feeds=feeds, names=names) if serves and fused is not None else None
@@ -74,14 +74,14 @@ class Chains:
         sequences: Seq[Sequence],
         depths: Seq[int],
         batch: Batch,
-        cache: Attention,
+        attention: Attention,
         given: torch.Tensor | None = None,
     ) -> list[Draft]:
         """One chain for each sequence, of at most its depth. ``batch`` reads what each of them lacks: its spans that
         ask for logits, one row each, are theirs, in order. The cache's pages have room for all but the last tokens."""
-        assert isinstance(cache, StreamedAttention)
+        assert isinstance(attention, StreamedAttention)
         count, longest = len(sequences), max(depths)
-        prepared = self.fused.prepare(batch, cache, given, ahead=longest)
+        prepared = self.fused.prepare(batch, attention, given, ahead=longest)
         theirs = [i for i, span in enumerate(batch.spans) if span.logits]
         starts = array("q", [batch.spans[i].end for i in theirs])
         heats = array("f", [self.chooser.row(sequence).heat for sequence in sequences])
@@ -106,14 +106,14 @@ class Chains:
         ))  # fmt: skip
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0])
-        cache.finish(prepared.plan)
+        attention.finish(prepared.plan)
         if q is not None and self.names is not None:
             q = q.new_zeros(len(q), self.chooser.sampler.vocab_size).index_copy_(1, self.names, q)
         drafts = []
         for i, (depth, start) in enumerate(zip(depths, starts)):
             chain = [token for token in tokens[i : depth * count : count] if token != NOTHING]
             fed = min(len(chain), depth - 1)
-            cache.pool.advance(batch.spans[theirs[i]].key, start + fed)
+            attention.pool.advance(batch.spans[theirs[i]].key, start + fed)
             rows = range(i, longest * count, count) if heats[i] else [POINT_MASS] * longest
             drafts.append(Draft.chain(chain, q, rows))
         return drafts

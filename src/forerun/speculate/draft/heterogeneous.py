@@ -71,7 +71,7 @@ class CrossVocabularyDraftModel(DraftModel):
     def observe(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
     ) -> None:
-        pool = self.cache.pool
+        pool = self.attention.pool
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
             start = self.starts.pop(sequence.id, None)
             if start is None or sequence.id not in pool.tables or not len(draft):
@@ -91,7 +91,7 @@ class CrossVocabularyDraftModel(DraftModel):
 
     def cached_tokens(self, sequence: Sequence) -> list[int]:
         reading = self.readings.get(sequence.id)
-        covered = reading.covered(self.cache.pool.length(sequence.id)) if reading is not None else 0
+        covered = reading.covered(self.attention.pool.length(sequence.id)) if reading is not None else 0
         return sequence.tokens[:covered]
 
 
@@ -163,7 +163,7 @@ class StringDraftModel(CrossVocabularyDraftModel):
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
     ) -> None:
         """Keep the draft's own tokens as far as their text was committed."""
-        pool = self.cache.pool
+        pool = self.attention.pool
         for sequence, verdict in zip(sequences, verdicts):
             start, written = self.starts.pop(sequence.id, None), self.written.pop(sequence.id, [])
             if start is None or sequence.id not in pool.tables or not written:

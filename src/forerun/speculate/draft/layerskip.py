@@ -90,7 +90,7 @@ class Layerskip(Drafter[LayerskipConfig]):
     @inference
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """Entries that drafting writes to the target's cache are overwritten when the target reads the draft."""
-        pool, nodes = self.context.cache().pool, self.config.rows_by_depth()
+        pool, nodes = self.context.attention().pool, self.config.rows_by_depth()
         ready = [
             index
             for index, (s, depth) in enumerate(zip(sequences, budgets))
@@ -117,11 +117,11 @@ class Layerskip(Drafter[LayerskipConfig]):
         return drafts
 
     def _logits(self, spans: list[Span]) -> torch.Tensor:
-        target, cache = self.context.target, self.context.cache()
+        target, attention = self.context.target, self.context.attention()
         last = target.info.num_layers
         hidden = () if self.head is None else (last,)
         batch = Batch(spans, target.info.device, layers=self.layers, hidden=hidden)
-        out = target.forward(batch, cache)
+        out = target.forward(batch, attention)
         if self.head is None:
             return out.logits
         return target.lm_head(self.head.transform(out.hidden[last])[:, 0])[batch.logit_rows]

@@ -15,7 +15,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-from forerun.models.base import Model, new_cache
+from forerun.models.base import Model, new_attention
 from forerun.models.formats import int8
 from forerun.models.formats.streamed import can_stream
 from forerun.models.kinds import FLOATS, UNQUANTIZED
@@ -88,21 +88,21 @@ class DraftModel(Drafter[DraftModelConfig]):
         """It reads the source before the text, as one text."""
         longest = context.max_model_len * (2 if self.joins else 1)
         self.max_len = min(self.model.info.max_len, config.max_model_len or longest)
-        self.cache = new_cache(
+        self.attention = new_attention(
             self.model,
             max_seqs=context.max_num_seqs,
             max_len=self.max_len,
             page_size=page_size,
             slack=config.rows_by_depth()[-1],
         )
-        self.tree = PrefixTree(self.cache.pool) if context.prefix_caching else None
+        self.tree = PrefixTree(self.attention.pool) if context.prefix_caching else None
         self.nodes = config.rows_by_depth()
         self.places: dict[int, list[int]] = {}
         """Per sequence: where each node of its draft is among those that this model has read, or -1."""
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         translates = config.use_heterogeneous_vocab
         fused = None if translates else self.model.fused
-        self.chains = Chains.find(fused, self.cache, self.chooser, branches=config.branches)
+        self.chains = Chains.find(fused, self.attention, self.chooser, branches=config.branches)
 
     @classmethod
     def build(cls, config: DraftModelConfig, context: DraftContext) -> DraftModel:
@@ -174,7 +174,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         if self.chains is not None and ready and all(plain(sequences[i]) for i in ready):
             drafts = [Draft() for _ in sequences]
             chosen, wanted = [sequences[i] for i in ready], [depths[i] for i in ready]
-            found = self.chains.draft(chosen, wanted, Batch(spans, self.model.info.device), self.cache)
+            found = self.chains.draft(chosen, wanted, Batch(spans, self.model.info.device), self.attention)
             for index, draft in zip(ready, found):
                 drafts[index] = draft
             return drafts
@@ -190,11 +190,11 @@ class DraftModel(Drafter[DraftModelConfig]):
         return drafts
 
     def _forward(self, spans: list[Span]) -> torch.Tensor:
-        return self.model.forward(Batch(spans, self.model.info.device), self.cache).logits
+        return self.model.forward(Batch(spans, self.model.info.device), self.attention).logits
 
     def _depth(self, sequence: Sequence, budget: int) -> int:
         """The budget, less where the draft's context ends; nothing for a source that it has too few positions for."""
-        sources = self.cache.pool.sources
+        sources = self.attention.pool.sources
         if sources is not None and len(sequence.source or ()) > sources.longest:
             return 0
         return min(budget, self.max_len - len(self._read(sequence)))
@@ -203,7 +203,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         """The committed tokens to feed that this model has not seen, and the sequences that reach their last one and
         may draft."""
         spans, ready = [], []
-        pool = self.cache.pool
+        pool = self.attention.pool
         indices = [i for i, depth in enumerate(depths) if depth > 0 and self._has_room(sequences[i], depth)]
         missing = [len(self._read(sequences[i])) - pool.length(sequences[i].id) for i in indices]
         for index, lacks, count in zip(indices, missing, self.config.shares(missing)):
@@ -220,7 +220,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def _has_room(self, sequence: Sequence, depth: int) -> bool:
         """Whether there are pages for its tokens and a draft; a sequence that is new here starts on a known prefix."""
-        pool, known = self.cache.pool, self._read(sequence)
+        pool, known = self.attention.pool, self._read(sequence)
         new = sequence.id not in pool.tables
         if new and self.tree is not None:
             self.tree.start(sequence.id, known, len(known) - 1, source=self._root(sequence))
@@ -246,7 +246,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
     ) -> None:
         """Truncate to the committed prefix: of the drafted nodes this model has fed, the accepted ones stay."""
-        pool = self.cache.pool
+        pool = self.attention.pool
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
             if sequence.id not in pool.tables:
                 continue
@@ -259,35 +259,35 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def _kept(self, sequence: Sequence, verdict: Verdict, start: int) -> list[int]:
         """Which of the nodes in the cache, counted from ``start``, were accepted."""
-        fed = self.cache.pool.length(sequence.id) - start
+        fed = self.attention.pool.length(sequence.id) - start
         places = self.places.pop(sequence.id, None)
         path = verdict.path[: verdict.accepted]
         return [node for node in (path if places is None else [places[n] for n in path]) if 0 <= node < fed]
 
     def fork(self, source: Sequence, sequence: Sequence) -> None:
-        pool = self.cache.pool
+        pool = self.attention.pool
         if source.id in pool.tables:
             pool.fork(source.id, sequence.id, pool.length(source.id))
         if source.id in self.places:
             self.places[sequence.id] = self.places[source.id]
 
     def release(self, sequence: Sequence) -> None:
-        self.cache.pool.free(sequence.id)
+        self.attention.pool.free(sequence.id)
         self.places.pop(sequence.id, None)
 
     def rewind(self, sequence: Sequence) -> None:
-        pool, length = self.cache.pool, len(sequence.tokens) + self._shift(sequence)
+        pool, length = self.attention.pool, len(sequence.tokens) + self._shift(sequence)
         if pool.length(sequence.id) > length:
             pool.truncate(sequence.id, length)
 
     def pools(self) -> list[Pool]:
-        return [self.cache.pool]
+        return [self.attention.pool]
 
     def models(self) -> list[Model]:
         return [self.model]
 
     def cached_tokens(self, sequence: Sequence) -> list[int]:
-        return sequence.tokens[: max(0, self.cache.pool.length(sequence.id) - self._shift(sequence))]
+        return sequence.tokens[: max(0, self.attention.pool.length(sequence.id) - self._shift(sequence))]
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:

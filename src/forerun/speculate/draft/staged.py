@@ -63,8 +63,8 @@ class Aligned:
         self.row_multiple = model.row_multiple
         self.chooser = chooser
 
-    def forward(self, batch: Batch, cache: Any) -> Output:
-        output = self.model.forward(batch, cache)
+    def forward(self, batch: Batch, attention: Any) -> Output:
+        output = self.model.forward(batch, attention)
         return Output(self.chooser.align(output.logits), output.hidden)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Staged(Drafter[StagedConfig]):
             replace(
                 base_context,
                 target=aligned,
-                target_cache=lambda: self.base.cache,
+                target_attention=lambda: self.base.attention,
                 rule=self.rule,
                 max_model_len=self.base.max_len,
             )
@@ -156,7 +156,7 @@ class Staged(Drafter[StagedConfig]):
         self.inner = inner
         self.router = Router({INNER: inner})
         self.policy = Wanted(Setting({INNER: part.config.nodes_by_depth()}, aligned.row_multiple))
-        self.stage = Target(aligned, self.base.cache)
+        self.stage = Target(aligned, self.base.attention)
         self.copies: dict[int, Sequence] = {}
         self.counts = StageCounts()
 
@@ -178,7 +178,7 @@ class Staged(Drafter[StagedConfig]):
         return self._drafts(sequences, start, rows)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        return self.base.cache.pool.try_reserve(sequence.id, len(sequence.tokens) + self.rows)
+        return self.base.attention.pool.try_reserve(sequence.id, len(sequence.tokens) + self.rows)
 
     def _follow(self, sequence: Sequence) -> None:
         """Bring the inner copy of a sequence up to its committed tokens."""
@@ -203,7 +203,7 @@ class Staged(Drafter[StagedConfig]):
         """Those who take part in the next inner round, with the tokens that each of them is to read."""
         missing = []
         for copy in copies:
-            copy.cached = self.base.cache.pool.length(copy.id)
+            copy.cached = self.base.attention.pool.length(copy.id)
             missing.append(len(copy.tokens) - copy.cached)
         for copy, count in zip(copies, self.config.shares(missing)):
             copy.scheduled = count
@@ -265,7 +265,7 @@ class Staged(Drafter[StagedConfig]):
             same += 1
         del copy.tokens[same:]
         copy.tentative = 0
-        pool = self.base.cache.pool
+        pool = self.base.attention.pool
         if pool.length(copy.id) > same:
             pool.truncate(copy.id, same)
         self.inner.rewind(copy)
@@ -293,7 +293,7 @@ class Staged(Drafter[StagedConfig]):
         return [*self.base.models(), *self.inner.models()]
 
     def cached_tokens(self, sequence: Sequence) -> list[int]:
-        return sequence.tokens[: self.base.cache.pool.length(sequence.id)]
+        return sequence.tokens[: self.base.attention.pool.length(sequence.id)]
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:

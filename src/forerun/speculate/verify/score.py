@@ -19,10 +19,10 @@ from forerun.speculate.verify.pack import pack
 
 @dataclass(slots=True)
 class Target:
-    """The model that is spoken for, and its cache."""
+    """The model that is spoken for, and attention over its cache."""
 
     model: Model
-    cache: Attention
+    attention: Attention
     hidden: tuple[int, ...] = ()
     """Layers whose hidden states the drafters asked for."""
     before: Callable[[], None] | None = None
@@ -49,7 +49,7 @@ def verify(target: Target, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Veri
     batch = Batch(spans, target.model.info.device, hidden=target.hidden)
     if target.before is not None:
         target.before()
-    output = target.model.forward(batch, target.cache)
+    output = target.model.forward(batch, target.attention)
     deciding: list[int] = []
     first: list[int] = []
     keep: list[int] = []

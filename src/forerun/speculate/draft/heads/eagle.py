@@ -239,15 +239,15 @@ class Eagle(HeadDrafter[EagleConfig]):
         able = kind not in (None, UNQUANTIZED) and int8.ours(info.device, info.dtype)
         self.quantization = kind if able else None
         self.fused, self.packed = head.fuse(context.target, self.quantization), head.packed
-        attention: type[Attention] = SdpaAttention if self.fused is None else StreamedAttention
-        self.cache = attention(Pool([shape], pages, page_size, info.dtype, info.device))
+        backend: type[Attention] = SdpaAttention if self.fused is None else StreamedAttention
+        self.attention = backend(Pool([shape], pages, page_size, info.dtype, info.device))
         self.pending: dict[int, list[torch.Tensor]] = {}
         self.chains = self._find_chains()
 
     def _find_chains(self) -> Chains | None:
         names = self.eagle.token_ids() if hasattr(self.eagle, "d2t") else None
         branches = self.config.branches
-        return Chains.find(self.fused, self.cache, self.chooser, branches=branches, feeds=True, names=names)
+        return Chains.find(self.fused, self.attention, self.chooser, branches=branches, feeds=True, names=names)
 
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
         """Rows wait here until the token behind each of them is known and the layer has read them."""
@@ -262,7 +262,7 @@ class Eagle(HeadDrafter[EagleConfig]):
     @inference
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         self.learn()
-        pool, nodes = self.cache.pool, self.config.rows_by_depth()
+        pool, nodes = self.attention.pool, self.config.rows_by_depth()
         able = [
             index
             for index, (sequence, depth) in enumerate(zip(sequences, budgets))
@@ -278,7 +278,7 @@ class Eagle(HeadDrafter[EagleConfig]):
             self._run(spans, feature)
         elif self.chains is not None and all(map(plain, chosen)):
             batch = Batch(spans, self.context.target.info.device)
-            found = self.chains.draft(chosen, [budgets[index] for index in ready], batch, self.cache, feature)
+            found = self.chains.draft(chosen, [budgets[index] for index in ready], batch, self.attention, feature)
             for index, draft in zip(ready, found):
                 drafts[index] = draft
         else:
@@ -319,15 +319,15 @@ class Eagle(HeadDrafter[EagleConfig]):
         logits, for the rows whose logits the spans ask for."""
         batch = Batch(spans, self.context.target.info.device, hidden=(RAW,))
         if self.fused is not None:
-            assert isinstance(self.cache, StreamedAttention)
-            out = self.fused(batch, self.cache, feature)
+            assert isinstance(self.attention, StreamedAttention)
+            out = self.fused(batch, self.attention, feature)
             return out.hidden[RAW], self._widen(out.logits)
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
         stream = self.eagle.enter(embedded, feature)
         q, k, v = self.eagle.qkv(embedded, stream, batch.positions)
-        metadata = self.cache.begin(batch)
-        attended = self.cache.run(Query(0, q, k, v, self.eagle.width**-0.5), metadata)
-        self.cache.finish(metadata)
+        metadata = self.attention.begin(batch)
+        attended = self.attention.run(Query(0, q, k, v, self.eagle.width**-0.5), metadata)
+        self.attention.finish(metadata)
         states = self.eagle.finish(stream, attended)[batch.logit_rows]
         return states, self._widen(self._predict(states))
 
@@ -337,7 +337,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         spans: list[Span] = []
         rows: list[torch.Tensor] = []
         ready: list[int] = []
-        starts = [self.cache.pool.length(sequences[index].id) for index in able]
+        starts = [self.attention.pool.length(sequences[index].id) for index in able]
         missing = [len(sequences[index].tokens) - 1 - start for index, start in zip(able, starts)]
         for index, start, lacks, count in zip(able, starts, missing, self.config.shares(missing)):
             if not count:
@@ -373,7 +373,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         return spans, torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
 
     def pools(self) -> list[Pool]:
-        return [self.cache.pool]
+        return [self.attention.pool]
 
     def states(self) -> list[dict[int, Any]]:
         return [*super().states(), self.pending]

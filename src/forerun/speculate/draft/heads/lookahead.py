@@ -83,7 +83,7 @@ class Lookahead(BlockDrafter):
     def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
         assert isinstance(self.head, LookaheadHead)
         ahead = self.config.num_speculative_tokens - 1
-        cache = self.context.cache()
+        attention = self.context.attention()
         spans: list[Span] = []
         rows: list[int] = []
         for index, sequence in enumerate(sequences):
@@ -93,7 +93,7 @@ class Lookahead(BlockDrafter):
             rows.extend(range(first + 1, first + ahead + 1))
         embeds = self.head.embeddings.weight[:ahead].repeat(len(sequences), 1)
         batch = Batch(spans, self.context.target.info.device, embeds=embeds, embed_rows=rows)
-        logits = self.context.target.forward(batch, cache).logits
+        logits = self.context.target.forward(batch, attention).logits
         for sequence in sequences:
-            cache.pool.truncate(sequence.id, sequence.cached)
+            attention.pool.truncate(sequence.id, sequence.cached)
         return logits.unflatten(0, (len(sequences), ahead + 1))
