@@ -111,7 +111,7 @@ def _speed(found: Seq[Measured], plain: Seq[Measured], texts: Texts, members: Se
 
 def _rate(measured: Measured, case: Seq[int]) -> float:
     """Tokens per second over these prompts; 0 where they were not timed one by one."""
-    if not measured.parts:
+    if len(measured.parts) != len(measured.answers):
         return 0.0
     seconds = sum(measured.parts[i][1] for i in case)
     return sum(measured.parts[i][0] for i in case) / seconds if seconds else 0.0

@@ -29,6 +29,9 @@ from forerun.plan.estimate import Measured, in_turns
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept.synthetic import LENGTH, RATES
 
+PEERS_DRAFT = 64
+"""Tokens of room behind an answer: more than any peer drafts at once."""
+
 WARM_UP_TOKENS = 8
 OUT_OF_CACHE = 256 << 20
 
@@ -80,8 +83,9 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
         contenders: list[Contender] = [EngineContender(o["method"], llm, o, concurrency, config.whole) for o in options]
         if fastest is not None:
             contenders.append(EngineContender(FASTEST, fastest, {"method": NONE}, concurrency, config.whole))
-        if concurrency == 1:
-            contenders += peer_contenders(config.peers, llm, config.speculative.get("model"))
+        if config.peers:
+            context = max(map(len, prompts)) + config.max_tokens + PEERS_DRAFT
+            contenders += peer_contenders(config.peers, llm, config.speculative.get("model"), concurrency, context)
         engines = [contender.engine for contender in contenders if isinstance(contender, EngineContender)]
         held = weights(engines, prompts, held)
         del engines
@@ -140,7 +144,8 @@ def take_turns(
     contenders: Seq[Contender], prompts: Seq[list[int]], config: BenchConfig, temperature: float, concurrency: int
 ) -> list[list[Measured]]:
     """Per contender, one measurement per repeat, each by a drafter that has not seen the prompts. The turn passes after
-    every prompt, or, where they are answered together or count as a whole, after ``plan.estimate.TURN`` rounds."""
+    every ``concurrency`` prompts, or, where engines alone answer several or count as a whole, after
+    ``plan.estimate.TURN`` rounds."""
 
     def params(first: int, count: int, tokens: int) -> list[SamplingParams]:
         seeds = range(config.seed + first, config.seed + first + count)
@@ -156,14 +161,15 @@ def take_turns(
             if isinstance(contender, EngineContender):
                 contender.renew(fresh=config.fresh)
             contender.run(others, params(0, concurrency, min(WARM_UP_TOKENS, config.max_tokens)))
-        if concurrency > 1 or config.whole:
-            engines = [contender for contender in contenders if isinstance(contender, EngineContender)]
+        engines = [contender for contender in contenders if isinstance(contender, EngineContender)]
+        if config.whole or (concurrency > 1 and len(engines) == len(contenders)):
             found = [each[-1] for each in runs]
             side_by_side(engines, prompts, params(0, len(prompts), config.max_tokens), found, repeat)
             continue
-        for first, prompt in enumerate(prompts):
-            for index in _order(len(contenders), repeat + first):
-                runs[index][-1].extend(contenders[index].run([prompt], params(first, 1, config.max_tokens)))
+        for first in range(0, len(prompts), concurrency):
+            group = prompts[first : first + concurrency]
+            for index in _order(len(contenders), repeat + first // concurrency):
+                runs[index][-1].extend(contenders[index].run(group, params(first, len(group), config.max_tokens)))
     return runs
 
 

@@ -11,11 +11,14 @@ from forerun.bench.peers.transformers import transformers_contenders
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 
+TOGETHER = ("llama-cpp", "vllm")
+"""Those that decode several requests together here; the others are left out where that is asked for."""
 
-def peer_contenders(names: Seq[str], llm: LLM, draft: str | None) -> list[Contender]:
+
+def peer_contenders(names: Seq[str], llm: LLM, draft: str | None, sequences: int, context: int) -> list[Contender]:
     """The peers' rows: ``NAME``, or ``NAME=PYTHON`` for one installed for another interpreter. ``draft`` is the
-    assistant's checkpoint. Raises ConfigError for an unknown peer, for one that is not installed, and for a model with
-    adapters."""
+    assistant's checkpoint; ``sequences`` of at most ``context`` tokens are answered together. Raises ConfigError for an
+    unknown peer, for one that is not installed, and for a model with adapters."""
     if names and llm.model.info.lora:
         raise ConfigError("peers run the model without adapters: leave lora out, or the peers")
     found: list[Contender] = []
@@ -23,8 +26,10 @@ def peer_contenders(names: Seq[str], llm: LLM, draft: str | None) -> list[Conten
         name, _, python = entry.partition("=")
         if name not in PEERS:
             raise ConfigError(f"unknown peer {name!r}: choose one of {', '.join(PEERS)}")
+        if sequences > 1 and name not in TOGETHER:
+            continue
         if name == "transformers":
             found += transformers_contenders(llm, draft)
         else:
-            found += outside_contenders(name, python or None, llm)
+            found += outside_contenders(name, python or None, llm, sequences, context)
     return found

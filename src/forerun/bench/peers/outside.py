@@ -1,9 +1,10 @@
 """Peers that run in a process, and if need be a Python environment, of their own.
 
 A worker (``workers/``) is a script that imports nothing of Forerun's. It reads one JSON object per line and answers
-each with one: first ``{"model", "threads", "context"}``, answered by ``{"version", "rows", "about"}``; then
-``{"row", "prompt", "max_tokens", "temperature", "seed", "ends"}``, answered by ``{"tokens", "seconds"}``, where seconds
-begin when the first token is there; ``ends`` are the ids that end an answer. llama.cpp's, told ``"scores": true`` with
+each with one. First ``{"model", "threads", "context", "sequences"}``, answered by ``{"version", "rows", "about"}``;
+then ``{"row", "prompts", "max_tokens", "temperature", "seeds", "ends"}``, at most ``sequences`` prompts that are
+decoded together, answered by ``{"answers", "tokens", "seconds"}``: seconds since every prompt's first token was there,
+and the tokens of that time; ``ends`` are the ids that end an answer. llama.cpp's, told ``"scores": true`` with
 the model, takes ``{"score"}``, token ids, instead: ``{"logprobs", "choices"}``. CTranslate2's searches beams:
 ``{"source", "width", "max_tokens", "length_penalty"}``, answered by ``{"beams", "scores", "seconds"}``, all of them.
 """
@@ -92,6 +93,7 @@ class OutsideContender:
     worker: Worker
     about: str
     eos_ids: frozenset[int]
+    sequences: int
 
     def facts(self) -> dict[str, Any]:
         return peer_facts(self.about)
@@ -100,19 +102,22 @@ class OutsideContender:
         return False
 
     def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
-        found = Measured()
-        for prompt, options in zip(prompts, params, strict=True):
-            question = {
-                "row": self.name,
-                "prompt": list(prompt),
-                "max_tokens": options.max_tokens or 1,
-                "temperature": options.temperature,
-                "seed": options.seed or 0,
-                "ends": [] if options.ignore_eos else sorted(self.eos_ids),
-            }
-            answer = self.worker.ask(question)
-            found.answers.append(answer["tokens"])
-            found.tokens += len(answer["tokens"]) - 1
+        """So many prompts at a time as the worker decodes together. What the first one's parameters say besides the
+        seed holds for all."""
+        found, options = Measured(), params[0]
+        for first in range(0, len(prompts), self.sequences):
+            answer = self.worker.ask(
+                {
+                    "row": self.name,
+                    "prompts": [list(prompt) for prompt in prompts[first : first + self.sequences]],
+                    "max_tokens": options.max_tokens or 1,
+                    "temperature": options.temperature,
+                    "seeds": [each.seed or 0 for each in params[first : first + self.sequences]],
+                    "ends": [] if options.ignore_eos else sorted(self.eos_ids),
+                }
+            )
+            found.answers += answer["answers"]
+            found.tokens += answer["tokens"]
             found.seconds += answer["seconds"]
         return found
 
@@ -120,8 +125,9 @@ class OutsideContender:
         self.worker.leave()
 
 
-def outside_contenders(peer: str, python: str | None, llm: LLM) -> list[Contender]:
-    """The rows of a peer that the interpreter ``python`` runs; None: this one. As many threads as torch has here.
+def outside_contenders(peer: str, python: str | None, llm: LLM, sequences: int, context: int) -> list[Contender]:
+    """The rows of a peer that the interpreter ``python`` runs; None: this one. As many threads as torch has here, and
+    ``sequences`` of at most ``context`` tokens together.
 
     What reads no GGUF gets its weights as bfloat16. Raises ConfigError where the package is not installed there or
     cannot run the model.
@@ -137,13 +143,13 @@ def outside_contenders(peer: str, python: str | None, llm: LLM) -> list[Contende
     threads = torch.get_num_threads()
     worker = started(peer, python or sys.executable, threads, folder)
     try:
-        about = worker.ask({"model": str(path), "threads": threads, "context": llm.engine.max_model_len})
+        about = worker.ask({"model": str(path), "threads": threads, "context": context, "sequences": sequences})
     except ConfigError as error:
         worker.end()
         raise ConfigError(f"{error}; see docs/bench.md for an environment of its own") from None
     worker.rows = len(about["rows"])
     told = f"{about['about']} ({PACKAGES[peer]} {about['version']})"
-    return [OutsideContender(row, worker, told, llm.model.info.eos_ids) for row in about["rows"]]
+    return [OutsideContender(row, worker, told, llm.model.info.eos_ids, sequences) for row in about["rows"]]
 
 
 @contextmanager
@@ -155,7 +161,7 @@ def scorer(python: str, model: str, context: int, threads: int) -> Iterator[Call
         raise ConfigError(f"{model} is no GGUF file, which llama.cpp needs")
     worker = started("llama-cpp", python, threads, tempfile.TemporaryDirectory(prefix="forerun-peer-"))
     try:
-        worker.ask({"model": str(path), "threads": threads, "context": context, "scores": True})
+        worker.ask({"model": str(path), "threads": threads, "context": context, "sequences": 1, "scores": True})
         yield lambda ids: worker.ask({"score": list(ids)})
     finally:
         worker.end()

@@ -12,13 +12,69 @@ LOOKUP_TOKENS = 2
 
 def answer(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     model.reset()
-    model.set_seed(asked["seed"])
-    stream = model.generate(asked["prompt"], temp=asked["temperature"], top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1)
+    model.set_seed(asked["seeds"][0])
+    (prompt,) = asked["prompts"]
+    stream = model.generate(prompt, temp=asked["temperature"], top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1)
     tokens = [next(stream)]
     began = perf_counter()
     while len(tokens) < asked["max_tokens"] and tokens[-1] not in asked["ends"]:
         tokens.append(next(stream))
-    return {"tokens": tokens, "seconds": perf_counter() - began}
+    return {"answers": [tokens], "tokens": len(tokens) - 1, "seconds": perf_counter() - began}
+
+
+class Together:
+    """Several sequences, each of which adds a token to every batch."""
+
+    def __init__(self, model: Any, context: int, sequences: int, threads: int) -> None:
+        import llama_cpp
+
+        self.lib, self.model = llama_cpp, model
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = context * sequences, sequences
+        params.n_threads = params.n_threads_batch = threads
+        self.context = llama_cpp.llama_init_from_model(model.model, params)
+        self.size = params.n_batch
+        self.batch = llama_cpp.llama_batch_init(self.size, 0, 1)
+
+    def decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        """(token, position, sequence, whether its logits are wanted)."""
+        self.batch.n_tokens = len(rows)
+        for i, (token, position, sequence, wanted) in enumerate(rows):
+            self.batch.token[i], self.batch.pos[i], self.batch.logits[i] = token, position, wanted
+            self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, sequence
+        if self.lib.llama_decode(self.context, self.batch):
+            sys.exit(f"llama_decode of {len(rows)} rows failed")
+
+    def sampler(self, temperature: float, seed: int) -> Any:
+        if temperature == 0:
+            return self.lib.llama_sampler_init_greedy()
+        chain = self.lib.llama_sampler_chain_init(self.lib.llama_sampler_chain_default_params())
+        self.lib.llama_sampler_chain_add(chain, self.lib.llama_sampler_init_temp(temperature))
+        self.lib.llama_sampler_chain_add(chain, self.lib.llama_sampler_init_dist(seed))
+        return chain
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+        samplers = [self.sampler(asked["temperature"], seed) for seed in asked["seeds"]]
+        answers: list[list[int]] = []
+        for sequence, prompt in enumerate(asked["prompts"]):
+            rows = [(token, i, sequence, i == len(prompt) - 1) for i, token in enumerate(prompt)]
+            for first in range(0, len(rows), self.size):
+                self.decode(rows[first : first + self.size])
+            answers.append([self.lib.llama_sampler_sample(samplers[sequence], self.context, -1)])
+        began, tokens = perf_counter(), 0
+        while busy := [
+            i for i, found in enumerate(answers) if len(found) < asked["max_tokens"] and found[-1] not in asked["ends"]
+        ]:
+            lengths = [len(asked["prompts"][i]) + len(answers[i]) - 1 for i in busy]
+            self.decode([(answers[i][-1], length, i, True) for i, length in zip(busy, lengths)])
+            for row, i in enumerate(busy):
+                answers[i].append(self.lib.llama_sampler_sample(samplers[i], self.context, row))
+            tokens += len(busy)
+        seconds = perf_counter() - began
+        for sampler in samplers:
+            self.lib.llama_sampler_free(sampler)
+        return {"answers": answers, "tokens": tokens, "seconds": seconds}
 
 
 def score(model: Any, ids: list[int]) -> dict[str, Any]:
@@ -40,18 +96,25 @@ def main() -> None:
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     about = json.loads(sys.stdin.readline())
-    options = {"n_ctx": about["context"], "n_threads": about["threads"], "n_threads_batch": about["threads"]}
+    context, threads, sequences = about["context"], about["threads"], about["sequences"]
+    options = {"n_ctx": context, "n_threads": threads, "n_threads_batch": threads}
     load = {"model_path": about["model"], "verbose": False, **options}
     scores = about.get("scores", False)
     rows = {"llama_cpp": llama_cpp.Llama(**load, logits_all=scores)}
-    if not scores:
+    together = Together(rows["llama_cpp"], context, sequences, threads) if sequences > 1 else None
+    if not scores and together is None:
         rows["llama_cpp_lookup"] = llama_cpp.Llama(**load, draft_model=LlamaPromptLookupDecoding(LOOKUP_TOKENS))
     flags = llama_cpp.llama_print_system_info().decode().strip()
     told = {"version": llama_cpp.__version__, "rows": list(rows), "about": f"llama.cpp [{flags}]"}
     print(json.dumps(told), file=replies, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        found = score(rows["llama_cpp"], asked["score"]) if scores else answer(rows[asked["row"]], asked)
+        if scores:
+            found = score(rows["llama_cpp"], asked["score"])
+        elif together is not None:
+            found = together.answer(asked)
+        else:
+            found = answer(rows[asked["row"]], asked)
         print(json.dumps(found), file=replies, flush=True)
 
 

@@ -18,7 +18,7 @@ def answer(genai: Any, model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     config.apply_chat_template = False
     config.do_sample = asked["temperature"] > 0
     if config.do_sample:
-        config.temperature, config.rng_seed, config.top_p = asked["temperature"], asked["seed"], 1.0
+        config.temperature, config.rng_seed, config.top_p = asked["temperature"], asked["seeds"][0], 1.0
     times: list[float] = []
 
     class Clock(genai.StreamerBase):
@@ -29,9 +29,10 @@ def answer(genai: Any, model: Any, asked: dict[str, Any]) -> dict[str, Any]:
         def end(self) -> None:
             pass
 
-    ids = openvino.Tensor(numpy.array([asked["prompt"]], dtype=numpy.int64))
-    found = model.generate(ids, config, Clock())
-    return {"tokens": list(found.tokens[0]), "seconds": perf_counter() - times[0]}
+    (prompt,) = asked["prompts"]
+    found = model.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config, Clock())
+    tokens = list(found.tokens[0])
+    return {"answers": [tokens], "tokens": len(tokens) - 1, "seconds": perf_counter() - times[0]}
 
 
 def main() -> None:

@@ -6,23 +6,31 @@ import sys
 from time import perf_counter
 from typing import Any
 
+KV_CACHE = 2 << 30
+"""Bytes; vLLM asks for nearly all memory where it is not told."""
+
 
 def answer(engine: Any, params: Any, asked: dict[str, Any], number: int) -> dict[str, Any]:
-    options = params(
-        max_tokens=asked["max_tokens"],
-        temperature=asked["temperature"],
-        seed=asked["seed"],
-        ignore_eos=not asked["ends"],
-        stop_token_ids=asked["ends"],
-        detokenize=False,
-    )
-    engine.add_request(str(number), {"prompt_token_ids": asked["prompt"]}, options)
-    first, tokens = 0.0, []
+    names = [f"{number}-{i}" for i in range(len(asked["prompts"]))]
+    for name, prompt, seed in zip(names, asked["prompts"], asked["seeds"]):
+        options = params(
+            max_tokens=asked["max_tokens"],
+            temperature=asked["temperature"],
+            seed=seed,
+            ignore_eos=not asked["ends"],
+            stop_token_ids=asked["ends"],
+            detokenize=False,
+        )
+        engine.add_request(name, {"prompt_token_ids": prompt}, options)
+    answers: dict[str, list[int]] = {}
+    began, before = 0.0, 0
     while engine.has_unfinished_requests():
         for output in engine.step():
-            first = first or perf_counter()
-            tokens = list(output.outputs[0].token_ids)
-    return {"tokens": tokens, "seconds": perf_counter() - first}
+            answers[output.request_id] = list(output.outputs[0].token_ids)
+        if not began and len(answers) == len(names):
+            began, before = perf_counter(), sum(map(len, answers.values()))
+    seconds, tokens = perf_counter() - began, sum(map(len, answers.values())) - before
+    return {"answers": [answers[name] for name in names], "tokens": tokens, "seconds": seconds}
 
 
 def main() -> None:
@@ -32,7 +40,15 @@ def main() -> None:
     import vllm
 
     about = json.loads(sys.stdin.readline())
-    model = vllm.LLM(about["model"], max_model_len=about["context"], max_num_seqs=1, skip_tokenizer_init=True)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{about['threads'] - 1}")
+    model = vllm.LLM(
+        about["model"],
+        max_model_len=about["context"],
+        max_num_seqs=about["sequences"],
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=KV_CACHE,
+    )
     told = {"version": vllm.__version__, "rows": ["vllm"], "about": f"vLLM {model.llm_engine.model_config.dtype}"}
     print(json.dumps(told), file=replies, flush=True)
     for number, line in enumerate(sys.stdin):
