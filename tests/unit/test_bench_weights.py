@@ -70,3 +70,13 @@ def test_streams_share_out_the_time(tiny_target: str) -> None:
     for row in rows:
         assert row.forward + row.sampler + row.rest == pytest.approx(1)
         assert min(row.forward, row.sampler, row.rest) > 0
+
+
+def test_prompts_are_read_in_turns_beside_packed_layers(tiny_target: str) -> None:
+    """A stand-in for packed layers, which are not everywhere: what it is compared with is itself."""
+    model = load_model(tiny_target, dtype="float32", invariant=True)
+    rows = costs.prefills({"own": model, costs.PACKED: model}, [8, 20], 6, range(5, 25))
+    assert [(row.format, row.tokens) for row in rows] == [(n, k) for k in (8, 20) for n in ("own", costs.PACKED)]
+    assert all(row.tokens_per_second > 0 for row in rows)
+    assert all(row.over_packed == 1 and row.interval == [1, 1] for row in rows[1::2])
+    assert costs.prefill_table(rows).count("\n") == 3

@@ -1,4 +1,4 @@
-"""``python -m forerun.bench.costs``: a forward by its rows, and where a round's time goes by its streams.
+"""``python -m forerun.bench.costs``: a forward by its rows, prompts, and where a round's time goes by its streams.
 
 Formats and numbers of rows take turns in one process; a ratio is of neighbours in one turn. Interval: of the median of
 the turns' ratios, 95 %, whatever the distribution.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from forerun.models.load import load_model
 CONTEXT = 256
 PROMPT = 4
 """Tokens of a stream's prompt: reading it is part of the time."""
+PACKED = "packed"
+"""bfloat16 in oneDNN's own layout, which gives logits of other bits for other numbers of rows."""
 TURNS_BEFORE = 2
 """Not counted: they compile, allocate and fill caches."""
 
@@ -102,6 +105,53 @@ def costs(formats: Seq[Forwards], counts: Seq[int], turns: int) -> list[Cost]:
     return rows
 
 
+@dataclass
+class Prefill:
+    """A prompt read in one forward; ``over_packed``: speed over oneDNN's packed bfloat16 in the same turn."""
+
+    format: str
+    tokens: int
+    tokens_per_second: float
+    over_packed: float
+    interval: list[float] | None
+
+
+def prefills(models: Mapping[str, Model], lengths: Seq[int], turns: int, text: Seq[int]) -> list[Prefill]:
+    """``PACKED`` is one of the models."""
+    over = {name: new_attention(model, max_seqs=1, max_len=max(lengths)) for name, model in models.items()}
+    found: dict[tuple[str, int], list[float]] = {}
+    for turn in range(TURNS_BEFORE + turns):
+        for length in lengths:
+            for name, model in models.items():
+                span = Span(0, 0, list(text[:length]), logits=[length - 1])
+                began = perf_counter()
+                model.forward(Batch([span], model.info.device), over[name])
+                seconds = perf_counter() - began
+                over[name].pool.free(0)
+                if turn >= TURNS_BEFORE:
+                    found.setdefault((name, length), []).append(seconds)
+    rows = []
+    for (name, length), own in found.items():
+        ratios = [theirs / mine for mine, theirs in zip(own, found[PACKED, length], strict=True)]
+        rows.append(Prefill(name, length, length / median(own), median(ratios), median_interval(ratios)))
+    return rows
+
+
+def prefill_table(rows: Seq[Prefill]) -> str:
+    """Markdown, a line for each format."""
+    lengths = list(dict.fromkeys(row.tokens for row in rows))
+    lines = ["| weights | " + " | ".join(f"{length} tokens | over packed" for length in lengths) + " |"]
+    lines.append("|---" * (1 + 2 * len(lengths)) + "|")
+    for name in dict.fromkeys(row.format for row in rows):
+        cells = [name]
+        for row in rows:
+            if row.format == name:
+                ends = "" if row.interval is None else f" ({row.interval[0]:.2f} to {row.interval[1]:.2f})"
+                cells += [f"{row.tokens_per_second:.0f} tokens/s", f"{row.over_packed:.2f}{ends}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "T = 0": {"temperature": 0.0},
     "T = 1": {"temperature": 1.0},
@@ -161,6 +211,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="as everywhere")
     parser.add_argument("--formats", default="none,bfloat16,int8_rows", help="as --quantization")
     parser.add_argument("--rows", default="1,2,4,5,8,16,32", help="of one forward")
+    parser.add_argument("--prefill", default="", help="such as 512,2000: prompts beside oneDNN's packed bfloat16")
     parser.add_argument("--streams", default="", help="such as 1,4,16,64: whole rounds")
     parser.add_argument("--tokens", type=int, default=64, help="of each stream's answer")
     parser.add_argument("--turns", type=int, default=31)
@@ -179,6 +230,14 @@ def main() -> None:
         text = torch.randint(size, (CONTEXT + counts[-1],), generator=generator).tolist()
         measured = costs([Forwards(n, m, counts[-1], text) for n, m in models.items()], counts, wanted.turns)
         print(table(measured))
+        read: list[Prefill] = []
+        if wanted.prefill:
+            lengths = list(map(int, wanted.prefill.split(",")))
+            packed = load_model(wanted.model, quantization="bfloat16", weights=PACKED, invariant=False)
+            longest = torch.randint(size, (max(lengths),), generator=generator).tolist()
+            read = prefills({**models, PACKED: packed}, lengths, wanted.turns, longest)
+            print("\n" + prefill_table(read))
+            del packed
         rounds: list[Stream] = []
         if wanted.streams:
             models = {}
@@ -190,7 +249,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if wanted.out:
         about = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(wanted).items()}}
-        rows = {"rows": [asdict(row) for row in measured], "streams": [asdict(row) for row in rounds]}
+        groups = {"rows": measured, "prefill": read, "streams": rounds}
+        rows = {name: [asdict(row) for row in group] for name, group in groups.items()}
         wanted.out.write_text(json.dumps({"environment": about, **rows}, indent=1))
 
 

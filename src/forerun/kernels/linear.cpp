@@ -27,7 +27,7 @@ constexpr int64_t AHEAD = 1 << 14;  // bytes from a weight that is used to the o
 constexpr int64_t FAR = 1 << 23;    // bytes of weights, surely in memory, of which a lone row has enough on the way
 #if defined(__AVX512F__)
 constexpr bool NARROW = false;
-constexpr int64_t CHUNK = 256;  // groups of inputs, 32 KiB of weights, that all rows of a block pass over in turn
+constexpr int64_t CHUNK = 192;  // most groups of inputs, 24 KiB of weights, that a block's rows pass over in turn
 #else
 constexpr bool NARROW = true;  // registers hold the sums of more rows if a pass takes half a tile
 constexpr int64_t CHUNK = 128;
@@ -174,8 +174,9 @@ void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t gr
     return passes<K, 2, K::WHOLE>(rows, w, x, stride, groups, sums, true, {w + AHEAD, ask ? GROUP_BYTES : 0});
   constexpr int HALVES = NARROW ? 1 : 2;
   const int64_t turns = (rows + K::TOGETHER - 1) / K::TOGETHER, parts = NARROW ? 2 * turns : 1;
-  for (int64_t at = 0; at < groups; at += CHUNK, w += CHUNK * GROUP_BYTES) {
-    const int64_t some = groups - at < CHUNK ? groups - at : CHUNK;
+  const int64_t chunks = (groups + CHUNK - 1) / CHUNK, even = (groups + chunks - 1) / chunks;
+  for (int64_t at = 0; at < groups; at += even, w += even * GROUP_BYTES) {
+    const int64_t some = groups - at < even ? groups - at : even;
     for (int64_t turn = 0, row = 0, part = 0; turn < turns; turn++) {
       const int64_t count = rows / turns + (turn < rows % turns);
       const char *const from = x + row * stride + at * K::STEP;
