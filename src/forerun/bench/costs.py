@@ -249,7 +249,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if wanted.out:
         about = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(wanted).items()}}
-        groups = {"rows": measured, "prefill": read, "streams": rounds}
+        groups: dict[str, Seq[Any]] = {"rows": measured, "prefill": read, "streams": rounds}
         rows = {name: [asdict(row) for row in group] for name, group in groups.items()}
         wanted.out.write_text(json.dumps({"environment": about, **rows}, indent=1))
 
