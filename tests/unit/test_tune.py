@@ -178,6 +178,9 @@ def test_every_kind_learns_from_the_same_text(
     assert set(state["train"]) == {"eagle", kind}
     assert state["train"][kind]["tokens"] > 0
     assert {row["config"]["method"] for row in state["choose"]["measured"]} > {"eagle", kind}
+    if kind != "draft_model":
+        content = json.loads((out / kind / "config.json").read_text("utf-8"))
+        assert content["options"]["draft_vocab_size"] == QUICK["rows"]
     config = {"method": kind, "model": str(out / kind), "num_speculative_tokens": 3}
     params = SamplingParams(temperature=0.9, max_tokens=40, seed=3, ignore_eos=True)
     said = [
