@@ -75,6 +75,7 @@ class ResidualDrafter(BlockDrafter):
     def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
         assert isinstance(self.head, ResidualHead)
         states = self.head.transform(torch.stack([self.latest[sequence.id] for sequence in sequences]))
+        states = states[:, : self.config.num_speculative_tokens]
         return self.predict(states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
     def states(self) -> list[dict[int, Any]]:
