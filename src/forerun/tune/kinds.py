@@ -85,8 +85,8 @@ class Medusa(Kind):
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
         head = self.head(Sizes(**sizes))
-        assert head.lm_head is not None
-        head.lm_head.requires_grad_(False)
+        if head.lm_head is not None:  # the target's rows
+            head.lm_head.requires_grad_(False)
         return head
 
     def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
