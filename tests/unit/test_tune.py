@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from forerun.cli import main
 from forerun.cli.bench import with_tuned
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
+from forerun.plan.estimate import Measured, Sample
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.train import loop
 from forerun.tune import choose, data, text, turns
@@ -249,6 +251,27 @@ def test_an_answer_that_leaves_no_room_for_a_prompt(
     monkeypatch.setattr(text.Writer, "held_out_prompts", lambda self: [])
     with pytest.raises(ConfigError, match="leaves no room for a prompt: lower --answer"):
         stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK))
+
+
+def test_a_choice_does_not_follow_what_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that wait for others, two in five, each a hundred times as long or more, fall on every way by chance; what
+    is found is what a quiet machine would say, to rounding."""
+    cost = {"none": (1, 1.0, 1), "ngram": (5, 1.6, 2), "eagle": (4, 1.5, 3)}  # rows and seconds of a round, its tokens
+    draw = random.Random(0)
+
+    def measured(way: dict, prompts: list, params: list) -> Measured:
+        rows, seconds, tokens = cost[way["method"]]
+        spent = [seconds * (draw.uniform(100, 400) if draw.random() < 0.4 else 1) for _ in range(40)]
+        rounds = [Sample((rows - 1,), rows, tokens, 0.0, 0.0, 0.0, total) for total in spent]
+        return Measured(rounds=rounds, tokens=40 * tokens, seconds=sum(spent))
+
+    monkeypatch.setattr(choose, "measure", measured)
+    monkeypatch.setattr(choose, "_engine", lambda llm, config: config)
+    ways = [{"method": name} for name in cost]
+    for _ in range(20):
+        rows = choose._measured(None, ways, [[1]] * 4, 8, 0.0, shown=False)
+        found = {row["config"]["method"]: (row["speedup"], row["tokens_per_round"]) for row in rows}
+        assert found == {"none": (1, 1), "ngram": pytest.approx((2 / 1.6, 2)), "eagle": pytest.approx((3 / 1.5, 3))}
 
 
 def test_norms_that_hold_their_scale_less_one() -> None:
