@@ -256,7 +256,8 @@ def test_an_answer_that_leaves_no_room_for_a_prompt(
 def test_a_choice_does_not_follow_what_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that wait for others, two in five, each a hundred times as long or more, fall on every way by chance; what
     is found is what a quiet machine would say, to rounding."""
-    cost = {"none": (1, 1.0, 1), "ngram": (5, 1.6, 2), "eagle": (4, 1.5, 3)}  # rows and seconds of a round, its tokens
+    # rows and seconds of a round, its tokens; suffix drafts nothing and is quicker by luck
+    cost = {"none": (1, 1.0, 1), "suffix": (1, 0.9, 1), "ngram": (5, 1.6, 2), "eagle": (4, 1.5, 3)}
     draw = random.Random(0)
 
     def measured(way: dict, prompts: list, params: list) -> Measured:
@@ -271,7 +272,8 @@ def test_a_choice_does_not_follow_what_else_runs(monkeypatch: pytest.MonkeyPatch
     for _ in range(20):
         rows = choose._measured(None, ways, [[1]] * 4, 8, 0.0, shown=False)
         found = {row["config"]["method"]: (row["speedup"], row["tokens_per_round"]) for row in rows}
-        assert found == {"none": (1, 1), "ngram": pytest.approx((2 / 1.6, 2)), "eagle": pytest.approx((3 / 1.5, 3))}
+        assert found.pop("none") == found.pop("suffix") == (1, 1)
+        assert found == {"ngram": pytest.approx((2 / 1.6, 2)), "eagle": pytest.approx((3 / 1.5, 3))}
 
 
 def test_norms_that_hold_their_scale_less_one() -> None:

@@ -64,7 +64,7 @@ def _measured(
     llm: LLM, configs: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, seconds: float, shown: bool
 ) -> list[dict[str, Any]]:
     """A row for each of ``configs``, of which the first is plain decoding: ``speedup`` is the median over prompts and
-    turns of its time a token over plain decoding's."""
+    turns of its time a token over plain decoding's, at most its tokens a round: no draft makes a round cheaper."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     found: list[list[Measured]] = [[] for _ in configs]
     began = time.monotonic()
@@ -80,20 +80,25 @@ def _measured(
                     answers.append(measure(engine, [prompt], [params]))
                 bar.update(turn * len(prompts) + number + 1)
     times = [_undisturbed(answers) for answers in found]
-    rows = []
-    for config, answers, took in zip(configs, found, times, strict=True):
-        both = zip(answers, took, found[0], times[0], strict=True)
-        ratios = [a.tokens * plain_s / (s * plain.tokens) for a, s, plain, plain_s in both if s and plain.tokens]
-        made, number = sum(answer.tokens for answer in answers), sum(len(answer.rounds) for answer in answers)
-        rows.append(
-            {
-                "config": dict(config),
-                "tokens_per_second": made / sum(took) if made else 0.0,
-                "tokens_per_round": made / max(1, number),
-                "speedup": median(ratios) if ratios else 1.0,
-            }
-        )
-    return rows
+    return [
+        {"config": dict(config), **_figures(answers, took, [(a.tokens, s) for a, s in zip(found[0], times[0])])}
+        for config, answers, took in zip(configs, found, times, strict=True)
+    ]
+
+
+def _figures(answers: Seq[Measured], took: Seq[float], plain: Seq[tuple[int, float]]) -> dict[str, float]:
+    """Of one way; ``plain`` are plain decoding's tokens and seconds of the same prompts."""
+    made, number = sum(answer.tokens for answer in answers), sum(len(answer.rounds) for answer in answers)
+    ratios = [
+        min(answer.tokens * plain_seconds / (seconds * tokens), answer.tokens / len(answer.rounds))
+        for answer, seconds, (tokens, plain_seconds) in zip(answers, took, plain, strict=True)
+        if seconds and tokens
+    ]
+    return {
+        "tokens_per_second": made / sum(took) if made else 0.0,
+        "tokens_per_round": made / max(1, number),
+        "speedup": median(ratios) if ratios else 1.0,
+    }
 
 
 def _undisturbed(answers: Seq[Measured]) -> list[float]:
