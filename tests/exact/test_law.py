@@ -82,6 +82,27 @@ def test_other_chains(form: Form, name: str, make) -> None:
             assert error(form, rule, make(draft, 3), target, 4, 1) < form.exact
 
 
+class Reduced(Tables):
+    """Knows a part of the vocabulary: all but the first token."""
+
+    def __call__(self, prefix: tuple[int, ...], name: int = 0) -> numpy.ndarray:
+        row = super().__call__(prefix, name).copy()
+        row[0] = 0.0
+        return row / row.sum()
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_tokens_that_are_never_drafted(form: Form, name: str) -> None:
+    for seed in range(3):
+        target, draft = Tables(seed, 4), Reduced(seed + 100, 4)
+        assert min(target((0,))) > 0
+        for rule in variants(name):
+            assert error(form, rule, programs.chain(draft, 2), target, 3, 2) < form.exact
+            if rule.trees:
+                program = programs.tree(draft, (2, 1), replacement=rule.replacement)
+                assert error(form, rule, program, target, 3, 1) < form.exact
+
+
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_several_rounds(form: Form, name: str) -> None:
     target, draft = Tables(7, 2), Tables(107, 2)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams, drafters
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Lesson, Sizes
+from forerun.speculate.draft.heads.head import Head, Lesson, Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead, _Memory
 from forerun.speculate.draft.layerskip import ExitHead
@@ -54,17 +54,31 @@ def first_draft(target: Path, folder: Path, method: str, prompt: list[int], **op
     return kept + list(entry.rejected), committed
 
 
-@torch.no_grad()
-def test_medusa_drafts_the_argmax_of_its_heads(tiny_target, tmp_path, reference):
-    head = MedusaHead(sizes_of(Path(tiny_target)))
+SOME = torch.arange(1, 60, 3)
+"""Tokens of a reduced vocabulary."""
+
+
+def narrowed(head: Head, reference: torch.nn.Module, ids: torch.Tensor | None) -> torch.Tensor:
+    """Scrambles a head and lets it draft among ``ids`` alone; gives the rows that read it."""
     scramble(head)
+    rows = reference.lm_head.weight
+    if ids is not None:
+        head.narrow(ids, rows[ids])
+    return rows if ids is None else rows[ids]
+
+
+@pytest.mark.parametrize("ids", [None, SOME], ids=["all", "some"])
+@torch.no_grad()
+def test_medusa_drafts_the_argmax_of_its_heads(tiny_target, tmp_path, reference, ids):
+    head = MedusaHead(sizes_of(Path(tiny_target)))
+    rows = narrowed(head, reference, ids)
     head.save(tmp_path)
     drafted, committed = first_draft(tiny_target, tmp_path, "medusa", PROMPT, num_speculative_tokens=4)
     saved = MedusaHead.load(tmp_path)
     out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
     state = out.hidden_states[-1][0, -1]
-    wanted = [int(reference.lm_head(state + torch.nn.functional.silu(block(state))).argmax()) for block in saved.blocks]
-    assert drafted == wanted
+    best = [int((rows @ (state + torch.nn.functional.silu(block(state)))).argmax()) for block in saved.blocks]
+    assert drafted == (best if ids is None else ids[best].tolist())
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -99,14 +113,15 @@ def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp
     assert drafted == wanted
 
 
+@pytest.mark.parametrize("ids", [None, SOME], ids=["all", "some"])
 @pytest.mark.parametrize("drafted_tokens", [2, 4])
 @torch.no_grad()
 def test_parallel_drafts_what_a_whole_block_says_however_few_tokens_are_asked_for(
-    tiny_target, tmp_path, reference, drafted_tokens
+    tiny_target, tmp_path, reference, drafted_tokens, ids
 ):
     options = {"heads": 4, "kv_heads": 2, "width": 8, "inner_size": 24, "blocks": 2}
     head = ParallelHead(Sizes(**{**vars(sizes_of(Path(tiny_target))), "options": options}))
-    scramble(head)
+    rows = narrowed(head, reference, ids)
     head.save(tmp_path)
     drafted, committed = first_draft(tiny_target, tmp_path, "parallel", PROMPT, num_speculative_tokens=drafted_tokens)
     saved = ParallelHead.load(tmp_path)
@@ -122,8 +137,8 @@ def test_parallel_drafts_what_a_whole_block_says_however_few_tokens_are_asked_fo
         mixed = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
         x = x + block.o_proj(mixed)
         x = x + block.mlp(block.norm_mlp(x))
-    wanted = reference.lm_head(saved.norm(x)).argmax(-1).tolist()
-    assert drafted == wanted[:drafted_tokens]
+    best = (saved.norm(x) @ rows.T).argmax(-1)[:drafted_tokens]
+    assert drafted == (best if ids is None else ids[best]).tolist()
 
 
 def test_parallel_remembers_the_newest_window():
@@ -158,6 +173,42 @@ def test_tokens_are_those_of_plain_decoding(tiny_target, tmp_path, method, tempe
     assert [o.outputs[0].token_ids for o in out] == wanted
     assert all(o.metrics.num_draft_tokens > 0 and o.metrics.draft_error is None for o in out)
     drafted.engine.check()
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "parallel"])
+@pytest.mark.parametrize("rule", ["coupled", "token"])
+def test_a_reduced_vocabulary_changes_no_token(tiny_target, tmp_path, reference, method, rule):
+    """Drafts are of its tokens alone; answers, at temperature 0 under any rule, have the others too."""
+    head = HEADS[method](sizes_of(Path(tiny_target)))
+    narrowed(head, reference, SOME)
+    head.save(tmp_path)
+    config = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3, "quantization": "int8_rows"}
+    heats = [0.0, 0.9] if rule == "coupled" else [0.0]
+    params = [SamplingParams(temperature=heat, max_tokens=40, seed=5, ignore_eos=True) for heat in heats]
+    prompts = [PROMPT] * len(heats)
+    plain = [out.outputs[0].token_ids for out in LLM(str(tiny_target)).generate(prompts, params)]
+    llm = LLM(str(tiny_target), speculative_config={**config, "accept": rule}, trace=True)
+    found = llm.generate(prompts, params)
+    assert [out.outputs[0].token_ids for out in found] == plain
+    assert all(out.metrics.draft_error is None for out in found)
+    rejected = {token for out in found for entry in out.outputs[0].trace for token in entry.rejected}
+    assert rejected
+    assert rejected <= set(SOME.tolist())
+    assert not {token for tokens in plain for token in tokens} <= set(SOME.tolist())
+
+
+@torch.no_grad()
+def test_a_reduced_vocabulary_learns_from_its_own_tokens(tiny_target, reference):
+    """Its loss is the cross entropy over its tokens, of the target's law among them."""
+    head = MedusaHead(sizes_of(Path(tiny_target), depth=1))
+    rows = narrowed(head, reference, SOME)
+    tokens = torch.tensor([PROMPT])
+    found = lesson(reference, tokens)
+    state = found.hidden[head.sizes.num_layers][0, :-1]
+    said = (state + torch.nn.functional.silu(head.blocks[0](state))) @ rows.T
+    law = found.logits[0, 1:][:, SOME].double().softmax(-1)
+    wanted = torch.nn.functional.cross_entropy(said.double(), law)
+    assert abs(float(head.loss(found)) - float(wanted)) < 1e-5
 
 
 @pytest.mark.parametrize("method", sorted(HEADS))

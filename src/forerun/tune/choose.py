@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -63,10 +64,9 @@ def _measured(
     llm: LLM, configs: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, seconds: float, shown: bool
 ) -> list[dict[str, Any]]:
     """A row for each of ``configs``, of which the first is plain decoding: ``speedup`` is the median over prompts and
-    turns of its time a token over plain decoding's just before, so that a busy machine is busy for both."""
+    turns of its time a token over plain decoding's, at most its tokens a round: no draft makes a round cheaper."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    totals = [Measured() for _ in configs]
-    ratios: list[list[float]] = [[] for _ in configs]
+    found: list[list[Measured]] = [[] for _ in configs]
     began = time.monotonic()
     with progress("measuring", TURNS * len(prompts), shown) as bar:
         for turn in range(TURNS):
@@ -76,21 +76,40 @@ def _measured(
             for number, prompt in enumerate(prompts):
                 if (turn or number >= FEWEST) and time.monotonic() - began > seconds:
                     break
-                found = [measure(engine, [prompt], [params]) for engine in engines]
-                for total, times, here in zip(totals, ratios, found, strict=True):
-                    total.extend(here)
-                    if found[0].tokens_per_second:
-                        times.append(here.tokens_per_second / found[0].tokens_per_second)
+                for engine, answers in zip(engines, found, strict=True):
+                    answers.append(measure(engine, [prompt], [params]))
                 bar.update(turn * len(prompts) + number + 1)
+    times = [_undisturbed(answers) for answers in found]
     return [
-        {
-            "config": dict(config),
-            "tokens_per_second": total.tokens_per_second,
-            "tokens_per_round": total.tokens / max(1, len(total.rounds)),
-            "speedup": median(times) if times else 1.0,
-        }
-        for config, total, times in zip(configs, totals, ratios, strict=True)
+        {"config": dict(config), **_figures(answers, took, [(a.tokens, s) for a, s in zip(found[0], times[0])])}
+        for config, answers, took in zip(configs, found, times, strict=True)
     ]
+
+
+def _figures(answers: Seq[Measured], took: Seq[float], plain: Seq[tuple[int, float]]) -> dict[str, float]:
+    """Of one way; ``plain`` are plain decoding's tokens and seconds of the same prompts."""
+    made, number = sum(answer.tokens for answer in answers), sum(len(answer.rounds) for answer in answers)
+    ratios = [
+        min(answer.tokens * plain_seconds / (seconds * tokens), answer.tokens / len(answer.rounds))
+        for answer, seconds, (tokens, plain_seconds) in zip(answers, took, plain, strict=True)
+        if seconds and tokens
+    ]
+    return {
+        "tokens_per_second": made / sum(took) if made else 0.0,
+        "tokens_per_round": made / max(1, number),
+        "speedup": median(ratios) if ratios else 1.0,
+    }
+
+
+def _undisturbed(answers: Seq[Measured]) -> list[float]:
+    """Seconds of each of one way's ``answers`` if every round took the median of its rounds with as many rows: where
+    other work has the cores, single rounds take a hundred times as long, in whichever way's turn it is."""
+    rounds: dict[int, list[float]] = defaultdict(list)
+    for answer in answers:
+        for sample in answer.rounds:
+            rounds[sample.rows].append(sample.total)
+    usual = {rows: median(times) for rows, times in rounds.items()}
+    return [sum(usual[sample.rows] for sample in answer.rounds) for answer in answers]
 
 
 def _engine(llm: LLM, config: Mapping[str, Any]) -> Engine:

@@ -25,7 +25,7 @@ class TuneConfig:
     quantization: str | None = None  # the model's weights while it is tuned, as they will be served: int8_rows, or none
     train: tuple[str, ...] = ("eagle",)  # learns to draft: eagle, medusa, parallel, draft_model (repeatable)
     cpu_minutes: float | None = None  # processor time that each learns for, its start included; none: a share of hours
-    rows: int = 8192  # tokens that are learnt, the commonest; an eagle head drafts no others
+    rows: int = 8192  # tokens that are learnt, the commonest; heads draft no others
     min_tokens: int = 20_000  # with time to write fewer nothing is trained: history alone is measured
     max_tokens: int = 2_000_000  # text that the model writes at most, in tokens
     answer: int = 256  # tokens of an answer, at most

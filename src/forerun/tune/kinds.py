@@ -80,12 +80,17 @@ class Medusa(Kind):
     squares could find."""
 
     matrix_lr = 3e-3
+    int8 = True
+    head: ClassVar[type[Head]] = MedusaHead
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
-        return MedusaHead(Sizes(**sizes))
+        head = self.head(Sizes(**sizes))
+        if head.lm_head is not None:  # the target's rows
+            head.lm_head.requires_grad_(False)
+        return head
 
     def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
-        return MedusaHead(_sizes(target))
+        return _narrowed(MedusaHead(_sizes(target)), target, ids)
 
     def export(
         self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, said: Mapping[str, Any]
@@ -98,10 +103,7 @@ class Parallel(Medusa):
     """Starts with the target's last layer, which looks at its last hidden states; least squares say what it makes of
     what it finds."""
 
-    matrix_lr = 3e-3
-
-    def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
-        return ParallelHead(Sizes(**sizes))
+    head = ParallelHead
 
     def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
         config: Any = target.config.get_text_config()
@@ -117,7 +119,8 @@ class Parallel(Medusa):
             last = torch.diag(1 / scale(body.norm))  # features are what comes behind the norm
             head.fuse.weight[:, -len(last) :] = last
             take(block, (block.norm, block.norm_mlp), body.layers[-1])
-        return _settled(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
+        _settled(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
+        return _narrowed(head, target, ids)
 
 
 class Distilled(Kind):
@@ -164,6 +167,13 @@ def _settled(
     fit_last(draft, norm, says, material)
     sharpen(draft, norm, material)
     return draft
+
+
+def _narrowed(head: Head, target: PreTrainedModel, ids: Tensor) -> Head:
+    """Drafts among ``ids`` alone, with the target's own rows."""
+    output: Any = target.get_output_embeddings().weight
+    head.narrow(ids, output[ids])
+    return head
 
 
 def _sizes(target: PreTrainedModel, more: Mapping[str, Any] | None = None) -> Sizes:

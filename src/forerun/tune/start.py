@@ -84,11 +84,8 @@ def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Featu
     body: Any = target.get_decoder()
     output: Any = target.get_output_embeddings()
     embedding: Any = target.get_input_embeddings()
-    assert isinstance(head.d2t, Tensor)
-    assert head.lm_head is not None
     norm = scale(body.norm)
-    head.d2t.copy_(ids - torch.arange(len(ids)))
-    head.lm_head.weight.copy_(output.weight[ids].float())
+    head.narrow(ids, output.weight[ids])
     head.norm.weight.copy_(norm)
     take(head, (head.hidden_norm, head.post_attention_layernorm), body.layers[-1])
     known = _Talks(features, embedding.weight.float(), norm, tokens)

@@ -17,6 +17,8 @@ from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
 from forerun.models.fingerprint import fingerprint
+from forerun.models.formats import int8
+from forerun.models.kinds import UNQUANTIZED
 from forerun.models.load import BUNDLED, read_config, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
@@ -36,9 +38,14 @@ class HeadConfig(DrafterConfig):
     adapt: Any = None
     """Keep teaching the head while it serves: true, or a mapping of options (every, share, window, batch,
     buffer_tokens, lr, save). The tokens stay the same."""
+    quantization: str | None = None
+    """int8_rows: an output layer of its own (and eagle's layer) in 8 bits, where CPU kernels of ours run them; None or
+    none: as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.quantization not in (None, UNQUANTIZED, "int8_rows"):
+            raise ConfigError(f"a head's quantization is int8_rows or none, not {self.quantization!r}")
         object.__setattr__(self, "adapt", Adaptation.parse(self.adapt))
 
 
@@ -86,6 +93,9 @@ class HeadDrafter(Drafter[C]):
         if config.adapt is not None:
             self.learner = Learner(self.head, context.target, config.adapt)
             hidden = self.learner.layers
+        kind = config.quantization
+        able = kind not in (None, UNQUANTIZED) and int8.ours(info.device, info.dtype)
+        self.head.quantization = kind if able else None
         self.head.pack()
         self.needs = Needs(hidden=hidden, model=True)
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
@@ -98,6 +108,21 @@ class HeadDrafter(Drafter[C]):
                 f"'forerun train {self.name} --target {target.info.name} --out FOLDER' and name it as 'model'"
             )
         return self.head_class.load(resolve(config.model or f"{BUNDLED}{self.name}"), target.info.num_layers)
+
+    def predict(self, states: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [n, vocabulary] of what the head says, [n, hidden size]."""
+        if self.head.lm_head is None:
+            return self.context.target.lm_head(states)
+        return self.widen(self.head.lm_head(states).float())
+
+    def widen(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's vocabulary; tokens outside a reduced one are impossible."""
+        ids = self.head.token_ids()
+        if ids is None:
+            return logits
+        full = logits.new_full((logits.shape[0], self.head.sizes.vocab_size), float("-inf"))
+        full[:, ids] = logits
+        return full
 
     def features(self, verdict: Verdict) -> torch.Tensor | None:
         """[tokens, layers * hidden size] of the tokens a round added to the target's cache."""

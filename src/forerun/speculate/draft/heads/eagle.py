@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from forerun.attention.base import Attention, Query
@@ -23,15 +22,13 @@ from forerun.attention.sdpa import SdpaAttention
 from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
-from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.models import streamed
 from forerun.models.base import Model
-from forerun.models.formats import ON_CPU, int8
+from forerun.models.formats import ON_CPU
 from forerun.models.fused import RAW, Decoder, Fused
-from forerun.models.kinds import UNQUANTIZED
 from forerun.models.layer import Layer
 from forerun.models.linear import make_linear
 from forerun.models.rotary import Rotary
@@ -75,10 +72,7 @@ class EagleHead(Head):
         self.o_proj = nn.Linear(self.heads * self.width, size, bias=False)
         nn.init.zeros_(self.o_proj.weight)
         self.mlp = FeedForward(size, o["inner_size"])
-        rows = o.get("draft_vocab_size")
-        self.lm_head = nn.Linear(size, rows or sizes.vocab_size, bias=False) if o.get("own_head") or rows else None
-        if rows:
-            self.register_buffer("d2t", torch.zeros(rows, dtype=torch.long))
+        self.make_output(bool(o.get("own_head")))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -126,7 +120,6 @@ class EagleHead(Head):
         groups = self.heads // self.kv_heads
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
-        ids = self.token_ids() if hasattr(self, "d2t") and not lesson.narrow else None
         for step in range(self.sizes.depth):
             embedded = lesson.embedding[lesson.tokens[:, step + 1 : step + 1 + length]].to(feature.dtype)
             feature = self.enter(embedded, feature)
@@ -136,7 +129,7 @@ class EagleHead(Head):
             feature = self.finish(feature, self._unrolled(q, keys, values, seen))
             said = feature if places is None else feature[places]
             wanted = lesson.wanted(at + step + 1, places)
-            yield Guess(self._logits(self.norm(said), lesson.head), wanted, ids)
+            yield self.guess(self.norm(said), lesson, wanted)
 
     def _unrolled(
         self, q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], seen: torch.Tensor
@@ -151,16 +144,8 @@ class EagleHead(Head):
             out = out + weights[..., length + i].transpose(1, 2)[..., None] * v
         return out.flatten(-2)
 
-    def _logits(self, normed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(normed) if self.lm_head is not None else F.linear(normed, head.to(normed.dtype))
-
-    def token_ids(self) -> torch.Tensor:
-        d2t = self.d2t
-        assert isinstance(d2t, torch.Tensor)
-        return torch.arange(d2t.shape[0], device=d2t.device) + d2t
-
     @torch.no_grad()
-    def fuse(self, target: Model, quantization: str | None = None) -> Fused | None:
+    def fuse(self, target: Model) -> Fused | None:
         """The layer, the norm behind it and the output layer in one call, where ``target`` runs so."""
         if target.fused is None:
             return None
@@ -169,7 +154,8 @@ class EagleHead(Head):
         rotary = Rotary(rope, self.width, device, dtype)
 
         def stored(weight: torch.Tensor) -> Any:
-            return ON_CPU[quantization].make(weight, None) if quantization else make_linear(weight, None, "streamed")
+            kind = self.quantization
+            return ON_CPU[kind].make(weight, None) if kind else make_linear(weight, None, "streamed")
 
         def linear(*parts: nn.Linear) -> Any:
             return stored(torch.cat([part.weight for part in parts]))
@@ -211,13 +197,6 @@ class EagleConfig(TreeConfig, HeadConfig, CatchUpConfig):
 
     prefill_chunk: int = 128
     """As for a draft model. A row costs more here: features are as wide as the target's."""
-    quantization: str | None = None
-    """int8_rows: layer and output layer in 8 bits, where CPU kernels of ours run them; None or none: as they are."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quantization not in (None, UNQUANTIZED, "int8_rows"):
-            raise ConfigError(f"a head's quantization is int8_rows or none, not {self.quantization!r}")
 
 
 @drafters.register("eagle")
@@ -235,18 +214,14 @@ class Eagle(HeadDrafter[EagleConfig]):
         longest = context.max_model_len + config.rows_by_depth()[-1]
         page_size = (context.options or {}).get("page_size") or longest
         pages = context.max_num_seqs * -(-longest // page_size)
-        kind = config.quantization
-        able = kind not in (None, UNQUANTIZED) and int8.ours(info.device, info.dtype)
-        self.quantization = kind if able else None
-        self.fused, self.packed = head.fuse(context.target, self.quantization), head.packed
+        self.fused, self.packed = head.fuse(context.target), head.packed
         backend: type[Attention] = SdpaAttention if self.fused is None else StreamedAttention
         self.attention = backend(Pool([shape], pages, page_size, info.dtype, info.device))
         self.pending: dict[int, list[torch.Tensor]] = {}
         self.chains = self._find_chains()
 
     def _find_chains(self) -> Chains | None:
-        names = self.eagle.token_ids() if hasattr(self.eagle, "d2t") else None
-        branches = self.config.branches
+        names, branches = self.eagle.token_ids(), self.config.branches
         return Chains.find(self.fused, self.attention, self.chooser, branches=branches, feeds=True, names=names)
 
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
@@ -256,7 +231,7 @@ class Eagle(HeadDrafter[EagleConfig]):
     def learn(self) -> None:
         super().learn()
         if self.packed != self.eagle.packed and self.fused is not None:
-            self.fused, self.packed = self.eagle.fuse(self.context.target, self.quantization), self.eagle.packed
+            self.fused, self.packed = self.eagle.fuse(self.context.target), self.eagle.packed
             self.chains = self._find_chains()
 
     @inference
@@ -300,20 +275,6 @@ class Eagle(HeadDrafter[EagleConfig]):
 
         return grow(sequences, ready, budgets, self.config, self.chooser, score)[0]
 
-    def _predict(self, out: torch.Tensor) -> torch.Tensor:
-        normed = self.eagle.norm(out)
-        if self.eagle.lm_head is None:
-            return self.context.target.lm_head(normed)
-        return self.eagle.lm_head(normed).float()
-
-    def _widen(self, logits: torch.Tensor) -> torch.Tensor:
-        """Float32 logits over the target's vocabulary; tokens outside a reduced one are impossible."""
-        if not hasattr(self.eagle, "d2t"):
-            return logits
-        full = logits.new_full((logits.shape[0], self.eagle.sizes.vocab_size), float("-inf"))
-        full[:, self.eagle.token_ids()] = logits
-        return full
-
     def _run(self, spans: list[Span], feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of the layer over ragged rows: ``feature`` [rows, hidden], tokens in the spans. Its output and the
         logits, for the rows whose logits the spans ask for."""
@@ -321,7 +282,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         if self.fused is not None:
             assert isinstance(self.attention, StreamedAttention)
             out = self.fused(batch, self.attention, feature)
-            return out.hidden[RAW], self._widen(out.logits)
+            return out.hidden[RAW], self.widen(out.logits)
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
         stream = self.eagle.enter(embedded, feature)
         q, k, v = self.eagle.qkv(embedded, stream, batch.positions)
@@ -329,7 +290,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         attended = self.attention.run(Query(0, q, k, v, self.eagle.width**-0.5), metadata)
         self.attention.finish(metadata)
         states = self.eagle.finish(stream, attended)[batch.logit_rows]
-        return states, self._widen(self._predict(states))
+        return states, self.predict(self.eagle.norm(states))
 
     def _lacking(self, sequences: Seq[Sequence], able: Seq[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
         """Waiting features, each with the token behind it, to feed; and the sequences of which none is left, whose last

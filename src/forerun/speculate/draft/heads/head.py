@@ -6,7 +6,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from forerun.core.errors import ModelError, one_line, shown
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
+from forerun.models.formats import ON_CPU
 from forerun.models.linear import choose, make_linear
 from forerun.speculate.draft.heads.layers import FeedForward, Norm
 
@@ -135,11 +136,46 @@ class Head(nn.Module, ABC):
         """What its file says of it besides its sizes: how it was trained, and with which target."""
         self.packed = 0
         """How often its weights have been packed."""
+        self.quantization: str | None = None
+        """Of an output layer of its own, when it is packed."""
+        self.lm_head: nn.Linear | None = None
+        """An output layer of its own, over ``token_ids``; None: the target's."""
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Hidden states of the target that it reads."""
         return (self.sizes.num_layers,)
+
+    def make_output(self, own: bool = False) -> None:
+        """The output layer that its options ask for: ``draft_vocab_size`` rows, of which row i stands for token
+        i + d2t[i] (EAGLE-3's file format), or all of them if it is to be its ``own``."""
+        rows, sizes = self.sizes.options.get("draft_vocab_size"), self.sizes
+        self.lm_head = nn.Linear(sizes.hidden_size, rows or sizes.vocab_size, bias=False) if own or rows else None
+        if rows:
+            self.register_buffer("d2t", torch.zeros(rows, dtype=torch.long))
+
+    @torch.no_grad()
+    def narrow(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Drafts from now on among the tokens ``ids`` int64 [n] alone, read by ``rows`` [n, hidden size], which it does
+        not learn."""
+        self.sizes = replace(self.sizes, options={**self.sizes.options, "draft_vocab_size": len(ids)})
+        self.make_output()
+        assert self.lm_head is not None
+        assert isinstance(self.d2t, torch.Tensor)
+        self.lm_head.weight.copy_(rows)
+        self.lm_head.weight.requires_grad_(False)
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+
+    def token_ids(self) -> torch.Tensor | None:
+        """The tokens of a reduced vocabulary, int64 [n]; None: all of the target's."""
+        d2t = getattr(self, "d2t", None)
+        return None if d2t is None else torch.arange(len(d2t), device=d2t.device) + d2t
+
+    def guess(self, said: torch.Tensor, lesson: Lesson, wanted: torch.Tensor) -> Guess:
+        """What the output layer makes of ``said`` [..., hidden size]."""
+        if self.lm_head is None:
+            return Guess(functional.linear(said, lesson.head.to(said.dtype)), wanted)
+        return Guess(self.lm_head(said), wanted, None if lesson.narrow else self.token_ids())
 
     @abstractmethod
     def guesses(self, lesson: Lesson) -> Iterator[Guess]:
@@ -163,8 +199,9 @@ class Head(nn.Module, ABC):
                 if how == "streamed":
                     module.stream()
             else:
-                bias = module.bias
-                layer = make_linear(weight, None if bias is None else bias.detach(), how)
+                bias = None if module.bias is None else module.bias.detach()
+                kind = self.quantization if module is self.lm_head else None
+                layer = ON_CPU[kind].make(weight, bias) if kind else make_linear(weight, bias, how)
                 module.forward = layer.__call__  # type: ignore[assignment, method-assign]
 
     def save(self, folder: Path, record: dict[str, Any] | None = None) -> None:

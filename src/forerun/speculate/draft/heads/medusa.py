@@ -1,7 +1,7 @@
 """``medusa``: residual heads on the target's last hidden state, one per position ahead (Cai et al., arXiv 2401.10774).
 
 Head i turns the state that predicted the last committed token into a guess for the token i places behind it. The
-output layer is the target's own, so a head costs one square matrix.
+output layer is the target's own, or some of its rows, so a head costs one square matrix.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class ResidualHead(Head):
         if places is None:
             guessed = guessed.unflatten(0, known.shape[:2])
         for depth in range(self.sizes.depth):
-            logits = F.linear(guessed[..., depth, :], lesson.head.to(guessed.dtype))
-            yield Guess(logits, lesson.wanted(at + depth + self.ahead, places))
+            yield self.guess(guessed[..., depth, :], lesson, lesson.wanted(at + depth + self.ahead, places))
 
 
 class MedusaHead(ResidualHead):
@@ -56,6 +55,7 @@ class MedusaHead(ResidualHead):
             nn.init.zeros_(block.weight)
             nn.init.zeros_(block.bias)
         self.blocks = nn.ModuleList(blocks)
+        self.make_output()
 
     def transform(self, hidden: torch.Tensor) -> torch.Tensor:
         """x + silu(W_i x + b_i); zero weights, as at the start of training, repeat the target's own guess."""
@@ -75,7 +75,8 @@ class ResidualDrafter(BlockDrafter):
     def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
         assert isinstance(self.head, ResidualHead)
         states = self.head.transform(torch.stack([self.latest[sequence.id] for sequence in sequences]))
-        return self.context.target.lm_head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+        states = states[:, : self.config.num_speculative_tokens]
+        return self.predict(states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
     def states(self) -> list[dict[int, Any]]:
         return [*super().states(), self.latest]

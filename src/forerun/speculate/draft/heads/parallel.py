@@ -69,6 +69,7 @@ class ParallelHead(Head):
         self.norm_token = Norm(size)
         self.blocks = nn.ModuleList(_Block(size, self.options) for _ in range(self.options["blocks"]))
         self.norm = Norm(size)
+        self.make_output()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -114,8 +115,7 @@ class ParallelHead(Head):
             x = x + block.mlp(block.norm_mlp(x))
         said = self.norm(x) if places is None else self.norm(x)[places]
         for position in range(depth):
-            logits = F.linear(said[..., position, :], lesson.head.to(x.dtype))
-            yield Guess(logits, lesson.wanted(anchors + position, places))
+            yield self.guess(said[..., position, :], lesson, lesson.wanted(anchors + position, places))
 
     def _attend(
         self, block: _Block, x: torch.Tensor, features: torch.Tensor, where: torch.Tensor, mask: torch.Tensor
@@ -223,7 +223,7 @@ class Parallel(BlockDrafter):
             x = x + block.o_proj(torch.stack(parts))
             x = x + block.mlp(block.norm_mlp(x))
         x = x[:, : self.config.num_speculative_tokens]
-        return self.context.target.lm_head(head.norm(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+        return self.predict(head.norm(x).flatten(0, 1)).unflatten(0, x.shape[:2])
 
     def states(self) -> list[dict[int, Any]]:
         return [*super().states(), self.memory]
