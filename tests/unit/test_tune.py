@@ -80,6 +80,7 @@ def test_what_a_tuning_leaves(folder: Path) -> None:
     found = json.loads((folder / "tuned.json").read_text("utf-8"))
     methods = [row["config"]["method"] for row in found["figures"]]
     assert {"none", "ngram", "suffix", "prompt_lookup", "eagle", "merged", "cascade"} == set(methods)
+    assert str(folder / "text.safetensors") in {row["config"].get("datastore") for row in found["figures"]}
     assert all(row["tokens_per_round"] >= 1 for row in found["figures"])
     page = (folder / "report.html").read_text("utf-8")
     assert "prompt_lookup" in page

@@ -82,11 +82,11 @@ def _bundled(model: str) -> Path:
 
 
 def _placed(config: Any, folder: Path) -> Any:
-    """``config`` with the folders that it names made absolute, in drafters inside drafters too."""
+    """``config`` with the folders and files that it names made absolute, in drafters inside drafters too."""
     if isinstance(config, Mapping):
         return {
             key: str((folder / value).resolve())
-            if key == "model" and isinstance(value, str)
+            if key in ("model", "datastore") and isinstance(value, str)
             else _placed(value, folder)
             for key, value in config.items()
         }

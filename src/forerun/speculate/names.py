@@ -36,7 +36,7 @@ KEYS = {
     "staged": f"{DRAFT_MODEL} drafter",
     "suffix": (
         "tree_nodes suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
-        "suffix_decoding_max_cached_tokens suffix_decoding_max_spec_factor suffix_decoding_min_token_prob"
+        "suffix_decoding_max_cached_tokens suffix_decoding_max_spec_factor suffix_decoding_min_token_prob datastore"
     ),
     "table": "table_file table_order adapt adapt_weight adapt_save",
     "token_recycling": "tree_nodes recycled_candidates",

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,16 +36,29 @@ WARM_UP = 4
 """Tokens before anything counts."""
 
 
+def retrieving(texts: Path) -> dict[str, Any]:
+    """History that the model's own ``texts`` are a part of."""
+    return {"method": "suffix", "datastore": str(texts), "num_speculative_tokens": 4}
+
+
 def choose(
-    llm: LLM, drafts: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, seconds: float, shown: bool
+    llm: LLM,
+    drafts: Seq[Mapping[str, Any]],
+    texts: Path | None,
+    prompts: Seq[Seq[int]],
+    tokens: int,
+    seconds: float,
+    shown: bool,
 ) -> dict[str, Any]:
     """``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round", "speedup"},
-    ...]}``, one request at a time at temperature 0: plain decoding, history, each of the trained ``drafts`` at several
-    depths, and the best of both together; for ``seconds``, and until every way has answered a few prompts."""
+    ...]}``, one request at a time at temperature 0: plain decoding, history, also with the datastore ``texts``, each of
+    the trained ``drafts`` at several depths, and the best of both together; for ``seconds``, and until every way has
+    answered a few prompts."""
+    known = [*HISTORY, *([retrieving(texts)] if texts is not None else [])]
     alone = [{**draft, "num_speculative_tokens": depth} for draft in drafts for depth in DEPTHS]
-    rows = _measured(llm, [PLAIN, *HISTORY, *alone], prompts, tokens, FIRST * seconds, shown)
+    rows = _measured(llm, [PLAIN, *known, *alone], prompts, tokens, FIRST * seconds, shown)
     if alone:
-        history, best = _best(rows, HISTORY), _best(rows, alone)
+        history, best = _best(rows, known), _best(rows, alone)
         both = [
             {"method": "merged", "drafters": [best, history]},
             {"method": "cascade", "drafters": [history, best]},
@@ -140,8 +154,9 @@ def verdict(found: Mapping[str, Any]) -> str:
         return "no way of drafting pays here: plain decoding is recommended"
     beaten = any("model" in row["config"] for row in found["measured"]) and "'model'" not in str(chosen)
     pays = "; what was trained does not pay, history does" if beaten else ""
+    name = f"{chosen['method']} with the model's own text" if "datastore" in chosen else chosen["method"]
     return (
-        f"{chosen['method']}: {row['speedup']:.2f} times plain decoding, "
+        f"{name}: {row['speedup']:.2f} times plain decoding, "
         f"{row['speedup'] / history:.2f} times the best history drafter, {row['tokens_per_round']:.2f} "
         f"tokens a round{pays}"
     )

@@ -58,10 +58,14 @@ class Features:
     def counts(self, vocabulary: int) -> Tensor:
         """How often each token is in an answer, int64 [vocabulary]."""
         total = torch.zeros(vocabulary, dtype=torch.long)
-        for talk in self.talks:
-            tokens = self.parts[talk.part]["tokens"][talk.start + talk.prompt : talk.start + talk.length]
+        for tokens in self.answers():
             total += torch.bincount(tokens.long(), minlength=vocabulary)
         return total
+
+    def answers(self) -> Iterator[Tensor]:
+        """Token ids of each conversation's last answer."""
+        for talk in self.talks:
+            yield self.parts[talk.part]["tokens"][talk.start + talk.prompt : talk.start + talk.length]
 
     def sample(self, tokens: int) -> Iterator[tuple[dict[str, Any], int, int, int]]:
         """Conversations of ``tokens`` tokens together: the file, and where in it, how long, and how much is prompt."""

@@ -21,6 +21,7 @@ from forerun.models import sanity
 from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import int8
 from forerun.models.load import read_config, resolve
+from forerun.speculate.draft import datastore
 from forerun.train import loop
 from forerun.train.material import load_target
 from forerun.train.progress import progress
@@ -47,6 +48,7 @@ HELD = 0.15
 FITTED = 200_000
 """Tokens that a start is fitted to, at most."""
 REPORT = "report.html"
+TEXTS = "text.safetensors"
 
 
 def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> Path:
@@ -85,7 +87,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     if "choose" not in state.results:
         with state.stage("choose"):
             found = choose.choose(
-                llm, _drafts(config, llm), held[: config.probe], config.probe_tokens,
+                llm, _drafts(config, llm), _texts(config, run), held[: config.probe], config.probe_tokens,
                 SHARES["choose"] * config.seconds, config.progress,
             )  # fmt: skip
             state.keep("choose", found)
@@ -105,6 +107,15 @@ def _drafts(config: TuneConfig, llm: LLM) -> list[dict[str, Any]]:
         | ({"quantization": "int8_rows"} if able and KINDS[name].int8 else {})
         for name in config.train
     ]
+
+
+def _texts(config: TuneConfig, run: Path) -> Path | None:
+    """The answers that the model wrote, as a datastore; None if it wrote none."""
+    answers = list(Features(run / "text").answers()) if (run / "text").is_dir() else []
+    if not answers:
+        return None
+    datastore.save(config.out / TEXTS, answers)
+    return config.out / TEXTS
 
 
 def _load(config: TuneConfig, **more: Any) -> LLM:
@@ -264,11 +275,12 @@ def _finish(config: TuneConfig, state: State, say: Callable[[str], None]) -> Pat
         raise ConfigError(f"{config.out}: speculation changed {checked['different']} answers; nothing is recommended")
     chosen = found["chosen"]
     text, files = json.dumps(chosen), []
-    for name in config.train:
+    for name in (*config.train, TEXTS):
         path = json.dumps(str(config.out / name))
         if path in text:
             text = text.replace(path, json.dumps(name))
-            files += [f"{name}/{part.name}" for part in sorted((config.out / name).iterdir())]
+            parts = sorted((config.out / name).iterdir()) if name != TEXTS else [config.out / name]
+            files += [str(part.relative_to(config.out)) for part in parts]
     (config.out / REPORT).write_text(page(config.model, state), encoding="utf-8")
     accepted = state.results.get("train", {})
     tuned.save(config.out, config.model, json.loads(text), files, figures=found["measured"], accepted=accepted)

@@ -1,4 +1,5 @@
-"""``suffix``: continue the longest match of the text's end, in the request's own tokens or in past outputs.
+"""``suffix``: continue the longest match of the text's end, in the request's own tokens, in past outputs or in a
+datastore.
 
 SuffixDecoding (arXiv 2411.04975) scores continuations by how often they followed the match and drafts further the
 longer the match is; SAM-Decoding (arXiv 2411.10666) finds matches with suffix automata at amortised O(1) per token.
@@ -12,14 +13,16 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from math import log
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.automaton import ROOT, Automaton
 from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.best_first import TreeConfig
+from forerun.speculate.draft.best_first import Continuations, TreeConfig
+from forerun.speculate.draft.datastore import SUFFIX, Datastore, Retrieved
 from forerun.speculate.draft.history import HistoryDrafter
 from forerun.speculate.verify.score import Verification
 
@@ -40,6 +43,8 @@ class SuffixConfig(TreeConfig):
     """A draft is at most this many times as long as its match."""
     suffix_decoding_min_token_prob: float = 0.1
     """Tokens whose path is estimated to be less likely are not drafted."""
+    datastore: str | None = None
+    """File that is searched, too: text, or token ids (``.safetensors``), as ``forerun tune`` writes the model's own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,14 +187,23 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         super().__init__(config, context)
         self.past = Past(config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens)
         self.used: dict[int, tuple[Block, int]] = {}
+        self.store: Datastore | None = None
+        if config.datastore is not None:
+            path = Path(config.datastore).expanduser()
+            if path.suffix == SUFFIX:
+                self.store = Datastore.load(path, context.target.info.vocab_size)
+            else:
+                self.store = Datastore.of_text(path, context.tokenizer)
 
     def new_index(self) -> Text:
         return Text()
 
     def draft(self, sequence: Sequence, index: Text, tail: list[int], budget: int) -> Draft:
         reach = self.config.suffix_decoding_max_tree_depth
-        matches = [index.match(tail)]
+        matches: list[Match | Retrieved] = [index.match(tail)]
         matches += [block.match(sequence.id, index.seen, tail, reach) for block in self.past.blocks]
+        if self.store is not None:
+            matches.append(self.store.match([*index.seen[-reach:], *tail], reach))
         best, most, chosen = Draft(), 0.0, None
         for match in matches:
             for _ in range(1 + SHORTER):
@@ -206,13 +220,14 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
                 self.used[sequence.id] = (chosen.source, chosen.source.owner(chosen.state))
         return best
 
-    def _grow(self, match: Match, budget: int) -> tuple[Draft, float]:
+    def _grow(self, match: Match | Retrieved, budget: int) -> tuple[Draft, float]:
         config = self.config
         matched = min(match.length, config.suffix_decoding_max_tree_depth - 1)
         depth = min(budget, max(1, int(matched * config.suffix_decoding_max_spec_factor)))
         depth = min(depth, config.suffix_decoding_max_tree_depth - 1)
         lowest = config.suffix_decoding_min_token_prob
-        return config.grow(match.continuations, match.state, depth, log(lowest) if lowest else float("-inf"))
+        source: Continuations[Any] = match.continuations
+        return config.grow(source, match.state, depth, log(lowest) if lowest else float("-inf"))
 
     def observe(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification

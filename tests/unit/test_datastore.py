@@ -1,0 +1,155 @@
+"""Texts to retrieve drafts from: against brute force, from files, and in an engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drafting import Letters, build, noisy_text, occurrences, sequence
+from safetensors.numpy import save_file
+
+from forerun import LLM, ConfigError, SamplingParams
+from forerun.engine import tuned
+from forerun.speculate.draft import datastore
+from forerun.speculate.draft.datastore import Datastore, Retrieved
+
+LETTERS = Letters()
+
+
+def texts_of(seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [noisy_text(draw, draw.randrange(40), letters=3) for _ in range(draw.randrange(1, 5))]
+
+
+def followers(part: list[int], texts: list[list[int]]) -> Counter[int | None]:
+    """What comes behind ``part``; None: a text's end."""
+    found: Counter[int | None] = Counter()
+    for text in texts:
+        found.update(text[end] if end < len(text) else None for end in occurrences(part, text))
+    return found
+
+
+def check(found: Retrieved, state: datastore.State, part: list[int], texts: list[list[int]], depth: int) -> None:
+    """What is said to follow ``part``, and what follows that."""
+    wanted = followers(part, texts)
+    total = wanted.total()
+    rest = 1 if state is found.state else 0  # the text's own end counts as an occurrence, too
+    assert state.last - state.first == total
+    told = list(found.continuations(state))
+    assert [round(math.exp(log_q) * (total + rest)) for _, log_q, _ in told] == [wanted[token] for token, _, _ in told]
+    assert {token for token, _, _ in told} == set(wanted) - {None}
+    assert [log_q for _, log_q, _ in told] == sorted((log_q for _, log_q, _ in told), reverse=True)
+    if depth:
+        for token, _, after in told:
+            check(found, after, [*part, token], texts, depth - 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_matches_and_what_follows_them(seed: int) -> None:
+    texts, draw = texts_of(seed), random.Random(100 + seed)
+    store = Datastore(texts)
+    for _ in range(20):
+        text = noisy_text(draw, draw.randrange(5, 30), letters=4)
+        reach = draw.choice([2, 5, 24])
+        found = store.match(text, reach)
+        longest = max((n for n in range(1, reach + 1) if n <= len(text) and followers(text[-n:], texts)), default=0)
+        assert found.length == longest
+        while found.length:
+            part = text[-found.length :]
+            check(found, found.state, part, texts, 2)
+            more = [n for n in range(1, found.length) if followers(text[-n:], texts) > followers(part, texts)]
+            found = found.shorter()
+            assert found.length == max(more, default=0)
+
+
+def test_a_match_and_its_continuation_end_where_the_order_does() -> None:
+    text = [1, 2] * 40
+    found = Datastore([text]).match(text, 100)
+    assert found.length == datastore.REACH
+    assert list(found.continuations(found.state)) == []
+
+
+def test_of_many_occurrences_some_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datastore, "COUNTED", 4)
+    store = Datastore([[7, token] for token in range(10, 20) for _ in range(10)])
+    found = store.match([3, 7], 24)
+    told = list(found.continuations(found.state))
+    assert found.length == 1
+    assert len(told) == 4
+    for token, log_q, after in told:
+        assert math.exp(log_q) == pytest.approx(100 / 101 / 4)
+        assert after.last - after.first == 10
+        assert store.tokens[store.order[after.first] + 1] == token + 1
+
+
+@pytest.mark.parametrize("texts", [[], [[]], [[5]], [[70_000, 3], [], [3]]])
+def test_files_keep_texts(texts: list[list[int]], tmp_path: Path) -> None:
+    datastore.save(tmp_path / "texts", texts)
+    store = Datastore.load(tmp_path / "texts", 70_001)
+    found = store.match([3], 24)
+    assert followers([3], texts).total() == (found.state.last - found.state.first if found.length else 0)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "texts"
+    with pytest.raises(ConfigError, match="cannot read the datastore"):
+        Datastore.load(path, 10)
+    path.write_bytes(b"text")
+    with pytest.raises(ConfigError, match="cannot read the datastore"):
+        Datastore.load(path, 10)
+    tokens, lengths = np.array([1, 2, 3], np.int32), np.array([3], np.int32)
+    save_file({"tokens": tokens, "lengths": lengths}, path)
+    with pytest.raises(ConfigError, match="is no datastore"):
+        Datastore.load(path, 10)
+    about = {"format": datastore.FORMAT}
+    save_file({"tokens": tokens}, path, metadata=about)
+    with pytest.raises(ConfigError, match="cannot read the datastore"):
+        Datastore.load(path, 10)
+    for wrong in ([2], [4, -1], [[3]]):
+        save_file({"tokens": tokens, "lengths": np.array(wrong, np.int32)}, path, metadata=about)
+        with pytest.raises(ConfigError, match="is damaged"):
+            Datastore.load(path, 10)
+    save_file({"tokens": tokens, "lengths": lengths}, path, metadata=about)
+    with pytest.raises(ConfigError, match="not among the model's 3"):
+        Datastore.load(path, 3)
+
+
+@pytest.mark.parametrize("tree", [{}, {"tree": [2, 1, 1]}])
+def test_a_known_answer_is_drafted(tiny_target: str, tmp_path: Path, tree: dict) -> None:
+    prompt, other = [5, 6, 7, 8], [30, 31]
+    params = [SamplingParams(temperature=heat, max_tokens=40, seed=3, ignore_eos=True) for heat in (0.0, 0.9)]
+    plain = [out.outputs[0].token_ids for out in LLM(tiny_target).generate([prompt, other], params)]
+    datastore.save(tmp_path / "texts.safetensors", [[*prompt, *plain[0]]])
+    config = {"method": "suffix", "datastore": str(tmp_path / "texts.safetensors"), "num_speculative_tokens": 3, **tree}
+    found = LLM(tiny_target, speculative_config=config).generate([prompt, other], params)
+    assert [out.outputs[0].token_ids for out in found] == plain
+    assert found[0].metrics.tokens_per_round > 3.5
+
+
+def test_a_file_of_text_is_read_in_the_models_tokens(tmp_path: Path) -> None:
+    (tmp_path / "song.txt").write_text("row row row your boat")
+    drafter = build("suffix", datastore=str(tmp_path / "song.txt"), num_speculative_tokens=5)
+    (draft,) = drafter.propose([sequence(LETTERS.encode("a row row your"))], [5])
+    assert draft.tokens == LETTERS.encode("boat")
+    (tmp_path / "song.txt").write_bytes(b"\xff\xfe\x00")
+    for path in ("song.txt", "none.txt"):
+        with pytest.raises(ConfigError, match=f"cannot read the datastore .*{path}"):
+            build("suffix", datastore=str(tmp_path / path))
+
+
+def test_a_tuned_folder_places_it(tiny_target: str, tmp_path: Path) -> None:
+    datastore.save(tmp_path / "text.safetensors", [[1, 2, 3]])
+    config = {"method": "cascade", "drafters": [{"method": "suffix", "datastore": "text.safetensors"}]}
+    tuned.save(tmp_path, tiny_target, config, ["text.safetensors"])
+    (drafter,) = tuned.load(tmp_path, tiny_target)["drafters"]
+    assert drafter["datastore"] == str(tmp_path / "text.safetensors")
+    content = json.loads((tmp_path / tuned.FILE).read_text("utf-8"))
+    assert content["speculative_config"] == config
+    datastore.save(tmp_path / "text.safetensors", [[1, 2, 4]])
+    with pytest.raises(ConfigError, match="was changed after"):
+        tuned.load(tmp_path, tiny_target)
