@@ -74,8 +74,8 @@ def test_an_answer_that_begins_as_the_listener_leaves_keeps_it() -> None:
         outbox = Outbox()
         loop = asyncio.get_running_loop()
         taking = asyncio.create_task(outbox.taken())
-        loop.call_later(0.05, outbox.begin)  # queued before the listener's own timer, for the same time
         await asyncio.sleep(0)
+        loop.call_later(0.06, outbox.begin)  # behind the listener's own timer; both are due when the loop goes on
         blocked = loop.time() + 0.1
         while loop.time() < blocked:
             pass
