@@ -4,10 +4,10 @@
     forerun export forerun:eagle --out exported --as sglang
     PYTHONPATH=src sglang/bin/python benchmarks/sglang_round_trip.py exported head-folder target-folder
 
-Feeds both modules the same random features and tokens, and compares the likeliest token at every place. SGLang's kernels
-of attention want a GPU or a build of its own for CPUs: between its queries, keys and values and its output matrix stands
-torch's attention. Nothing of SGLang's scheduler, server or speculation runs. torchvision, which it imports for pictures,
-is an empty module here, because the registry's build of it is for CUDA.
+Feeds both modules the same random features and tokens, and compares the likeliest token at every place. SGLang's
+kernels of attention want a GPU or a build of its own for CPUs: between its queries, keys and values and its output
+matrix stands torch's attention. Nothing of SGLang's scheduler, server or speculation runs. torchvision, which it
+imports for pictures, is an empty module here, because the registry's build of it is for CUDA.
 """
 
 from __future__ import annotations

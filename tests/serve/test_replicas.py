@@ -261,7 +261,8 @@ def ask(seed):
 
 def opened(seed):
     body = {"prompt": [5, 6, 7, 8], "max_tokens": 400, "temperature": 0.9, "ignore_eos": True, "seed": seed}
-    answer = client.send(client.build_request("POST", f"{url}/v1/completions", json={**body, "stream": True}), stream=True)
+    asked = client.build_request("POST", f"{url}/v1/completions", json={**body, "stream": True})
+    answer = client.send(asked, stream=True)
     lines = answer.iter_lines()
     return answer, next(lines), lines
 
@@ -289,7 +290,7 @@ os._exit(0)  # threads of Ray's that serve the handles would keep the process
 
 
 def test_an_update_loses_no_answer(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
-    """Both deployments are replaced, one after the other, while requests come; before that, whoever came first leaves."""
+    """Both deployments are replaced, one after the other, while requests come. Before, whoever came first leaves."""
     script = tmp_path / "update.py"
     script.write_text(UPDATE)
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -219,7 +219,7 @@ def _lost(inboxes: Callable[[], list[_Inbox]]) -> Iterator[None]:
         yield
     except RequestCancelledError:
         pass  # by us
-    except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
+    except Exception as error:  # it belongs to whoever waits
         told = LostError(one_line(error)) if isinstance(error, (RayError, RayServeException, ClosedError)) else error
         if not isinstance(error, (RayActorError, WorkerCrashedError, ClosedError)):
             log.error("a replica failed with a request", exc_info=error)

@@ -27,7 +27,7 @@ DECIDES = ("dtype", "device", "invariant", "model_path", "weights", "quantizatio
 """Options on which tokens depend."""
 
 GATHER = 0.025
-"""Seconds: short rounds' tokens go to the front together, because a message of Ray's costs as much as a round or two."""
+"""Seconds: short rounds' tokens go to the front together, because a message of Ray's costs as much as such a round."""
 
 
 class OtherModelError(ForerunError):
