@@ -97,6 +97,7 @@ def test_a_killed_replica_costs_no_token(model_folder: Path, plain: Callable[...
         assert "forerun:num_requests_running" in httpx2.get(f"{url}/metrics").text
         wrong = httpx2.post(f"{url}/v1/completions", json={"prompt": [10**6]}).json()["error"]
         assert wrong["param"] == "prompt"
+    assert server.returncode == -signal.SIGTERM
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
