@@ -97,6 +97,7 @@ def test_a_killed_replica_costs_no_token(model_folder: Path, plain: Callable[...
         assert "forerun:num_requests_running" in httpx2.get(f"{url}/metrics").text
         wrong = httpx2.post(f"{url}/v1/completions", json={"prompt": [10**6]}).json()["error"]
         assert wrong["param"] == "prompt"
+    assert server.returncode == -signal.SIGTERM
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -259,6 +260,20 @@ def ask(seed):
     answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=120)
     texts[seed] = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
 
+def opened(seed):
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 400, "temperature": 0.9, "ignore_eos": True, "seed": seed}
+    asked = client.build_request("POST", f"{url}/v1/completions", json={**body, "stream": True})
+    answer = client.send(asked, stream=True)
+    lines = answer.iter_lines()
+    return answer, next(lines), lines
+
+client = httpx2.Client(timeout=120)
+first, _, _ = opened(100)  # with it, the API begins to listen to the replica
+other, begun, rest = opened(101)
+first.close()
+events = [json.loads(line[6:]) for line in [begun, *rest] if line.startswith("data: {")]
+texts[101] = "".join(event["choices"][0]["text"] for event in events)
+
 threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(12)]
 updating = threading.Thread(target=lambda: serve.run(build(Arguments(**given, max_queue=1025)), route_prefix="/"))
 updating.start()
@@ -276,7 +291,7 @@ os._exit(0)  # threads of Ray's that serve the handles would keep the process
 
 
 def test_an_update_loses_no_answer(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
-    """Both deployments are replaced, one after the other, while requests come."""
+    """Both deployments are replaced, one after the other, while requests come. Before, whoever came first leaves."""
     script = tmp_path / "update.py"
     script.write_text(UPDATE)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -286,6 +301,7 @@ def test_an_update_loses_no_answer(model_folder: Path, plain: Callable[..., Any]
     assert ended.returncode == 0, ended.stderr
     (told,) = [line for line in ended.stdout.splitlines() if line.startswith('{"')]
     texts = json.loads(told)
-    params = [SamplingParams(max_tokens=300, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(12)]
+    lengths = {**dict.fromkeys(range(12), 300), 101: 400}
+    params = [SamplingParams(max_tokens=n, temperature=0.9, seed=s, ignore_eos=True) for s, n in lengths.items()]
     expected = {str(p.seed): plain({"prompt_token_ids": BODY["prompt"]}, p).text for p in params}
     assert texts == expected

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 from forerun.scale.affinity import BOUND, Affinity, blocks
-from forerun.scale.scaling import wanted
+from forerun.scale.scaling import policy, wanted
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -106,3 +107,18 @@ def test_replicas_follow_queue_and_pages() -> None:
     assert wanted(4, requests=7, usage=0.7, places=8) == 4
     assert wanted(1, requests=0, usage=0.0, places=8) == 1
     assert wanted(2, requests=800, usage=0.9, places=8) == 134
+
+
+def test_a_front_that_listens_is_no_load() -> None:
+    """Six answers at each of two replicas, to which two fronts listen: Ray counts sixteen requests."""
+
+    def told(**each: float) -> dict[str, dict[str, float]]:
+        return {name: {"a": value, "b": value} for name, value in each.items()}
+
+    context = SimpleNamespace(current_num_replicas=2, target_num_replicas=2, total_num_requests=16)
+    context.aggregated_metrics = told(usage=0.3, places=8, listeners=2)
+    assert policy(context) == (2, {})
+    context.aggregated_metrics = told(usage=0.3, places=8, listeners=0)
+    assert policy(context) == (3, {})
+    context.aggregated_metrics = {}
+    assert policy(context) == (2, {})

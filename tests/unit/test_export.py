@@ -1,4 +1,5 @@
-"""Heads in other engines' folders. ``speculators`` itself reads one in ``benchmarks/speculators_round_trip.py``."""
+"""Heads in other engines' folders. ``speculators`` and SGLang themselves read them in
+``benchmarks/speculators_round_trip.py`` and ``benchmarks/sglang_round_trip.py``."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_a_small_vocabulary_is_mapped_both_ways(tmp_path: Path) -> None:
     assert weights["t2d"].nonzero().flatten().tolist() == own
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["draft_vocab_size"], config["vocab_size"]) == (5, 4096)
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]  # SGLang adds 1 to each
 
 
 def test_what_no_other_engine_runs_is_refused(tmp_path: Path, tiny_target: str) -> None:
@@ -67,5 +69,9 @@ def test_what_no_other_engine_runs_is_refused(tmp_path: Path, tiny_target: str) 
     four.save(tmp_path / "four")
     with pytest.raises(ModelError, match="SGLang's heads read three"):
         export_head(str(tmp_path / "four"), TARGET, tmp_path / "out", "sglang")
+    last = EagleHead(Sizes(384, 4096, 6, 4, {"layers": [1, 3, 6]}))
+    last.save(tmp_path / "last")
+    with pytest.raises(ModelError, match="last hidden state"):
+        export_head(str(tmp_path / "last"), TARGET, tmp_path / "out", "sglang")
     assert not (tmp_path / "out").exists()
     assert pretrained.path("eagle").is_dir()

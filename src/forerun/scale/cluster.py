@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 import torch
 from ray import serve
 from ray.exceptions import RayActorError, RayError, WorkerCrashedError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -23,6 +26,7 @@ from forerun.engine.async_engine import ClosedError
 from forerun.engine.snapshot import Snapshot
 from forerun.scale.affinity import BLOCK, BOUND, Affinity
 from forerun.scale.messages import Facts, Message, Request
+from forerun.scale.outbox import Entry, Line, Outbox
 from forerun.scale.pool import LostError, Pool
 from forerun.scale.replica import Replica, alike
 
@@ -104,11 +108,30 @@ class EngineReplica:
     def __init__(self, engine: Mapping[str, Any], speculative: Any, threads: int, max_queue: int) -> None:
         torch.set_num_threads(threads)
         self.replica = Replica(engine, speculative, max_queue=max_queue)
+        self.name = serve.get_replica_context().replica_id.unique_id
+        self.outboxes: dict[str, Outbox] = {}
 
-    async def answer(self, request: Request) -> AsyncGenerator[Message]:
-        async with contextlib.aclosing(self.replica.answer(request)) as messages:
-            async for message in messages:
-                yield message
+    async def answer(self, request: Request, front: str, number: int) -> AsyncGenerator[str]:
+        """This replica's name. What the answer says is for the front to ``listen`` to."""
+        outbox = self.outboxes.setdefault(front, Outbox())
+        outbox.begin()
+        try:
+            yield self.name
+            async with contextlib.aclosing(self.replica.answer(request)) as messages:
+                async for message in messages:
+                    outbox.put(number, message)
+            outbox.put(number, None)
+        finally:
+            outbox.end()
+
+    async def listen(self, line: Line) -> AsyncGenerator[list[Entry]]:
+        """What this replica's answers to a front say. Raises ClosedError if it is another replica that was meant."""
+        if line.replica != self.name:
+            raise ClosedError(f"replica {line.replica} cannot be reached")
+        outbox = self.outboxes.setdefault(line.front, Outbox())
+        while entries := await outbox.taken():
+            yield entries
+        del self.outboxes[line.front]
 
     async def facts(self) -> Facts:
         return self.replica.facts
@@ -117,7 +140,8 @@ class EngineReplica:
         return self.replica.snapshot()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        return {"usage": self.replica.snapshot().usage, "places": self.replica.facts.max_num_seqs}
+        usage, places = self.replica.snapshot().usage, self.replica.facts.max_num_seqs
+        return {"usage": usage, "places": places, "listeners": len(self.outboxes)}
 
     def __del__(self) -> None:
         if hasattr(self, "replica"):
@@ -136,6 +160,10 @@ class AffineRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
+        line = _first(pending_request)
+        if isinstance(line, Line):
+            named = [replica for name, replica in by_id.items() if name.unique_id == line.replica]
+            return [named or candidate_replicas]
         for name in [name for name in self.ongoing if name not in by_id]:
             del self.ongoing[name]
             self.affinity.forget(name)
@@ -149,6 +177,8 @@ class AffineRouter(RequestRouter):
         return [[by_id[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
+        if _request(pending_request) is None:
+            return
         self.ongoing.setdefault(replica_id, set()).add(pending_request.metadata.internal_request_id)
         tokens, session = _of(pending_request)
         if self.affine and tokens:
@@ -158,8 +188,12 @@ class AffineRouter(RequestRouter):
         self.ongoing.get(replica_id, set()).discard(internal_request_id)
 
 
+def _first(pending: PendingRequest | None) -> Any:
+    return pending.args[0] if pending is not None and pending.args else None
+
+
 def _request(pending: PendingRequest | None) -> Request | None:
-    first = pending.args[0] if pending is not None and pending.args else None
+    first = _first(pending)
     return first if isinstance(first, Request) else None
 
 
@@ -169,13 +203,43 @@ def _of(pending: PendingRequest | None) -> tuple[tuple[int, ...], str | None]:
     return ((), None) if request is None else ((*request.prompt, *request.committed), request.session)
 
 
+@dataclass
+class _Inbox:
+    """What a replica has said of one answer."""
+
+    said: asyncio.Queue[Message | Exception | None] = field(default_factory=asyncio.Queue)
+    line: Line | None = None
+    """On which it comes."""
+
+
+@contextlib.contextmanager
+def _lost(inboxes: Callable[[], list[_Inbox]]) -> Iterator[None]:
+    """Tell those who wait for a replica that it is lost."""
+    try:
+        yield
+    except RequestCancelledError:
+        pass  # by us
+    except Exception as error:  # it belongs to whoever waits
+        told = LostError(one_line(error)) if isinstance(error, (RayError, RayServeException, ClosedError)) else error
+        if not isinstance(error, (RayActorError, WorkerCrashedError, ClosedError)):
+            log.error("a replica failed with a request", exc_info=error)
+        for inbox in inboxes():
+            inbox.said.put_nowait(told)
+
+
 class Cluster:
     """The way from this process to the replicas behind ``handle``."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self.handle = handle
         self.answering = handle.options(stream=True, method_name="answer")
+        self.listen = handle.options(stream=True, method_name="listen")
         self.number = 1
+        self._name = uuid4().hex
+        self._numbers = itertools.count()
+        self._inboxes: dict[int, _Inbox] = {}
+        """By number: of what is being answered."""
+        self._listening: dict[Line, asyncio.Task[None]] = {}
 
     async def facts(self) -> Facts:
         """Of one of the replicas. Raises ConfigError where others have another checkpoint or version."""
@@ -186,17 +250,50 @@ class Cluster:
 
     async def send(self, request: Request) -> AsyncGenerator[Message]:
         """A pool's ``send``."""
-        response = self.answering.remote(request)
+        number, inbox = next(self._numbers), _Inbox()
+        self._inboxes[number] = inbox
+        asked = self.answering.remote(request, self._name, number)
+        asking = asyncio.create_task(self._ask(asked, self._name, inbox))
         try:
-            async for message in response:
-                yield message
-        except (RayActorError, WorkerCrashedError, ClosedError) as error:
-            raise LostError(one_line(error)) from None
-        except (RayError, RayServeException) as error:
-            log.error("a replica failed with a request", exc_info=error)
-            raise LostError(one_line(error)) from None
+            while (said := await inbox.said.get()) is not None:
+                if isinstance(said, Exception):
+                    raise said
+                yield said
         finally:
-            response.cancel()
+            asking.cancel()
+            asked.cancel()
+            del self._inboxes[number]
+
+    async def _ask(self, asked: Any, name: str, inbox: _Inbox) -> None:
+        """See to it that the replica that answers is listened to, and that its loss is noticed."""
+        with _lost(lambda: [inbox]):
+            async for replica in asked:
+                inbox.line = Line(replica, name)
+                if inbox.line not in self._listening:
+                    # Not in the request's own context: Ray Serve would end this with the request.
+                    task = asyncio.create_task(self._listen(inbox.line), context=Context())
+                    self._listening[inbox.line] = task
+
+    async def _listen(self, line: Line) -> None:
+        """Give what a replica says to whom it is for, as long as there is anyone."""
+
+        def inboxes() -> list[_Inbox]:
+            return [inbox for inbox in self._inboxes.values() if inbox.line == line]
+
+        def lost() -> list[_Inbox]:
+            # Whatever still takes from this line's outbox must not take from that of later requests.
+            self._name = uuid4().hex
+            return inboxes()
+
+        try:
+            with _lost(lost):
+                while inboxes():
+                    async for entries in self.listen.remote(line):
+                        for number, said in entries:
+                            if number in self._inboxes:
+                                self._inboxes[number].said.put_nowait(said)
+        finally:
+            del self._listening[line]
 
     async def pool(self, max_queue: int) -> Pool:
         """The replicas as one engine, which knows how they stand for as long as the event loop runs."""

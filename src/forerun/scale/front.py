@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -113,5 +114,12 @@ def run(
         gc.freeze()
         await DrainingServer(app, pool, drain_seconds, limits).serve(sockets=[listener])
 
-    with cluster(replicas) as (handle,), contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(answer(handle))
+    try:
+        with cluster(replicas) as (handle,), contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(answer(handle))
+    except SystemExit as ended:
+        if ended.code != signal.SIGTERM:
+            raise
+        # Ray's handler made an exit of it, so that the replicas end; whoever sent it should not see a failure.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)

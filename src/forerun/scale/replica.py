@@ -26,6 +26,9 @@ from forerun.scale.messages import Begun, Facts, Message, News, Refused, Request
 DECIDES = ("dtype", "device", "invariant", "model_path", "weights", "quantization", "tokenizer", "logprobs_mode")
 """Options on which tokens depend."""
 
+GATHER = 0.025
+"""Seconds: short rounds' tokens go to the front together, because a message of Ray's costs as much as such a round."""
+
 
 class OtherModelError(ForerunError):
     """A replica has other weights, or another version, than an answer needs."""
@@ -36,7 +39,7 @@ class Replica:
 
     def __init__(self, engine: Mapping[str, Any], speculative: Any = None, *, max_queue: int = 1024) -> None:
         llm = LLM(**engine, speculative_config=speculative)
-        self.engine = AsyncEngine(llm.engine, max_queue=max_queue)
+        self.engine = AsyncEngine(llm.engine, max_queue=max_queue, max_delay=GATHER)
         self.engine.tokenizer = None  # text is made in front
         self.facts = facts_of(llm)
 

@@ -23,12 +23,12 @@ def policy(context: Any) -> tuple[int, dict[str, Any]]:
     """Ray Serve's autoscaling policy: from an ``AutoscalingContext``, replicas and a state, which is empty. Its delays
     and bounds apply to the number afterwards."""
     told = context.aggregated_metrics or {}
-    usages, places = (list((told.get(name) or {}).values()) for name in ("usage", "places"))
+    usages, places, listeners = (list((told.get(name) or {}).values()) for name in ("usage", "places", "listeners"))
     if not places:
         return max(1, context.target_num_replicas), {}
     return wanted(
         context.current_num_replicas,
-        requests=context.total_num_requests,
+        requests=context.total_num_requests - sum(listeners),  # those are Ray's requests, and wait for tokens alone
         usage=sum(usages) / len(usages),
         places=int(sum(places) / len(places)),
     ), {}

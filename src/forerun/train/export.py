@@ -47,6 +47,8 @@ def export_head(head: str, target: str, out: Path, form: str) -> str:
         raise ModelError(f"{head} is 'mixed', which is a kind of ours: other engines have no code for it")
     if len(made.layers) != 3 and form == SGLANG:
         raise ModelError(f"{head} reads {len(made.layers)} layers of its target; SGLang's heads read three")
+    if sizes.num_layers in made.layers and form == SGLANG:
+        raise ModelError(f"{head} reads its target's last hidden state, which SGLang's targets do not give")
     weights = _weights(made, folder, "midlayer." if form == SGLANG else "layers.0.")
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
@@ -132,7 +134,12 @@ def _sglang(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
         **_layer(head, target),
         "rope_theta": theta,
         "draft_vocab_size": head.options.get("draft_vocab_size") or head.sizes.vocab_size,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(head.layers), "use_aux_hidden_state": True},
+        "eagle_aux_hidden_state_layer_ids": list(head.layers),
+        "eagle_config": {
+            # SGLang counts the layer that gives a state, from 0; vLLM and we the layers behind which it lies.
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.layers],
+            "use_aux_hidden_state": True,
+        },
         "bos_token_id": target.get("bos_token_id"),
         "eos_token_id": target.get("eos_token_id"),
         "torch_dtype": "bfloat16",

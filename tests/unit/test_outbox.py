@@ -1,0 +1,89 @@
+"""What a replica's answers say to one front, gathered."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from forerun.scale import outbox as outboxes
+from forerun.scale.messages import Begun
+from forerun.scale.outbox import Entry, Outbox
+
+SAID = Begun("weights")
+
+
+def test_what_several_answers_say_is_taken_together() -> None:
+    async def gather() -> list[list[Entry]]:
+        outbox = Outbox()
+
+        async def answer(number: int) -> None:
+            outbox.begin()
+            for _ in range(3):
+                await round_ended.wait()
+                outbox.put(number, SAID)
+            outbox.put(number, None)
+            outbox.end()
+
+        async def listen() -> None:
+            while entries := await outbox.taken():
+                heard.append(entries)
+
+        heard: list[list[Entry]] = []
+        round_ended = asyncio.Event()
+        tasks = [asyncio.create_task(answer(number)) for number in range(4)]
+        listener = asyncio.create_task(listen())
+        await asyncio.sleep(0.01)
+        assert heard == []
+        round_ended.set()
+        await asyncio.gather(*tasks)
+        await listener
+        return heard
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outboxes, "LINGER", 0.05)
+        heard = asyncio.run(gather())
+    assert len(heard) == 1
+    for number in range(4):
+        assert [said for whose, said in heard[0] if whose == number] == [SAID, SAID, SAID, None]
+
+
+def test_a_listener_stays_for_the_next_answer_and_for_a_slow_one() -> None:
+    async def wait() -> list[list[Entry]]:
+        outbox = Outbox()
+        taking = asyncio.create_task(outbox.taken())
+        await asyncio.sleep(0.03)
+        outbox.begin()  # before it has lingered for long enough
+        await asyncio.sleep(0.12)  # and says nothing for longer than that
+        assert not taking.done()
+        outbox.put(7, SAID)
+        heard = [await taking]
+        outbox.put(7, None)
+        outbox.end()
+        return [*heard, await outbox.taken(), await outbox.taken()]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outboxes, "LINGER", 0.05)
+        assert asyncio.run(wait()) == [[(7, SAID)], [(7, None)], []]
+
+
+def test_an_answer_that_begins_as_the_listener_leaves_keeps_it() -> None:
+    """In the very turn of the event loop in which its time is up."""
+
+    async def race() -> bool:
+        outbox = Outbox()
+        loop = asyncio.get_running_loop()
+        taking = asyncio.create_task(outbox.taken())
+        await asyncio.sleep(0)
+        loop.call_later(0.06, outbox.begin)  # behind the listener's own timer; both are due when the loop goes on
+        blocked = loop.time() + 0.1
+        while loop.time() < blocked:
+            pass
+        await asyncio.sleep(0.05)
+        stayed = not taking.done()
+        taking.cancel()
+        return stayed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outboxes, "LINGER", 0.05)
+        assert asyncio.run(race())
