@@ -110,7 +110,8 @@ def main(exported: str, head: str, target: str) -> None:
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     attended = ours._unrolled(q, [k.repeat_interleave(groups, -2)], [v.repeat_interleave(groups, -2)], seen)
     finished = ours.finish(stream, attended)
-    logits = ours._logits(ours.norm(finished), embedding)[0]
+    rows = embedding if ours.lm_head is None else ours.lm_head.weight
+    logits = (ours.norm(finished) @ rows.T)[0]
     module.model.embed_tokens.weight.data[:vocabulary] = embedding  # as a server does: it is the target's
     mode = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False)
     spec = SimpleNamespace(hidden_states=features[0])

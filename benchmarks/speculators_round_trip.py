@@ -45,7 +45,8 @@ def main(exported: str, head: str, target: str) -> None:
     groups = ours.heads // ours.kv_heads
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     attended = ours._unrolled(q, [k.repeat_interleave(groups, -2)], [v.repeat_interleave(groups, -2)], seen)
-    logits = ours._logits(ours.norm(ours.finish(stream, attended)), embedding)
+    rows = embedding if ours.lm_head is None else ours.lm_head.weight
+    logits = ours.norm(ours.finish(stream, attended)) @ rows.T
     answer = theirs(features, tokens, torch.zeros(1, LENGTH, dtype=torch.long), ttt_steps=1)
     guesses = answer[0] if isinstance(answer, tuple) else answer
     same = int((guesses[0].reshape(-1)[:LENGTH] == logits.argmax(-1).reshape(-1)).sum())

@@ -24,7 +24,7 @@ class Letters:
 def build(method: str, rule: str = "coupled", **options):
     cls = drafters[method]
     context = DraftContext(
-        target=SimpleNamespace(),
+        target=SimpleNamespace(info=SimpleNamespace(vocab_size=VOCAB)),
         sampler=Sampler(VOCAB),
         rule=rules[rule](),
         tokenizer=Letters(),

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from drafting import Letters, build, noisy_text, occurrences, sequence
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.engine import tuned
@@ -89,34 +91,42 @@ def test_of_many_occurrences_some_are_counted(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("texts", [[], [[]], [[5]], [[70_000, 3], [], [3]]])
 def test_files_keep_texts(texts: list[list[int]], tmp_path: Path) -> None:
-    datastore.save(tmp_path / "texts", texts)
-    store = Datastore.load(tmp_path / "texts", 70_001)
+    datastore.save(tmp_path / "texts.safetensors", texts)
+    store = Datastore.load(tmp_path / "texts.safetensors", 70_001, None)
     found = store.match([3], 24)
     assert followers([3], texts).total() == (found.state.last - found.state.first if found.length else 0)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    path = tmp_path / "texts"
+    path = tmp_path / "texts.safetensors"
     with pytest.raises(ConfigError, match="cannot read the datastore"):
-        Datastore.load(path, 10)
+        Datastore.load(path, 10, None)
     path.write_bytes(b"text")
     with pytest.raises(ConfigError, match="cannot read the datastore"):
-        Datastore.load(path, 10)
+        Datastore.load(path, 10, None)
     tokens, lengths = np.array([1, 2, 3], np.int32), np.array([3], np.int32)
     save_file({"tokens": tokens, "lengths": lengths}, path)
     with pytest.raises(ConfigError, match="is no datastore"):
-        Datastore.load(path, 10)
+        Datastore.load(path, 10, None)
     about = {"format": datastore.FORMAT}
     save_file({"tokens": tokens}, path, metadata=about)
     with pytest.raises(ConfigError, match="cannot read the datastore"):
-        Datastore.load(path, 10)
-    for wrong in ([2], [4, -1], [[3]]):
+        Datastore.load(path, 10, None)
+    for wrong in ([2], [4, -1]):
         save_file({"tokens": tokens, "lengths": np.array(wrong, np.int32)}, path, metadata=about)
         with pytest.raises(ConfigError, match="is damaged"):
-            Datastore.load(path, 10)
+            Datastore.load(path, 10, None)
+    for wrong in (tokens.astype(np.float32), tokens[None]):
+        save_file({"tokens": wrong, "lengths": lengths}, path, metadata=about)
+        with pytest.raises(ConfigError, match="no lists of whole numbers"):
+            Datastore.load(path, 10, None)
+    strange = {"tokens": torch.ones(3, dtype=torch.bfloat16), "lengths": torch.tensor([3])}
+    save_torch(strange, path, metadata=about)
+    with pytest.raises(ConfigError, match="cannot read the datastore"):
+        Datastore.load(path, 10, None)
     save_file({"tokens": tokens, "lengths": lengths}, path, metadata=about)
     with pytest.raises(ConfigError, match="not among the model's 3"):
-        Datastore.load(path, 3)
+        Datastore.load(path, 3, None)
 
 
 @pytest.mark.parametrize("tree", [{}, {"tree": [2, 1, 1]}])
@@ -137,9 +147,16 @@ def test_a_file_of_text_is_read_in_the_models_tokens(tmp_path: Path) -> None:
     (draft,) = drafter.propose([sequence(LETTERS.encode("a row row your"))], [5])
     assert draft.tokens == LETTERS.encode("boat")
     (tmp_path / "song.txt").write_bytes(b"\xff\xfe\x00")
-    for path in ("song.txt", "none.txt"):
-        with pytest.raises(ConfigError, match=f"cannot read the datastore .*{path}"):
-            build("suffix", datastore=str(tmp_path / path))
+    for path in (str(tmp_path / "song.txt"), str(tmp_path / "none.txt"), "~no-such-user/x.txt", "a\0b"):
+        with pytest.raises(ConfigError, match="cannot read the datastore"):
+            build("suffix", datastore=path)
+    (tmp_path / "song.txt").write_text("row")
+    with pytest.raises(ConfigError, match="not among the model's 20"):
+        Datastore.load(tmp_path / "song.txt", 20, LETTERS)
+    with pytest.raises(ConfigError, match="there is no tokenizer"):
+        Datastore.load(tmp_path / "song.txt", 20, None)
+    with pytest.raises(ConfigError, match="must be a file's path, not 5"):
+        build("suffix", datastore=5)
 
 
 def test_a_tuned_folder_places_it(tiny_target: str, tmp_path: Path) -> None:

@@ -383,3 +383,11 @@ def test_an_exit_head_belongs_to_its_layers(tiny_target, tmp_path):
 def test_nothing_that_a_training_is_told_is_ignored(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         HeadTrainConfig(out=tmp_path, **options)
+
+
+@pytest.mark.parametrize("method", ["medusa", "parallel"])
+def test_a_head_without_an_output_layer_has_none_to_quantize(tiny_target, tmp_path, method):
+    HEADS[method](sizes_of(Path(tiny_target))).save(tmp_path)
+    config = {"method": method, "model": str(tmp_path), "quantization": "int8_rows"}
+    with pytest.raises(ConfigError, match=f"this {method} head has no output layer of its own to quantize"):
+        LLM(str(tiny_target), speculative_config=config)

@@ -84,7 +84,7 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
         if fastest is not None:
             contenders.append(EngineContender(FASTEST, fastest, {"method": NONE}, concurrency, config.whole))
         if config.peers:
-            context = max(map(len, prompts)) + config.max_tokens + PEERS_DRAFT
+            context = min(max(map(len, prompts)) + config.max_tokens + PEERS_DRAFT, llm.engine.max_model_len)
             contenders += peer_contenders(config.peers, llm, config.speculative.get("model"), concurrency, context)
         engines = [contender.engine for contender in contenders if isinstance(contender, EngineContender)]
         held = weights(engines, prompts, held)

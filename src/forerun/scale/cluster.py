@@ -26,7 +26,7 @@ from forerun.engine.async_engine import ClosedError
 from forerun.engine.snapshot import Snapshot
 from forerun.scale.affinity import BLOCK, BOUND, Affinity
 from forerun.scale.messages import Facts, Message, Request
-from forerun.scale.outbox import Entry, Line, Outbox
+from forerun.scale.outbox import KEPT, Entry, Line, Outbox
 from forerun.scale.pool import LostError, Pool
 from forerun.scale.replica import Replica, alike
 
@@ -123,15 +123,30 @@ class EngineReplica:
             outbox.put(number, None)
         finally:
             outbox.end()
+            self._forget_later(front, outbox)
 
     async def listen(self, line: Line) -> AsyncGenerator[list[Entry]]:
         """What this replica's answers to a front say. Raises ClosedError if it is another replica that was meant."""
         if line.replica != self.name:
             raise ClosedError(f"replica {line.replica} cannot be reached")
         outbox = self.outboxes.setdefault(line.front, Outbox())
-        while entries := await outbox.taken():
-            yield entries
-        del self.outboxes[line.front]
+        outbox.listeners += 1
+        try:
+            while entries := await outbox.taken():
+                yield entries
+        finally:
+            outbox.listeners -= 1
+            self._forget_later(line.front, outbox)
+
+    def _forget_later(self, front: str, outbox: Outbox) -> None:
+        """Let go of what nobody answers to or takes from any more: a front may be gone."""
+
+        def forget() -> None:
+            if not outbox.used and self.outboxes.get(front) is outbox:
+                del self.outboxes[front]
+
+        if not outbox.used:
+            asyncio.get_running_loop().call_later(KEPT, forget)
 
     async def facts(self) -> Facts:
         return self.replica.facts
@@ -141,7 +156,7 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         usage, places = self.replica.snapshot().usage, self.replica.facts.max_num_seqs
-        return {"usage": usage, "places": places, "listeners": len(self.outboxes)}
+        return {"usage": usage, "places": places, "listeners": sum(each.listeners for each in self.outboxes.values())}
 
     def __del__(self) -> None:
         if hasattr(self, "replica"):
@@ -294,6 +309,9 @@ class Cluster:
                                 self._inboxes[number].said.put_nowait(said)
         finally:
             del self._listening[line]
+            if inboxes():
+                for inbox in lost():
+                    inbox.said.put_nowait(LostError(f"replica {line.replica} cannot be listened to any more"))
 
     async def pool(self, max_queue: int) -> Pool:
         """The replicas as one engine, which knows how they stand for as long as the event loop runs."""

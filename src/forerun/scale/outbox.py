@@ -11,6 +11,9 @@ from forerun.scale.messages import Message
 LINGER = 1.0
 """Seconds without any answer after which a front need not listen any more: it asks again when there is one."""
 
+KEPT = 60.0
+"""Seconds after which what no front takes any more is let go of."""
+
 Entry = tuple[int, Message | None]
 """Which answer, by the front's number, and what it says; None: nothing more."""
 
@@ -29,7 +32,13 @@ class Outbox:
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._answers = 0
+        self.listeners = 0
         self._changed = asyncio.Event()
+
+    @property
+    def used(self) -> bool:
+        """Whether there are answers, or a front that listens."""
+        return bool(self._answers or self.listeners)
 
     def begin(self) -> None:
         """There is an answer more."""

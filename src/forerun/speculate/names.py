@@ -20,16 +20,16 @@ DRAFT_MODEL = (
 SHARED_KEYS = "num_speculative_tokens tree draft_temperature"
 """The keys of ``speculative_config`` that every drafter has."""
 KEYS = {
-    "blockwise": "model adapt tree_nodes",
+    "blockwise": "model adapt tree_nodes quantization",
     "cascade": "drafters min_confidence",
     "draft_model": DRAFT_MODEL,
     "eagle": "prefill_chunk model adapt tree_nodes quantization",
     "layerskip": "tree_nodes exit_layer layers exit_head",
-    "lookahead": "model adapt tree_nodes",
-    "medusa": "model adapt tree_nodes",
+    "lookahead": "model adapt tree_nodes quantization",
+    "medusa": "model adapt tree_nodes quantization",
     "merged": "drafters",
     "ngram": "max_order max_history counts_as_q",
-    "parallel": "model adapt tree_nodes",
+    "parallel": "model adapt tree_nodes quantization",
     "pattern": "",
     "prompt_lookup": "prompt_lookup_max prompt_lookup_min",
     "random": "",

@@ -32,6 +32,8 @@ FEWEST = 4
 """Prompts that every way answers in any case."""
 FIRST = 0.75
 """Share of the time for each way alone; the rest is for two of them together."""
+DISTURBED = 3.0
+"""Times what is usual that a round is believed to take: what drafters do differently from round to round is less."""
 WARM_UP = 4
 """Tokens before anything counts."""
 
@@ -116,14 +118,15 @@ def _figures(answers: Seq[Measured], took: Seq[float], plain: Seq[tuple[int, flo
 
 
 def _undisturbed(answers: Seq[Measured]) -> list[float]:
-    """Seconds of each of one way's ``answers`` if every round took the median of its rounds with as many rows: where
-    other work has the cores, single rounds take a hundred times as long, in whichever way's turn it is."""
-    rounds: dict[int, list[float]] = defaultdict(list)
+    """Seconds of each of one way's ``answers`` if no round took more than ``DISTURBED`` times the median of its rounds
+    with as many rows: where other work has the cores, single rounds take a hundred times as long, in whichever way's
+    turn it is. First rounds, in which a drafter may read the prompt, are compared with each other."""
+    rounds: dict[tuple[bool, int], list[float]] = defaultdict(list)
     for answer in answers:
-        for sample in answer.rounds:
-            rounds[sample.rows].append(sample.total)
-    usual = {rows: median(times) for rows, times in rounds.items()}
-    return [sum(usual[sample.rows] for sample in answer.rounds) for answer in answers]
+        for number, sample in enumerate(answer.rounds):
+            rounds[number == 0, sample.rows].append(sample.total)
+    most = {kind: DISTURBED * median(times) for kind, times in rounds.items()}
+    return [sum(min(s.total, most[i == 0, s.rows]) for i, s in enumerate(answer.rounds)) for answer in answers]
 
 
 def _engine(llm: LLM, config: Mapping[str, Any]) -> Engine:
@@ -154,7 +157,7 @@ def verdict(found: Mapping[str, Any]) -> str:
         return "no way of drafting pays here: plain decoding is recommended"
     beaten = any("model" in row["config"] for row in found["measured"]) and "'model'" not in str(chosen)
     pays = "; what was trained does not pay, history does" if beaten else ""
-    name = f"{chosen['method']} with the model's own text" if "datastore" in chosen else chosen["method"]
+    name = f"{chosen['method']} with the model's own text" if "'datastore'" in str(chosen) else chosen["method"]
     return (
         f"{name}: {row['speedup']:.2f} times plain decoding, "
         f"{row['speedup'] / history:.2f} times the best history drafter, {row['tokens_per_round']:.2f} "

@@ -48,4 +48,5 @@ def page(model: str, state: State) -> str:
 def _name(config: dict[str, Any]) -> str:
     inside = [_name(part) for part in config.get("drafters", ())]
     depth = config.get("num_speculative_tokens")
-    return config["method"] + (f" {depth}" if depth else "") + (f" ({', '.join(inside)})" if inside else "")
+    texts = " with the model's own text" if "datastore" in config else ""
+    return config["method"] + (f" {depth}" if depth else "") + texts + (f" ({', '.join(inside)})" if inside else "")

@@ -55,6 +55,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     """Runs every stage that has not been run; gives the folder. Raises ForerunError subclasses."""
     if config.threads:
         torch.set_num_threads(config.threads)
+    config = replace(config, out=config.out.absolute())  # what is chosen names it, and is kept
     data = read(config.data)
     folder = resolve(config.model)
     sanity.require_decoder(read_config(folder), folder, "forerun tune")
@@ -79,7 +80,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
         config = replace(config, train=())
     elif state.lacking(config.train):
         _train(config, folder, state, run, say)
-    compared = [list(config.train), str(config.out.absolute())]
+    compared = [list(config.train), str(config.out)]
     if state.results.get("compared") != compared:
         state.forget("choose", "check")
         state.keep("compared", compared)

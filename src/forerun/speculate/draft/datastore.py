@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, ForerunError
 
 REACH = 32
 COUNTED = 256
@@ -59,29 +59,19 @@ class Datastore:
         """Where the suffixes lie that begin with each token, one more than its id."""
 
     @classmethod
-    def of_text(cls, path: Path, tokenizer: Any) -> Datastore:
-        """A file of text, in a model's tokens. Raises ConfigError where it cannot be read."""
+    def load(cls, path: Path, vocab_size: int, tokenizer: Any) -> Datastore:
+        """A file of text, or what ``save`` wrote. Raises ConfigError for anything else, for text without a tokenizer,
+        and for tokens that are not among the model's ``vocab_size``."""
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
+            place = path.expanduser()
+            texts = _read(place) if path.suffix == SUFFIX else [_encoded(place, tokenizer)]
+        except ForerunError:
+            raise
+        except (OSError, SafetensorError, RuntimeError, ValueError, TypeError) as error:
             raise ConfigError(f"cannot read the datastore {path}: {error}") from error
-        return cls([tokenizer.encode(text, add_special_tokens=False, verbose=False)])
-
-    @classmethod
-    def load(cls, path: Path, vocab_size: int) -> Datastore:
-        """What ``save`` wrote. Raises ConfigError for anything else, and for tokens that the model does not have."""
-        try:
-            with safe_open(path, framework="numpy") as file:
-                if (file.metadata() or {}).get("format") != FORMAT:
-                    raise ConfigError(f"{path} is no datastore: forerun tune writes one")
-                tokens, lengths = (file.get_tensor(name) for name in ("tokens", "lengths"))
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"cannot read the datastore {path}: {error}") from error
-        if tokens.ndim != 1 or lengths.ndim != 1 or lengths.min(initial=0) < 0 or lengths.sum() != len(tokens):
-            raise ConfigError(f"the datastore {path} is damaged: its lengths are not those of its texts")
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        if any(text.size and not 0 <= int(text.min()) <= int(text.max()) < vocab_size for text in texts):
             raise ConfigError(f"the datastore {path} has tokens that are not among the model's {vocab_size}")
-        return cls(np.split(tokens, np.cumsum(lengths)[:-1]))
+        return cls(texts)
 
     def match(self, text: Seq[int], reach: int) -> Retrieved:
         """The longest match of the end of ``text``, of at most ``reach`` tokens; length 0 if there is none."""
@@ -150,6 +140,25 @@ class Retrieved(NamedTuple):
         while length and self.states[length - 1].last - self.states[length - 1].first <= most:
             length -= 1
         return self._replace(length=length)
+
+
+def _encoded(path: Path, tokenizer: Any) -> np.ndarray:
+    text = path.read_text(encoding="utf-8")
+    if tokenizer is None:
+        raise ConfigError(f"the datastore {path} is text, and there is no tokenizer: give token ids ({SUFFIX})")
+    return np.array(tokenizer.encode(text, add_special_tokens=False, verbose=False), np.int64)
+
+
+def _read(path: Path) -> list[np.ndarray]:
+    with safe_open(path, framework="numpy") as file:
+        if (file.metadata() or {}).get("format") != FORMAT:
+            raise ConfigError(f"{path} is no datastore: forerun tune writes one")
+        tokens, lengths = (file.get_tensor(name) for name in ("tokens", "lengths"))
+    if {tokens.dtype.kind, lengths.dtype.kind} - {"i", "u"} or {tokens.ndim, lengths.ndim} != {1}:
+        raise ConfigError(f"the datastore {path} is damaged: it holds no lists of whole numbers")
+    if lengths.min(initial=0) < 0 or lengths.sum() != len(tokens):
+        raise ConfigError(f"the datastore {path} is damaged: its lengths are not those of its texts")
+    return np.split(tokens, np.cumsum(lengths)[:-1])
 
 
 def save(path: Path, texts: Seq[ArrayLike]) -> None:

@@ -22,7 +22,7 @@ from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.automaton import ROOT, Automaton
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.best_first import Continuations, TreeConfig
-from forerun.speculate.draft.datastore import SUFFIX, Datastore, Retrieved
+from forerun.speculate.draft.datastore import Datastore, Retrieved
 from forerun.speculate.draft.history import HistoryDrafter
 from forerun.speculate.verify.score import Verification
 
@@ -58,6 +58,8 @@ class SuffixConfig(TreeConfig):
             raise ConfigError("suffix_decoding_max_spec_factor must be above 0")
         if not 0 <= self.suffix_decoding_min_token_prob <= 1:
             raise ConfigError("suffix_decoding_min_token_prob must be from 0 to 1")
+        if not isinstance(self.datastore, (str, type(None))):
+            raise ConfigError(f"datastore must be a file's path, not {self.datastore!r}")
 
 
 class Match(NamedTuple):
@@ -189,11 +191,8 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         self.used: dict[int, tuple[Block, int]] = {}
         self.store: Datastore | None = None
         if config.datastore is not None:
-            path = Path(config.datastore).expanduser()
-            if path.suffix == SUFFIX:
-                self.store = Datastore.load(path, context.target.info.vocab_size)
-            else:
-                self.store = Datastore.of_text(path, context.tokenizer)
+            vocab_size = context.target.info.vocab_size
+            self.store = Datastore.load(Path(config.datastore), vocab_size, context.tokenizer)
 
     def new_index(self) -> Text:
         return Text()

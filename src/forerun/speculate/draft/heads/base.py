@@ -61,6 +61,8 @@ class HeadDrafter(Drafter[C]):
     """
 
     config_class: ClassVar[type[DrafterConfig]] = HeadConfig
+    quantizes: ClassVar[bool] = False
+    """Whether ``quantization`` is of more than an output layer of the head's own."""
     head_class: ClassVar[type[Head]]
 
     def __init__(self, config: C, context: DraftContext) -> None:
@@ -94,6 +96,8 @@ class HeadDrafter(Drafter[C]):
             self.learner = Learner(self.head, context.target, config.adapt)
             hidden = self.learner.layers
         kind = config.quantization
+        if kind not in (None, UNQUANTIZED) and self.head.lm_head is None and not self.quantizes:
+            raise ConfigError(f"this {self.name} head has no output layer of its own to quantize: remove quantization")
         able = kind not in (None, UNQUANTIZED) and int8.ours(info.device, info.dtype)
         self.head.quantization = kind if able else None
         self.head.pack()

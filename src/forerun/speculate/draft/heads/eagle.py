@@ -203,6 +203,7 @@ class EagleConfig(TreeConfig, HeadConfig, CatchUpConfig):
 class Eagle(HeadDrafter[EagleConfig]):
     name = "eagle"
     config_class = EagleConfig
+    quantizes = True
     head_class = EagleHead
 
     def __init__(self, config: EagleConfig, context: DraftContext) -> None:
