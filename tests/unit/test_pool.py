@@ -310,3 +310,10 @@ def test_entries_take_memory_when_they_are_used():
     assert all(tensor.data_ptr() % 64 == 0 for tensor in pool.keys)
     assert resident() - before < size / 4
     assert not any(tensor.any() for tensor in [*pool.keys, *pool.values])
+    for layer in range(8):
+        for key in range(4):
+            pool.reserve(key, 3)
+            ones = torch.ones(3, 4, 64, dtype=torch.bfloat16)
+            pool.write(layer, pool.places(key, range(3)), ones, ones)
+    assert resident() - before < size / 4
+    assert sum(tensor.sum(dtype=torch.float32) for tensor in [*pool.keys, *pool.values]) == 8 * 2 * 4 * 3 * 4 * 64

@@ -25,6 +25,10 @@ Change = tuple[Any, ...]
 """Which method of a pool changed its entries, and what it was given."""
 
 
+SPARSE = 1 << 17
+"""Bytes of a head's part of a page from which several pages are thought to be mostly empty."""
+
+
 class OutOfPages(ForerunError):
     """The pool has too few free pages; nothing was changed."""
 
@@ -268,7 +272,9 @@ class Pool(Pages):
         ]
 
     def _zeros(self, heads: int, width: int) -> torch.Tensor:
-        return zeros((self.num_pages, heads, self.page_size, width), self.dtype, self.device)
+        shape = (self.num_pages, heads, self.page_size, width)
+        slots = self.num_pages > 1 and self.page_size * width * self.dtype.itemsize > SPARSE
+        return zeros(shape, self.dtype, self.device, sparse=slots)
 
     def scrub(self) -> None:
         """Zero every page that no sequence uses, after a model returned NaN: an additive mask does not stop those of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,12 +13,16 @@ LINE = 64
 """Bytes of a cache line, where what is made here begins."""
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An ordinary tensor, whoever touches it first, which on a CPU takes memory as it is used; torch's is written."""
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, sparse: bool = False) -> torch.Tensor:
+    """An ordinary tensor, whoever touches it first, which on a CPU takes memory as it is used; torch's is written.
+    ``sparse``: a little here and there will be; of the large pages that NumPy asks for most would be empty."""
     with torch.inference_mode(False):
         if device.type != "cpu":
             return torch.zeros(*shape, dtype=dtype, device=device)
         size = math.prod(shape) * dtype.itemsize
+        if sparse and size and hasattr(mmap, "MAP_PRIVATE"):
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(*shape)
         room = np.zeros(size + LINE, np.uint8)
         first = -room.ctypes.data % LINE
         return torch.from_numpy(room[first : first + size]).view(dtype).view(*shape)
