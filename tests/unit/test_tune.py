@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from forerun.cli import main
 from forerun.cli.bench import with_tuned
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
-from forerun.plan.estimate import Measured, Sample
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.train import loop
 from forerun.tune import choose, data, text, turns
@@ -252,39 +250,6 @@ def test_an_answer_that_leaves_no_room_for_a_prompt(
     monkeypatch.setattr(text.Writer, "held_out_prompts", lambda self: [])
     with pytest.raises(ConfigError, match="leaves no room for a prompt: lower --answer"):
         stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK))
-
-
-def test_a_choice_does_not_follow_what_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that wait for others, one in ten, each a hundred times as long or more, fall on every way by chance; what
-    is found is about what a quiet machine would say. What drafters themselves take counts, however it is shared out:
-    the cascade asks a cheap drafter for half of its rounds, and the head reads the prompt in its first."""
-    rows = {"none": 1, "ngram": 5, "cascade": 4, "eagle": 4}
-    brought = {"none": 1, "ngram": 2, "cascade": 2, "eagle": 3}
-    draw = random.Random(0)
-    disturbed = True
-
-    def spent(method: str, number: int) -> float:
-        usual = {"none": 1.0, "ngram": 1.6, "cascade": (1.05, 2.6)[number % 2], "eagle": 20.0 if not number else 1.5}
-        return usual[method] * (draw.uniform(100, 400) if disturbed and draw.random() < 0.1 else 1)
-
-    def measured(way: dict, prompts: list, params: list) -> Measured:
-        method = way["method"]
-        times = [spent(method, number) for number in range(40)]
-        rounds = [Sample((3,), rows[method], brought[method], 0.0, 0.0, 0.0, total) for total in times]
-        return Measured(rounds=rounds, tokens=40 * brought[method], seconds=sum(times))
-
-    def found() -> dict[str, float]:
-        ways = [{"method": name} for name in rows]
-        measurements = choose._measured(None, ways, [[1]] * 8, 8, 1.0, shown=False)
-        return {row["config"]["method"]: row["speedup"] for row in measurements}
-
-    monkeypatch.setattr(choose, "measure", measured)
-    monkeypatch.setattr(choose, "_engine", lambda llm, config: config)
-    quiet = {"none": 1.0, "ngram": 2 / 1.6, "cascade": 2 / 1.825, "eagle": 3 * 40 / (20 + 39 * 1.5)}
-    for _ in range(20):
-        assert found() == pytest.approx(quiet, rel=0.2)
-    disturbed = False
-    assert found() == pytest.approx(quiet)
 
 
 def test_norms_that_hold_their_scale_less_one() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from forerun.cache.storage import adjacent, zeros
+from forerun.cache.storage import SPARSE, adjacent, zeros
 from forerun.core.errors import ForerunError
 
 if TYPE_CHECKING:
@@ -23,10 +23,6 @@ Places = tuple[torch.Tensor, torch.Tensor]
 """(page, offset) of entries, int64."""
 Change = tuple[Any, ...]
 """Which method of a pool changed its entries, and what it was given."""
-
-
-SPARSE = 1 << 17
-"""Bytes of a head's part of a page from which several pages are thought to be mostly empty."""
 
 
 class OutOfPages(ForerunError):

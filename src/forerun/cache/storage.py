@@ -11,6 +11,8 @@ import torch
 
 LINE = 64
 """Bytes of a cache line, where what is made here begins."""
+SPARSE = 1 << 17
+"""Bytes of a head's part of a page from which several pages are thought to be mostly empty."""
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, sparse: bool = False) -> torch.Tensor:
