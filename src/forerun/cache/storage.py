@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -22,8 +23,10 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, sparse
         if device.type != "cpu":
             return torch.zeros(*shape, dtype=dtype, device=device)
         size = math.prod(shape) * dtype.itemsize
-        if sparse and size and hasattr(mmap, "MAP_PRIVATE"):
+        if sparse and size and hasattr(mmap, "MADV_NOHUGEPAGE"):
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a system that has no large pages
+                pages.madvise(mmap.MADV_NOHUGEPAGE)
             return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(*shape)
         room = np.zeros(size + LINE, np.uint8)
         first = -room.ctypes.data % LINE
