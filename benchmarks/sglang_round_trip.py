@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import json
 import sys
 import tempfile
 import types
@@ -24,12 +23,9 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from first_guess import LENGTH, said
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoProcessor  # noqa: F401 - before there seems to be a torchvision
-
-from forerun.speculate.draft.heads.eagle import EagleHead
-
-LENGTH = 64
 
 
 class NoPictures(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -93,35 +89,24 @@ def theirs(exported: str, target: str, written: dict[str, torch.Tensor]) -> tupl
 
 @torch.no_grad()
 def main(exported: str, head: str, target: str) -> None:
-    ours = EagleHead.load(Path(head), json.loads((Path(target) / "config.json").read_text())["num_hidden_layers"])
-    assert isinstance(ours, EagleHead)
+    ours = said(head, target)
     written = load_file(Path(exported) / "model.safetensors")
     module, layers, lacking = theirs(exported, target, written)
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    torch.manual_seed(0)
-    size, vocabulary = ours.sizes.hidden_size, ours.sizes.vocab_size
-    features = torch.randn(1, LENGTH, len(ours.layers) * size)
-    tokens = torch.randint(0, vocabulary, (1, LENGTH))
-    embedding = load_file(Path(target) / "model.safetensors")["model.embed_tokens.weight"].float()
-    stream = ours.enter(embedding[tokens], ours.fc(features))
-    q, k, v = ours.qkv(embedding[tokens], stream, torch.arange(LENGTH))
-    groups = ours.heads // ours.kv_heads
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    attended = ours._unrolled(q, [k.repeat_interleave(groups, -2)], [v.repeat_interleave(groups, -2)], seen)
-    finished = ours.finish(stream, attended)
-    rows = embedding if ours.lm_head is None else ours.lm_head.weight
-    logits = (ours.norm(finished) @ rows.T)[0]
-    module.model.embed_tokens.weight.data[:vocabulary] = embedding  # as a server does: it is the target's
+    vocabulary = ours.head.sizes.vocab_size
+    module.model.embed_tokens.weight.data[:vocabulary] = ours.embedding  # as a server does: it is the target's
     mode = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False)
-    spec = SimpleNamespace(hidden_states=features[0])
+    spec = SimpleNamespace(hidden_states=ours.features[0])
     batch = SimpleNamespace(spec_info=spec, forward_mode=mode, mm_input_embeds=None)
     with forward_context(ForwardContext(attn_backend=Attention())):
-        normed, (recurrent,) = module.model(tokens[0], torch.arange(LENGTH), batch)
+        normed, (recurrent,) = module.model(ours.tokens[0], torch.arange(LENGTH), batch)
     guesses = (normed @ module.lm_head.weight[:vocabulary].T).argmax(-1)
-    same = int((guesses == logits.argmax(-1)).sum())
-    apart = float((recurrent - finished[0]).abs().max() / finished.abs().max())
-    print(f"{len(written)} tensors, not filled: {lacking}; features behind layers {layers}, ours {list(ours.layers)}")
+    same = int((guesses == ours.logits[0].argmax(-1)).sum())
+    apart = float((recurrent - ours.finished[0]).abs().max() / ours.finished.abs().max())
+    print(
+        f"{len(written)} tensors, not filled: {lacking}; features behind layers {layers}, ours {list(ours.head.layers)}"
+    )
     print(f"same first guess at {same} of {LENGTH}; next step's features apart by {apart:.1e}")
 
 
