@@ -56,9 +56,12 @@ def prompt(number: int, one: Arrival, seed: int) -> list[int]:
     return shared + own.choices(VOCABULARY, k=one.prompt - one.shared)
 
 
-async def ask(http: httpx2.AsyncClient, number: int, one: Arrival, seed: int, began: float) -> Seen:
+async def ask(
+    http: httpx2.AsyncClient, number: int, one: Arrival, seed: int, began: float, plainly: bool = False
+) -> Seen:
     body = {"prompt": prompt(number, one, seed), "max_tokens": one.output, "ignore_eos": True, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
+    body |= {"speculative": {"method": "none"}} if plainly else {}
     sent, first, tokens = time.perf_counter(), 0.0, 0
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():
@@ -82,7 +85,9 @@ async def load(
     async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
 
         async def in_turn(number: int) -> list[Seen]:
-            return [await ask(http, -1 - n, alone, seed, 0.0) for n in range(ALONE * number, ALONE * (number + 1))]
+            # Without drafts, so that how well they are guessed does not count.
+            numbers = range(ALONE * number, ALONE * (number + 1))
+            return [await ask(http, -1 - n, alone, seed, 0.0, plainly=True) for n in numbers]
 
         single = [await in_turn(replicas)]
         single.append([seen for turn in await asyncio.gather(*map(in_turn, range(replicas))) for seen in turn])
@@ -125,13 +130,13 @@ def planned(model: str, replicas: int, options: list[str], methods: str, trace: 
 def compare(trace: Trace, costs: Path, replicas: int, single: list[list[Seen]], seen: list[Seen], alone: Arrival):
     """Said, seen, and the one over the other."""
     price, limits, _ = read_costs(costs)
-    idle, tokens = serve(price, limits, Trace([alone]), 1), price.best(1).tokens
+    idle = serve(replace(price, ways=price.ways[:1]), limits, Trace([alone]), 1)
     busy = serve(price, limits, trace, replicas).utilisation
     outside, telling = 0.0, 0.0
     for share, found in zip((1 - busy, busy), single):
         outside += share * max(0.0, median(one.first for one in found) - idle.ttft.p50)
         each = median((one.last - one.first) / (alone.output - 1) for one in found)
-        telling += share * max(0.0, (each - idle.tpot.p50) * tokens)
+        telling += share * max(0.0, each - idle.tpot.p50)
     said = serve(replace(price, outside=outside, telling=telling), limits, trace, replicas)
     pairs = zip(seen, trace.arrivals)
     tpot = Spread.of([(one.last - one.first) / (asked.output - 1) for one, asked in pairs if asked.output > 1])

@@ -11,6 +11,7 @@ import pytest
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
+from forerun.engine.metrics import RequestMetrics
 from forerun.plan.estimate import Measured, Sample
 from forerun.plan.load.arrivals import Arrival
 from forerun.plan.load.costs import Costs, Curve, Way
@@ -40,6 +41,17 @@ def test_a_price_of_one_is_none_of_several():
         3,
         {1: timed((1, 1.0), k=3), 2: timed((2, 1.5), k=3)},
     ).seconds.points == {1: 1.0, 2: 1.5}
+
+
+def test_how_well_each_request_is_guessed():
+    runs = {1: timed((1, 1.0), k=3), 2: timed((2, 1.5), k=3)}
+    runs[1].metrics = [RequestMetrics(rounds=4, decode_tokens=12)]
+    runs[2].metrics = [RequestMetrics(rounds=5, decode_tokens=5), RequestMetrics()]
+    found = _way("ngram", 3, runs)
+    assert found.spread == [1.0, 3.0]
+    price = Costs([Way("none", 0, Curve({1: 1.0}), 1.0), found], Curve({1: 1.0}))
+    assert Costs.told(json.loads(json.dumps(price.describe()))).describe() == price.describe()
+    assert _way("none", 0, runs).spread == []
 
 
 @pytest.mark.slow
@@ -105,6 +117,7 @@ def test_the_command_on_paper(costs_file, tmp_path, capsys):
         (lambda found: found["costs"]["ways"].pop(0), "not the costs of a plan: plain decoding is not among them"),
         (lambda found: found["costs"]["ways"][0]["seconds"].update({"1": -1}), "-1 is no time"),
         (lambda found: found["costs"]["ways"][0].update(seconds={}), "no points"),
+        (lambda found: found["costs"]["ways"][1].update(spread=[2.0, 0]), "0 is no time and no number of tokens"),
         (lambda found: found["costs"].update(prompt_seconds=[1]), "not the costs of a plan"),
         (lambda found: found["costs"].update(deep=float("nan")), "nan"),
     ],

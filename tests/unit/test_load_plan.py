@@ -170,6 +170,19 @@ def test_drafts_where_they_pay():
     assert Costs([plain, barely], price.prompt).best(1) is plain
 
 
+def test_some_are_guessed_better_than_others():
+    """A third of all get three tokens a round, and the others one; who decodes together waits for nobody."""
+    plain = Way("none", 0, Curve({1: 1.0}), 1.0)
+    drafted = Way("ngram", 3, Curve({1: 1.0}), 9 / 7, (1.0, 1.0, 3.0))
+    price = Costs([plain, drafted], Curve({1: NOTHING, 4096: NOTHING}))
+    apart, _ = simulate(price, ONE, [Arrival(100.0 * n, 1, 31) for n in range(300)], 1, at_random(0))
+    took = [round(job.done - job.first) for job in apart]
+    assert set(took) == {10, 30}
+    assert took.count(10) == pytest.approx(100, abs=1)
+    together, _ = simulate(price, Limits(seats=300), [Arrival(0.0, 1, 31)] * 300, 1, at_random(0))
+    assert [round(job.done - job.first) for job in together] == took
+
+
 def test_a_curve_goes_through_what_was_measured():
     curve = Curve({1: 1.0, 4: 4.0, 2: 6.0})
     assert [curve(n) for n in (1, 2, 3, 4)] == [1.0, 4.0, 4.0, 4.0]

@@ -38,12 +38,18 @@ class Curve:
 @dataclass(frozen=True)
 class Way:
     """A way to decode: ``method`` with ``k`` drafted tokens, or plainly with 0: a round's ``seconds`` by the requests
-    that decode, and the ``tokens`` that each of them gets."""
+    that decode, and the ``tokens`` that each of them gets, at the mean; ``spread`` are those of single requests, the
+    fewest first, where they differ."""
 
     method: str
     k: int
     seconds: Curve
     tokens: float
+    spread: Seq[float] = ()
+
+    def brings(self, luck: float) -> float:
+        """Tokens that a round brings a request which does better than a share ``luck`` of all, from 0 to below 1."""
+        return self.spread[int(luck * len(self.spread))] if self.spread else self.tokens
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,13 @@ class Costs:
 
     def describe(self) -> dict[str, Any]:
         ways = [
-            {"method": way.method, "k": way.k, "tokens_per_round": way.tokens, "seconds": way.seconds.points}
+            {
+                "method": way.method,
+                "k": way.k,
+                "tokens_per_round": way.tokens,
+                "spread": list(way.spread),
+                "seconds": way.seconds.points,
+            }
             for way in self.ways
         ]
         counts = list(self.ways[0].seconds.points)
@@ -106,6 +118,7 @@ class Costs:
                     _count(way["k"], least=0),
                     _curve(way["seconds"]),
                     _positive(way["tokens_per_round"]),
+                    sorted(map(_positive, way.get("spread", ()))),
                 )
                 for way in found["ways"]
             ]

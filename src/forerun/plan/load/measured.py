@@ -73,7 +73,9 @@ class Bench:
             SamplingParams(temperature=self.temperature, max_tokens=most, ignore_eos=True, seed=self.seed + i)
             for i in range(count)
         ]
-        found = measure(engine, self.prompts(count, length), params, max_draft=k)
+        # Other prompts for each count: requests differ in how well they are guessed.
+        prompts = self.prompts(2 * count, length)[count:]
+        found = measure(engine, prompts, params, max_draft=k)
         found.check()
         return found
 
@@ -154,7 +156,9 @@ def _way(method: str, k: int, runs: Mapping[int, Measured]) -> Way | None:
             f"of the load's requests, {together} never decoded together: raise kv_cache_memory or max_tokens, or lower "
             "max_num_seqs"
         )
-    return Way(method, k, Curve(points), tokens / shares)
+    requests = [one for run in runs.values() for one in run.metrics if one.rounds]
+    spread = sorted(one.decode_tokens / one.rounds for one in requests) if k else []
+    return Way(method, k, Curve(points), tokens / shares, spread)
 
 
 def limits_of(llm: LLM) -> Limits:

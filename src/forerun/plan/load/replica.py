@@ -16,6 +16,9 @@ from forerun.engine.scheduler import SMALLEST_CHUNK, Pace, fewest
 from forerun.plan.load.arrivals import Arrival
 from forerun.plan.load.costs import Costs, Way
 
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of it, modulo 1, lie evenly however many there are."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -44,11 +47,13 @@ class Limits:
 class Job:
     """A request in a replica."""
 
-    __slots__ = ("arrival", "common", "done", "first", "held", "left", "number", "read", "reused", "wanted")
+    __slots__ = ("arrival", "common", "done", "first", "held", "left", "luck", "number", "read", "reused", "wanted")
 
     def __init__(self, number: int, arrival: Arrival) -> None:
         self.number = number
         self.arrival = arrival
+        self.luck = number * GOLDEN % 1
+        """How well drafts guess it, as a share of all requests."""
         self.wanted = arrival.prompt
         """Tokens to read before it decodes: its prompt, and what it had already when it lost its pages."""
         self.read = 0
@@ -204,7 +209,7 @@ class Replica:
         self.pace.rounds += rounds - 1
         self.pace.observe(len(decoding), read, self._each, depth)
         for job in decoding:
-            job.left -= rounds * self._way.tokens
+            job.left -= rounds * self._way.brings(job.luck)
         for job, count in self._chunks:
             job.read += count
             self._computed(job)
@@ -241,7 +246,7 @@ class Replica:
 
     def _alike(self, decoding: list[Job]) -> int:
         """Rounds until the first one is done, or pages must be found."""
-        rounds = math.ceil(min(job.left for job in decoding) / self._way.tokens - 1e-6)
+        rounds = math.ceil(min(job.left / self._way.brings(job.luck) for job in decoding) - 1e-6)
         if self.cache.total < math.inf and not self._grow(decoding, rounds):
             return 1
         return max(1, rounds)
@@ -346,7 +351,7 @@ class Replica:
     def _lacks(self, job: Job, rounds: int) -> int:
         """Pages that it needs for so many rounds beyond those that it has; below 0: that it could do without."""
         # The last token is not fed before the round that follows it.
-        length = job.length + min(rounds * self._way.tokens, job.left) - 1
+        length = job.length + min(rounds * self._way.brings(job.luck), job.left) - 1
         return math.ceil((length - 1e-6) / self.cache.page) - job.held - job.common
 
     def _secure(self) -> None:
