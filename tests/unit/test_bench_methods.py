@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.bench.methods import method_configs
+from forerun.bench.methods import labels, method_configs, with_trees
 from forerun.core.errors import ConfigError
 
 
@@ -27,8 +27,18 @@ def test_options_of_one_method_do_not_reach_another():
     configs = method_configs(["ngram", "random"], ["coupled"], ["fixed"], [], shared)
     assert [config.get("num_speculative_tokens") for config in configs] == [None, 2, 5]
     assert [config.get("max_order") for config in configs] == [None, 3, None]
-    with pytest.raises(ConfigError, match="options of 'ngram'"):
-        method_configs(["ngram"], ["coupled"], ["fixed"], [], {"ngram": 3})
+    for wrong in (3, [], [3]):
+        with pytest.raises(ConfigError, match="options of 'ngram'"):
+            method_configs(["ngram"], ["coupled"], ["fixed"], [], {"ngram": wrong})
+
+
+def test_a_method_can_be_measured_in_several_ways():
+    several = [{}, {"max_order": 3}, {"max_order": 3, "num_speculative_tokens": 2}]
+    configs = method_configs(["ngram", "random"], ["coupled"], ["fixed"], [], {"ngram": several})
+    assert [config.get("max_order") for config in configs] == [None, None, 3, 3, None]
+    assert labels(configs) == ["none", "ngram", "ngram max_order=3", "ngram max_order=3", "random"]
+    both = method_configs(["ngram"], ["coupled"], ["fixed", "adaptive"], [2], {})
+    assert labels(with_trees(both, 0)) == ["none", "ngram", "ngram"]
 
 
 @pytest.mark.parametrize("key", ["method", "accept", "length"])

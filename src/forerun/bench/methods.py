@@ -17,6 +17,8 @@ from forerun.speculate.accept import rules
 from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
 from forerun.speculate.draft import drafters
 
+SHOWN = ("accept", "length", "num_speculative_tokens", "tree", "tree_nodes")
+"""Options that have columns of their own."""
 NEEDS_GRAMMAR = "drafts only for requests with structured output, and there is none here"
 
 
@@ -27,8 +29,9 @@ def method_configs(
     how far figures can be trusted. ``["all"]`` stands for every registered method.
 
     A key of ``shared`` goes to the methods that know it; a key that is a method's name holds options of that method
-    alone. Raises ConfigError where no method has an option, for unknown names, and for a combination that cannot be,
-    unless every method is asked for: ``runnable`` tells those apart.
+    alone, or a list of such options, each of which is measured. Raises ConfigError where no method has an option, for
+    unknown names, and for a combination that cannot be, unless every method is asked for: ``runnable`` tells those
+    apart.
     """
     every = ALL in methods
     if every:
@@ -39,25 +42,34 @@ def method_configs(
         if method == NONE:
             continue
         own = {item.name for item in fields(drafters[method].config_class)} | {*rules[accept].options(), *SYNTHETIC}
-        config = {key: value for key, value in shared.items() if key in own}
-        used |= set(config)
-        if method in shared:
-            config |= _options_of(method, shared[method])
-            used.add(method)
-        config |= {"method": method, "accept": accept, "length": length}
-        if count is not None:
-            if "num_speculative_tokens" in config:
-                raise ConfigError(
-                    f"num_speculative_tokens of {method!r} is given twice: as an option and in --spec-tokens"
-                )
-            config["num_speculative_tokens"] = count
-        if not every:
-            SpeculativeConfig.parse(config)
-        configs.append(config)
+        known = {key: value for key, value in shared.items() if key in own}
+        used |= {*known, method}
+        several = shared.get(method, {})
+        for options in several if several and isinstance(several, list) else [several]:
+            config = {**known, **_options_of(method, options), "method": method, "accept": accept, "length": length}
+            if count is not None:
+                if "num_speculative_tokens" in config:
+                    raise ConfigError(
+                        f"num_speculative_tokens of {method!r} is given twice: as an option and in --spec-tokens"
+                    )
+                config["num_speculative_tokens"] = count
+            if not every:
+                SpeculativeConfig.parse(config)
+            configs.append(config)
     for key in shared:
         if key not in used:
             raise ConfigError(f"none of the methods {', '.join(methods)} has an option {key!r}")
     return configs
+
+
+def labels(configs: Seq[Mapping[str, Any]]) -> list[str]:
+    """For each its method, with the options in which those of a method differ and that no column of a table shows."""
+    found = []
+    for config in configs:
+        alike = [other for other in configs if other["method"] == config["method"]]
+        differ = [key for key in config if key not in SHOWN and any(other.get(key) != config[key] for other in alike)]
+        found.append(" ".join([config["method"], *(f"{key}={config[key]}" for key in differ)]))
+    return found
 
 
 def _options_of(method: str, options: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from forerun.bench.contenders import FASTEST, Contender, EngineContender
 from forerun.bench.conversations import Texts, make_texts, read_set, stops
 from forerun.bench.environment import environment, read_bandwidth
 from forerun.bench.humaneval import Judge
-from forerun.bench.methods import method_configs, runnable, with_trees
+from forerun.bench.methods import labels, method_configs, runnable, with_trees
 from forerun.bench.peers import peer_contenders
 from forerun.bench.prompts import repetition_rate
 from forerun.bench.rows import table
@@ -80,7 +80,8 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     rows, categories = [], []
     held: list[dict[str, Any]] = []
     for concurrency in config.concurrency:
-        contenders: list[Contender] = [EngineContender(o["method"], llm, o, concurrency, config.whole) for o in options]
+        named = zip(labels(options), options, strict=True)
+        contenders: list[Contender] = [EngineContender(name, llm, o, concurrency, config.whole) for name, o in named]
         if fastest is not None:
             contenders.append(EngineContender(FASTEST, fastest, {"method": NONE}, concurrency, config.whole))
         if config.peers:

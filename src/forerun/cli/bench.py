@@ -86,7 +86,11 @@ Methods = Annotated[
 ]
 MoreOptions = Annotated[
     str | None,
-    typer.Option(metavar="JSON", help="more options, for the methods that know them; {METHOD: {...}}: for that one"),
+    typer.Option(
+        metavar="JSON",
+        help="more options, for the methods that know them; {METHOD: {...}}: for that one, "
+        "{METHOD: [{...}, ...]}: a row each",
+    ),
 ]
 Plots = Annotated[
     Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun[plots]")
