@@ -44,13 +44,8 @@ class Datastore:
     def __init__(self, texts: Seq[ArrayLike]) -> None:
         parts = [np.append(np.asarray(text, np.int64) + 1, 0) for text in texts]
         tokens = np.concatenate([*parts, np.zeros(REACH, np.int64)])
-        size = len(tokens) - REACH
-        rank, known = tokens, 1
-        while known < REACH:
-            behind = np.append(rank[known:], np.zeros(known, np.int64))
-            _, rank = np.unique(rank * (int(rank.max()) + 1) + behind, return_inverse=True)
-            known *= 2
-        self.order = np.argsort(rank[:size], kind="stable").astype(np.int32)
+        order = _order(tokens)
+        self.order = order[order < len(tokens) - REACH].astype(np.int32)
         self.tokens = tokens.astype(np.int32)
         self._bytes = tokens.astype(">u4").tobytes()
         self._places = self.order.data
@@ -140,6 +135,28 @@ class Retrieved(NamedTuple):
         while length and self.states[length - 1].last - self.states[length - 1].first <= most:
             length -= 1
         return self._replace(length=length)
+
+
+def _order(tokens: np.ndarray) -> np.ndarray:
+    """Where the texts behind each place begin, sorted by ``REACH`` tokens: by twice as many from pass to pass (Manber and
+    Myers 1990), as many at first as a number holds."""
+    key, known, bits = tokens.astype(np.uint64), 1, max(1, int(tokens.max()).bit_length())
+    while 2 * known * bits <= 64 and known < REACH:
+        key = (key << np.uint64(known * bits)) | _behind(key, known)
+        known *= 2
+    while True:
+        order = np.argsort(key)
+        if known >= REACH:
+            return order
+        found = key[order]
+        rank = np.empty(len(key), np.int64)
+        rank[order] = np.cumsum(np.append(False, found[1:] != found[:-1]))
+        key = rank * len(rank) + _behind(rank, known)
+        known *= 2
+
+
+def _behind(values: np.ndarray, places: int) -> np.ndarray:
+    return np.append(values[places:], np.zeros(places, values.dtype))
 
 
 def _encoded(path: Path, tokenizer: Any) -> np.ndarray:
