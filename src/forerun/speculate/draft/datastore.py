@@ -138,8 +138,8 @@ class Retrieved(NamedTuple):
 
 
 def _order(tokens: np.ndarray) -> np.ndarray:
-    """Where the texts behind each place begin, sorted by ``REACH`` tokens: by twice as many from pass to pass (Manber and
-    Myers 1990), as many at first as a number holds."""
+    """All places, sorted by the ``REACH`` tokens that they begin: by twice as many from pass to pass (Manber and Myers
+    1990), as many at first as a number holds."""
     key, known, bits = tokens.astype(np.uint64), 1, max(1, int(tokens.max()).bit_length())
     while 2 * known * bits <= 64 and known < REACH:
         key = (key << np.uint64(known * bits)) | _behind(key, known)
