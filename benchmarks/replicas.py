@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +69,28 @@ def replicas(server: int) -> list[int]:
     return [pid for pid in found if below(pid)]
 
 
-async def ask(http: httpx2.AsyncClient, number: int) -> tuple[str, int]:
-    """An answer's text, and how many tokens it says it has."""
-    if number % 2:
-        answer = (await http.post("/v1/completions", json=body(number))).json()
-        return answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
-    text, tokens = "", 0
-    streamed = {**body(number), "stream": True, "stream_options": {"include_usage": True}}
-    async with http.stream("POST", "/v1/completions", json=streamed) as answer:
+async def events(http: httpx2.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """What a completion's stream says. Raises RuntimeError for an error in it."""
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line[6:])
             if "error" in event:
                 raise RuntimeError(event["error"]["message"])
-            text += "".join(choice["text"] for choice in event["choices"])
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            yield event
+
+
+async def ask(http: httpx2.AsyncClient, number: int) -> tuple[str, int]:
+    """An answer's text, and how many tokens it says it has."""
+    if number % 2:
+        answer = (await http.post("/v1/completions", json=body(number))).json()
+        return answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
+    text, tokens = "", 0
+    async for event in events(http, body(number)):
+        text += "".join(choice["text"] for choice in event["choices"])
+        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
     return text, tokens
 
 

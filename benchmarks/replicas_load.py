@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 import httpx2
+from replicas import events
 
 from forerun.plan.load.arrivals import Arrival, Synthetic, Trace
 from forerun.plan.load.fleet import Spread, serve
@@ -60,19 +61,12 @@ async def ask(
     http: httpx2.AsyncClient, number: int, one: Arrival, seed: int, began: float, plainly: bool = False
 ) -> Seen:
     body = {"prompt": prompt(number, one, seed), "max_tokens": one.output, "ignore_eos": True, "temperature": 0}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
     body |= {"speculative": {"method": "none"}} if plainly else {}
     sent, first, tokens = time.perf_counter(), 0.0, 0
-    async with http.stream("POST", "/v1/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(event["error"]["message"])
-            if event["choices"] and not first:
-                first = time.perf_counter()
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    async for event in events(http, body):
+        if event["choices"] and not first:
+            first = time.perf_counter()
+        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
     now = time.perf_counter()
     return Seen(first - sent, now - sent, now - began, tokens)
 
