@@ -6,8 +6,8 @@ Draws a load and writes it as a trace; measures a replica with ``forerun plan --
 replicas share this machine; asks ``forerun serve --replicas`` for the same requests at the same times over HTTP, and
 puts what was seen beside what was said. What a request spends outside of an engine, and what it takes to tell tokens,
 is measured before, by requests that are alone, and by requests that are alone with a replica while every replica has
-one: front and client share the processors with all of them. What lies between is taken by how busy the plan says that
-replicas are. Needs ``forerun[serve,ray]``.
+one: front and client share the processors with all of them. A request of the load meets either, by how busy the plan
+says that replicas are. Needs ``forerun[serve,ray]``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,10 +31,11 @@ import httpx2
 from replicas import events
 
 from forerun.plan.load.arrivals import Arrival, Synthetic, Trace
-from forerun.plan.load.fleet import Spread, serve
+from forerun.plan.load.fleet import Spread, affine, serve, simulate
 from forerun.plan.load.run import read_costs
 
 FORERUN = [sys.executable, "-u", "-m", "forerun"]
+TIMES = ("ttft", "tpot", "latency")
 ALONE = 8
 """Requests that are sent one by one before the load, and then to each replica while the others have theirs."""
 VOCABULARY = range(300, 4000)
@@ -126,22 +128,33 @@ def compare(trace: Trace, costs: Path, replicas: int, single: list[list[Seen]], 
     price, limits, _ = read_costs(costs)
     idle = serve(replace(price, ways=price.ways[:1]), limits, Trace([alone]), 1)
     busy = serve(price, limits, trace, replicas).utilisation
-    outside, telling = 0.0, 0.0
-    for share, found in zip((1 - busy, busy), single):
-        outside += share * max(0.0, median(one.first for one in found) - idle.ttft.p50)
-        each = median((one.last - one.first) / (alone.output - 1) for one in found)
-        telling += share * max(0.0, each - idle.tpot.p50)
-    said = serve(replace(price, outside=outside, telling=telling), limits, trace, replicas)
-    pairs = zip(seen, trace.arrivals)
-    tpot = Spread.of([(one.last - one.first) / (asked.output - 1) for one, asked in pairs if asked.output > 1])
-    ttft, latency = Spread.of([one.first for one in seen]), Spread.of([one.last for one in seen])
+    outside = [max(0.0, median(one.first for one in found) - idle.ttft.p50) for found in single]
+    each = [median((one.last - one.first) / (alone.output - 1) for one in found) for found in single]
+    telling = [max(0.0, took - idle.tpot.p50) for took in each]
+    played = [
+        simulate(replace(price, telling=more), limits, trace.arrivals, replicas, affine(limits.page))[0]
+        for more in telling
+    ]
+    draw, said = random.Random(0), []
+    for both in zip(*played):
+        which = int(draw.random() < busy)
+        job, out = both[which], outside[which]
+        said.append((job.first - job.arrival.at + out, job.done - job.arrival.at + out))
+    told = serve(replace(price, telling=telling[0]), limits, trace, replicas)
     speed = sum(one.tokens for one in seen) / (max(one.ended for one in seen) - trace.arrivals[0].at)
-    figures = {"tokens_per_second": (said.tokens_per_second, speed)}
-    for name, found in (("ttft", ttft), ("tpot", tpot), ("latency", latency)):
+    figures = {"tokens_per_second": (told.tokens_per_second, speed)}
+    for name, one, other in zip(TIMES, times(said, trace), times([(s.first, s.last) for s in seen], trace)):
         for part in ("p50", "p95"):
-            figures[f"{name}_{part}"] = (getattr(getattr(said, name), part), getattr(found, part))
+            figures[f"{name}_{part}"] = (getattr(one, part), getattr(other, part))
     rows = {name: {"said": one, "seen": other, "ratio": one / other} for name, (one, other) in figures.items()}
-    return {"outside": outside, "telling": telling, "utilisation_said": said.utilisation, "figures": rows}
+    return {"outside": outside, "telling": telling, "utilisation_said": busy, "figures": rows}
+
+
+def times(pairs: Seq[tuple[float, float]], trace: Trace) -> list[Spread]:
+    """``TIMES``, of requests' seconds to the first token and to the last."""
+    firsts, lasts = zip(*pairs)
+    further = [(b - a) / (n - 1) for (a, b), asked in zip(pairs, trace.arrivals) if (n := asked.output) > 1]
+    return [Spread.of(values) for values in (firsts, further, lasts)]
 
 
 def main() -> None:
@@ -175,7 +188,9 @@ def main() -> None:
     result = {"settings": settings, **found, "costs": costs["costs"], "environment": costs["environment"]}
     for name, row in found["figures"].items():
         print(f"{name:20} said {row['said']:8.4g}  seen {row['seen']:8.4g}  {row['ratio']:.2f}")
-    print(f"outside {found['outside']:.4f} s, telling {found['telling']:.4f} s, busy {found['utilisation_said']:.0%}")
+    both = zip(found["outside"], found["telling"])
+    told = ", ".join(f"outside {1000 * out:.1f} ms, telling {1000 * more:.2f} ms" for out, more in both)
+    print(f"alone, and while all have one: {told}; busy {found['utilisation_said']:.0%}")
     if given.out is not None:
         given.out.write_text(json.dumps(result, indent=2) + "\n")
 
