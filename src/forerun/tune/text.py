@@ -22,6 +22,12 @@ from forerun.tune.turns import FOLLOW_UPS, held_out, machine_paragraphs, turns
 
 FOLLOWED = 4
 """One conversation of so many gets a second turn."""
+IMAGINED = 2
+"""One conversation of so many begins with a turn that the model wrote itself."""
+TURN = 96
+"""Most tokens of such a turn; one that goes on is left out."""
+SPOKEN = "What does a user say?"
+"""Stands where a turn would."""
 ROWS = 48
 """Texts that are written together."""
 TIMED = 24
@@ -53,10 +59,12 @@ class Writer:
         draw = random.Random(seed)
         if not self.chats:
             return self._packed(self._continued(self._openings(seed), temperature, draw))
-        asked = [[{"role": "user", "content": turn}] for turn in islice(self._turns(seed), self.rows)]
         first = max(1, self.rows * FOLLOWED // (FOLLOWED + 1))
+        begun = self._imagined(first // IMAGINED, draw)
+        begun += islice(self._turns(seed), first - len(begun))
+        asked = [[{"role": "user", "content": turn}] for turn in begun]
         found, talks = [], []
-        for ids, count, talk in self._answered(asked[:first], temperature, draw):
+        for ids, count, talk in self._answered(asked, temperature, draw):
             found.append((ids, count))
             talks.append([*talk, {"role": "user", "content": draw.choice(FOLLOW_UPS)}])
         again = draw.sample(talks, min(len(talks), self.rows - first))
@@ -94,6 +102,20 @@ class Writer:
                 yield draw.choice(self.data.turns)
             yield turn
 
+    def _imagined(self, count: int, draw: random.Random) -> list[str]:
+        """At most ``count`` turns that the model writes where its template lets a user speak (Magpie: Xu et al. 2024,
+        arXiv 2406.08464)."""
+        from forerun.models.chat import render_chat
+
+        text = render_chat(self.llm.tokenizer, [{"role": "user", "content": SPOKEN}])
+        before, spoken, _ = text.partition(SPOKEN)
+        if not spoken:
+            return []
+        prompts = [self._encoded(before)] * count
+        said = [text.outputs[0] for text in self._written(prompts, 1.0, draw, TURN)]
+        self.record.done.clear()
+        return [one.text.strip() for one in said if one.finish_reason == "stop" and one.text.strip()]
+
     def _openings(self, seed: int) -> list[list[int]]:
         """Beginnings of texts; every fortieth text is held out."""
         draw = random.Random(seed)
@@ -104,9 +126,13 @@ class Writer:
 
     def _rendered(self, talk: Seq[Message]) -> list[int]:
         from forerun.models.chat import render_chat
+
+        return self._encoded(render_chat(self.llm.tokenizer, talk))
+
+    def _encoded(self, text: str) -> list[int]:
         from forerun.models.tokenizer import encode
 
-        return encode(self.llm.tokenizer, render_chat(self.llm.tokenizer, talk), add_special_tokens=False)
+        return encode(self.llm.tokenizer, text, add_special_tokens=False)
 
     def _answered(
         self, talks: Seq[Seq[Message]], temperature: float, draw: random.Random

@@ -1,0 +1,65 @@
+"""What a model writes to learn from."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from chat_model import save_chat_model
+
+from forerun import LLM
+from forerun.tune.data import Data
+from forerun.tune.record import Record, known
+from forerun.tune.text import SPOKEN, Writer
+from forerun.tune.turns import turns
+
+SAID = [("stop", " What is rain? "), ("length", "And then the"), ("stop", "  "), ("stop", "Hello;")]
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Writer:
+    with known():
+        llm = LLM(save_chat_model(tmp_path), speculative_config={"method": Record.name, "layers": [1]})
+    record = llm.engine.router.drafters[Record.name]
+    assert isinstance(record, Record)
+    return Writer(llm, record, Data(), rows=10)
+
+
+def asked(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The texts of each call's prompts while a part is written: openings are answered with ``SAID``, others with a
+    word."""
+    found: list[list[str]] = []
+
+    def written(prompts: list[list[int]], *_: Any) -> list[Any]:
+        found.append([writer.llm.tokenizer.decode(prompt) for prompt in prompts])
+        said = SAID if len(found) == 1 else [("stop", "So.")] * len(prompts)
+        return [SimpleNamespace(outputs=[SimpleNamespace(finish_reason=a, text=b, token_ids=[2])]) for a, b in said]
+
+    monkeypatch.setattr(writer, "_written", written)
+    writer.part(3, 0.0)
+    return found
+
+
+def test_half_of_the_conversations_begin_with_a_turn_of_the_models_own(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openings, first, again = asked(writer, monkeypatch)
+    assert [text.replace(" ", "") for text in openings] == ["u:"] * 4
+    made = [turn for _, turn in islice(turns(3, []), 6)]
+    rendered = [writer.llm.tokenizer.decode(writer._rendered([{"role": "user", "content": t}])) for t in made]
+    own = [text.replace(" ", "") for text in first[:2]]
+    assert own == ["u:Whatisrain?;a:", "u:Hello;;a:"]
+    assert first[2:] == rendered
+    assert len(again) == 2
+
+
+def test_a_template_that_hides_what_is_said_gets_made_turns_alone(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer.llm.tokenizer, "chat_template", "{{ messages[0].content | upper }};")
+    first, _ = asked(writer, monkeypatch)
+    assert len(first) == 8
+    assert not any(SPOKEN.upper() in text for text in first)
