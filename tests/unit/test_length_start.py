@@ -157,3 +157,20 @@ def test_what_a_faster_machine_takes_is_not_mistaken_for_a_lower_price() -> None
     assert prices.pace == pytest.approx(0.6, rel=0.01)
     assert prices.drafting("m", 1, 1) == pytest.approx(0.2, rel=0.05)
     assert prices.round(1, 2) == pytest.approx(1.1, rel=0.05)
+
+
+def test_deep_positions_are_worth_what_they_bring_though_most_drafts_are_short() -> None:
+    """A drafter that copies: of four drafts two are one token, and wrong, one has four tokens that are all right, and
+    one time there is nothing to copy. Each depth of the long one brings a quarter of a token."""
+    beliefs = Beliefs({"m": MethodBelief(4, 0.6, 3.0)}, 0.999, 0.999)
+    fates = [
+        News(sequence(7), 4, Draft.chain([0]), Verdict(tested=1)),
+        News(sequence(7), 4, Draft.chain([0]), Verdict(tested=1)),
+        News(sequence(7), 4, Draft.chain([0] * 4), Verdict([0, 1, 2, 3], tested=4)),
+        News(sequence(7), 4, Draft(), Verdict()),
+    ]
+    beliefs.learn([(["m"], [fate]) for fate in fates * 100], known={7})
+    offers = beliefs.offers([sequence(7)], [4], {"m": range(5)}, 0.0)
+    assert [depth for _, depth, _, _ in offers] == [1, 2, 3, 4]
+    assert [gain for gain, *_ in offers] == pytest.approx([0.25] * 4, rel=0.05)
+    assert [rows for *_, rows in offers] == pytest.approx([0.75, 0.25, 0.25, 0.25], rel=0.05)

@@ -24,10 +24,12 @@ class News(NamedTuple):
 
     @property
     def fate(self) -> tuple[int, str, int, int, int, int]:
-        """Whose it was and which method's; how deep it was meant to be, and was; what was tested, and matched."""
+        """Whose it was and which method's; how deep it was meant to be, and was; what was tested, and matched. Where a
+        draft ends though all of it was right, its next position counts as one that was missed."""
         sequence, asked, draft, verdict = self
         assert sequence.drafter is not None
-        return sequence.id, sequence.drafter, asked, draft.depth, verdict.tested, verdict.matched
+        tested = max(verdict.tested, min(asked, verdict.matched + 1))
+        return sequence.id, sequence.drafter, asked, draft.depth, tested, verdict.matched
 
 
 def _average(fade: float, count: int) -> float:
@@ -165,7 +167,7 @@ class Beliefs:
             chance = 1.0
             for depth in range(1, cap + 1):
                 chance *= rates[depth - 1]
-                made = there[depth - 1]
-                offers.append((chance * made, depth, index, made * (rows[depth] - rows[depth - 1])))
+                added = there[depth - 1] * (rows[depth] - rows[depth - 1])
+                offers.append((chance * there[0], depth, index, added))
         offers.sort(key=lambda offer: (-offer[0], offer[1]))
         return offers
