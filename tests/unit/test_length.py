@@ -120,6 +120,16 @@ def test_it_gives_up_and_recovers(count: int) -> None:
     assert means["last"] > 1.5
 
 
+def test_what_drafts_have_earned_is_spent_on_looking_for_more() -> None:
+    """Good and useless stretches of 200 tokens in turn. With waits that double through a useless one it is 1.36."""
+
+    def accepts(request: int, position: int) -> float:
+        return 0.9 if position % 400 < 200 else 0.0
+
+    runs = [play(Machine(**LOOKUP), "adaptive", 1, accepts, length=2400, seed=seed) for seed in range(3)]
+    assert sum(run.plain_work for run in runs) / sum(run.work for run in runs) > 1.4
+
+
 def test_each_sequence_has_its_own_budget() -> None:
     """Drafts of the first four requests are always accepted, of the other four never."""
     policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 1))

@@ -59,7 +59,7 @@ class Adaptive(LengthPolicy):
     TRIAL = 4
     """Rounds that a trial lasts, unless the account says no before."""
     BETWEEN = (8, 64)
-    """Plain rounds before the next trial; each one in vain doubles them."""
+    """Plain rounds before the next trial; each one in vain doubles them, unless drafts have earned what it takes."""
     REST = 256
     """Most rounds without a thought of drafts."""
     LITTLE = 8
@@ -211,7 +211,8 @@ class Adaptive(LengthPolicy):
         price = min(price, luck * account.START)
         if account.balance < price or self._wait > 0:
             return self._rest(sequences, price)
-        self._wait = self._between = min(2 * self._between, self.BETWEEN[1])
+        most = self.BETWEEN[account.balance <= account.START]
+        self._wait = self._between = min(2 * self._between, most)
         return Plan(trial, self.TRIAL)
 
     def _rest(self, sequences: Seq[Sequence], price: float) -> Plan:
