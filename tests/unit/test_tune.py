@@ -85,6 +85,21 @@ def test_what_a_tuning_leaves(folder: Path) -> None:
     assert "<script" not in page
 
 
+def test_text_alone(model: str, tmp_path: Path) -> None:
+    """Nothing is trained: history is compared, with what the model wrote and without."""
+    config = TuneConfig(model=model, out=tmp_path / "texts", train=("none",), **QUICK)
+    own = stages.tune(config)
+    found = json.loads((own / "tuned.json").read_text("utf-8"))
+    assert {"none", "ngram", "suffix", "prompt_lookup"} == {row["config"]["method"] for row in found["figures"]}
+    assert str(own / "text.safetensors") in {row["config"].get("datastore") for row in found["figures"]}
+    assert (own / "text.safetensors").stat().st_size > 1000
+    assert not (own / "run" / "held").exists() or not any((own / "run" / "held").iterdir())
+    with pytest.raises(ConfigError, match="holds a tuning with another learns"):
+        stages.tune(TuneConfig(model=model, out=own, **QUICK))
+    with pytest.raises(ConfigError, match="or none alone"):
+        TuneConfig(model=model, out=own, train=("none", "eagle"))
+
+
 def test_a_finished_tuning_does_nothing_again(folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (folder / "eagle" / "model.safetensors").stat().st_mtime_ns
     monkeypatch.setattr(text.Writer, "part", lambda *_: pytest.fail("wrote again"))

@@ -9,9 +9,10 @@ from pathlib import Path
 from forerun.core.errors import ConfigError
 
 SHARES = {"write": 0.4, "train": 0.35, "choose": 0.15}
-"""Of the time: the rest is for loading and checking."""
+"""Of the time: the rest is for loading and checking. Where nothing is trained, that is for writing, too."""
 
 TRAINED = ("eagle", "medusa", "parallel", "draft_model")
+NOTHING = ("none",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class TuneConfig:
     hours: float = 0.75  # time for all of it
     data: Path | None = None  # your own prompts, chats or texts: a JSONL or text file, or a folder of them
     quantization: str | None = None  # the model's weights while it is tuned, as they will be served: int8_rows, or none
-    train: tuple[str, ...] = ("eagle",)  # learns to draft: eagle, medusa, parallel, draft_model (repeatable)
+    train: tuple[str, ...] = ("eagle",)  # learns to draft: eagle, medusa, parallel, draft_model (repeatable), or none
     cpu_minutes: float | None = None  # processor time that each learns for, its start included; none: a share of hours
     rows: int = 8192  # tokens that are learnt, the commonest; heads draft no others
     min_tokens: int = 20_000  # with time to write fewer nothing is trained: history alone is measured
@@ -36,10 +37,12 @@ class TuneConfig:
     progress: bool = True  # show progress bars
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "train", tuple(dict.fromkeys(self.train)))
+        asked = tuple(dict.fromkeys(self.train))
+        object.__setattr__(self, "train", () if asked == NOTHING else asked)
         unknown = [name for name in self.train if name not in TRAINED]
         if unknown:
-            raise ConfigError(f"nothing called {unknown[0]!r} is trained: choose among {', '.join(TRAINED)}")
+            able = ", ".join(TRAINED)
+            raise ConfigError(f"nothing called {unknown[0]!r} is trained: choose among {able}, or none alone")
         if self.cpu_minutes is not None and not 0 < self.cpu_minutes < math.inf:
             raise ConfigError(f"cpu_minutes must be above 0, not {self.cpu_minutes}")
         if not 0 < self.hours < math.inf:
@@ -51,3 +54,8 @@ class TuneConfig:
     @property
     def seconds(self) -> float:
         return self.hours * 3600
+
+    @property
+    def writing(self) -> float:
+        """Share of the time in which the model writes."""
+        return SHARES["write"] + (0.0 if self.train else SHARES["train"])

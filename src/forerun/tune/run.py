@@ -37,7 +37,7 @@ from forerun.tune.report import page
 from forerun.tune.state import State
 from forerun.tune.text import ROWS, Writer, save_part
 
-VERSION = 2
+VERSION = 3
 """Of what is kept in ``run``."""
 BATCH = 2048
 """Tokens of a step."""
@@ -68,6 +68,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
         "quantization": config.quantization,
         "rows": config.rows,
         "seed": config.seed,
+        "learns": bool(config.train),
     }
     run = config.out / "run"
     state = State(run, marks)
@@ -126,7 +127,7 @@ def _load(config: TuneConfig, **more: Any) -> LLM:
 def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callable[[str], None]) -> None:
     """Stage 1: the model writes, for its share of the time."""
     text = read_config(resolve(config.model)).get_text_config()
-    which = layers(text)
+    which = layers(text) if config.train else []
     longest = min(config.answer + 704, text.max_position_embeddings)
     recording = {"method": Record.name, "layers": which}
     with known():
@@ -135,13 +136,14 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     assert isinstance(record, Record)
     writer = Writer(llm, record, data, answer=config.answer, prompt=longest - config.answer)
     held = writer.held_out_prompts()
-    budget = SHARES["write"] * config.seconds
-    bytes_each = 2 * len(which) * text.hidden_size
+    budget = config.writing * config.seconds
+    bytes_each = 2 * len(which) * text.hidden_size + 4
     with state.stage("load"):
         planned = min(config.max_tokens, round(writer.speed(held) * budget))
     if not held:
         raise ConfigError(f"an answer of {config.answer} tokens leaves no room for a prompt: lower --answer")
-    alone = planned < min(config.min_tokens, config.max_tokens) and not any((run / "text").glob("*.pt"))
+    little = bool(config.train) and planned < min(config.min_tokens, config.max_tokens)
+    alone = little and not any((run / "text").glob("*.pt"))
     if "held" not in state.results:
         some = config.probe if alone else max(choose.FEWEST, round(HELD * planned / (2 * config.answer)))
         state.keep("held", held[:: -(-len(held) // some)])
@@ -149,11 +151,11 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
         llm.close()
         state.keep("alone", {"asked": _asked(config), "why": _too_little(config, planned)})
         return
-    _room(config, run, planned, bytes_each, _memory(llm, longest, text, config.rows), say)
+    _room(config, run, planned, bytes_each, _memory(llm, longest, text, config.rows, bool(config.train)), say)
     (run / "held").mkdir(exist_ok=True)
     (run / "text").mkdir(exist_ok=True)
     with state.stage("write"):
-        if not (run / "held" / "held.pt").exists():
+        if config.train and not (run / "held" / "held.pt").exists():
             save_part(writer.held_out(state.results["held"]), run / "held" / "held.pt")
     total = 0
     with progress("writing text, seconds", round(budget), config.progress) as bar:
@@ -187,7 +189,7 @@ def _too_little(config: TuneConfig, planned: int) -> str:
     )
 
 
-def _memory(llm: LLM, longest: int, config: Any, rows: int) -> float:
+def _memory(llm: LLM, longest: int, config: Any, rows: int, learns: bool) -> float:
     """Bytes, about, that writing or training takes, whichever takes more: weights and the caches of what is written
     together, or the target in bfloat16, three of its layers with gradient and momentum, sums of squares, and logits of
     all tokens and of the ``rows`` that are learnt."""
@@ -200,7 +202,7 @@ def _memory(llm: LLM, longest: int, config: Any, rows: int) -> float:
     inner = getattr(config, "intermediate_size", 0)
     training = 2 * target.num_parameters() + 48 * layer + 20 * inner**2
     training += 24 * LENGTH * info.vocab_size + 20 * AHEAD * BATCH * rows
-    return PROGRAM + max(writing, training)
+    return PROGRAM + max(writing, training if learns else 0)
 
 
 def _room(
@@ -209,10 +211,11 @@ def _room(
     """Says what it will need, and raises ConfigError where the disk lacks it."""
     most = planned * bytes_each
     free = shutil.disk_usage(run).free
+    training = f"{SHARES['train']:.0%} to train {' and '.join(config.train)}, " if config.train else ""
     say(
-        f"{config.hours * 60:.0f} minutes: {SHARES['write']:.0%} to write text, about {planned:,} tokens, "
-        f"{SHARES['train']:.0%} to train {' and '.join(config.train)}, the rest to choose and to check; about "
-        f"{memory / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB of disk in {run}, to be removed afterwards"
+        f"{config.hours * 60:.0f} minutes: {config.writing:.0%} to write text, about {planned:,} tokens, {training}the "
+        f"rest to choose and to check; about {memory / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB of disk in {run}, "
+        "to be removed afterwards"
     )
     if free < most + (1 << 28):
         raise ConfigError(

@@ -159,13 +159,14 @@ class Writer:
         return self.llm.generate(list(prompts), params, use_tqdm=False) if prompts else []
 
     def _packed(self, texts: Seq[tuple[list[int], int]]) -> dict[str, Any]:
-        """Texts with the hidden states that were recorded; the last token's, which the model never read, is zero."""
-        kept = [(ids, count, self.record.take(ids)) for ids, count in texts]
-        whole = [(ids, count, rows) for ids, count, rows in kept if rows is not None and len(rows) == len(ids) - 1]
-        self.record.done.clear()
+        """Texts with the hidden states that were recorded, if any are; the last token's, which the model never read,
+        is zero."""
         layers = list(self.record.config.layers)
         width = len(layers) * self.llm.model.info.hidden_size
         pad = torch.zeros(1, width, dtype=torch.bfloat16)
+        kept = [(ids, count, self.record.take(ids) if layers else pad.expand(len(ids) - 1, 0)) for ids, count in texts]
+        whole = [(ids, count, rows) for ids, count, rows in kept if rows is not None and len(rows) == len(ids) - 1]
+        self.record.done.clear()
         return {
             "layers": layers,
             "tokens": torch.tensor([token for ids, _, _ in whole for token in ids], dtype=torch.int32),
