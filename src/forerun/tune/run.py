@@ -213,9 +213,9 @@ def _room(
     free = shutil.disk_usage(run).free
     training = f"{SHARES['train']:.0%} to train {' and '.join(config.train)}, " if config.train else ""
     say(
-        f"{config.hours * 60:.0f} minutes: {config.writing:.0%} to write text, about {planned:,} tokens, {training}the "
-        f"rest to choose and to check; about {memory / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB of disk in {run}, "
-        "to be removed afterwards"
+        f"{config.hours * 60:.0f} minutes: {config.writing:.0%} to write text, about {planned:,} tokens, {training}"
+        f"the rest to choose and to check; about {memory / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB of disk in "
+        f"{run}, to be removed afterwards"
     )
     if free < most + (1 << 28):
         raise ConfigError(
