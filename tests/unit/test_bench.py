@@ -17,6 +17,7 @@ from forerun.bench.methods import method_configs, runnable, shape, with_trees
 from forerun.bench.prompts import make_prompts, repetition_rate
 from forerun.bench.rows import acceptance_by_position
 from forerun.bench.run import side_by_side, take_turns
+from forerun.cli.bench import split
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.models.tokenizer import load_tokenizer
@@ -192,6 +193,13 @@ def test_contenders_with_several_requests_take_turns_in_their_midst(llm):
     alone = contenders[0].run(prompts, [params] * 2)
     assert found[0].answers == found[1].answers == alone.answers
     assert found[0].tokens == alone.tokens == 2 * (TURN + 9) - 2
+
+
+def test_what_has_commas_stands_in_quotes():
+    text = 'transformers, "llama-server=x --spec-type a:b=1,c=2" ,llama-server=y "z"'
+    assert split("peers", text, str) == ["transformers", "llama-server=x --spec-type a:b=1,c=2", 'llama-server=y "z"']
+    with pytest.raises(ConfigError, match="comma-separated"):
+        split("peers", "transformers\nvllm", str)
 
 
 def test_whole_runs_have_no_peers():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import textwrap
 
 import pytest
 
@@ -67,3 +69,105 @@ def test_a_peer_runs_in_a_python_of_its_own(llm, monkeypatch, tmp_path, together
 def test_a_peer_that_is_not_there_is_named(llm, python, why):
     with pytest.raises(ConfigError, match=f"the openvino peer.*{why}"):
         peer_contenders([f"openvino={python}"], llm(), None, 1, 32)
+
+
+SERVER = """
+    import json, os, sys
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    if sys.argv[1:] == ["--version"]:
+        sys.exit("version: 12 (abc)")
+    options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    print("CPU : AVX = 1 | AVX2 = 1 |", flush=True)
+    if "--fail" in options:
+        sys.exit("unable to load model")
+    assert os.path.isfile(options["-m"]) and (options["-c"], options["-np"]) == ("32", "1")
+    assert options["-t"] == options["-tb"] == os.environ["OMP_NUM_THREADS"]
+    open(options["--pid"], "w").write(str(os.getpid()))
+    open("llama.log", "w").close()
+    waits = 2
+
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self, status, found):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(found).encode())
+
+        def do_GET(self):
+            global waits
+            waits -= self.path == "/health"
+            self.reply(503 if waits > 0 else 200, {})
+
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/tokenize":
+                return self.reply(200, {"tokens": [int(word) for word in asked["content"].split()]})
+            if asked["seed"] != 7:
+                return self.reply(400, {"error": "another seed"})
+            assert not asked["cache_prompt"] and (asked["temperature"], asked["top_k"]) in [(0.5, 0), (0.0, 1)], asked
+            count = asked["n_predict"] if asked["ignore_eos"] else 2
+            tokens = [asked["prompt"][-1]] * count
+            found = {"timings": {"predicted_n": count, "predicted_ms": 250.0}}
+            if "--ids" in options:
+                found["tokens"] = tokens
+            else:
+                ended = not asked["ignore_eos"]
+                found |= {"content": " ".join(map(str, tokens[: count - ended])), "stopped_eos": ended}
+            self.reply(200, found)
+
+    HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    path = tmp_path / "llama server"
+    path.write_text(f"#!{sys.executable}\n{textwrap.dedent(SERVER)}")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("options", ["--ids yes", "--spec-type ngram:n=4,m=3"])
+def test_a_server_is_started_with_its_options_and_ended(llm, server, tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    pid = tmp_path / "pid"
+    (peer,) = peer_contenders([f"llama-server='./{server.name}' --pid {pid} {options}"], llm(), None, 1, 32)
+    assert peer.name == f"llama_server --pid {pid} {options}"
+    assert peer.facts()["model_path"] == (
+        f"llama-server --pid {pid} {options} [AVX = 1 | AVX2 = 1 |] (llama_server 12 (abc))"
+    )
+    params = SamplingParams(max_tokens=4, seed=7, temperature=0.5, ignore_eos=True)
+    found = peer.run([[1, 2], [3]], [params] * 2)
+    assert (found.answers, found.tokens, found.seconds) == ([[2] * 4, [3] * 4], 6, 0.5)
+    first, end = int(pid.read_text()), min(peer.eos_ids)
+    after = (lambda token: [[token, token]]) if "--ids" in options else (lambda token: [[token, end]])
+    assert peer.run([[5]], [SamplingParams(max_tokens=4, seed=7, temperature=0.0)]).answers == after(5)
+    assert int(pid.read_text()) == first
+    assert peer.run([[3]], [SamplingParams(max_tokens=4, seed=7, temperature=0.0)]).answers == after(3)
+    assert int(pid.read_text()) != first  # what a server has answered before, it might recite
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    with pytest.raises(ConfigError, match=r"llama-server peer ended with status 1: /completion answered 400.*another"):
+        peer.run([[5]], [SamplingParams(max_tokens=4, seed=8, temperature=0.5)])
+    peer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama server", "pid"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("/no/server -rtr", "No such file or directory: '/no/server'"),
+        ("'{server}' --fail yes", "llama server has not come up: unable to load model"),
+        ("'{server}' --pid /no/pid", "has not come up: FileNotFoundError"),
+        ("'open", "cannot be read: No closing quotation"),
+    ],
+)
+def test_a_server_that_does_not_come_up_says_why(llm, server, command, why):
+    with pytest.raises(ConfigError, match=f"the llama-server peer.*{why}"):
+        peer_contenders([f"llama-server={command.format(server=server)}"], llm(), None, 1, 32)
+
+
+def test_one_server_answers_one_at_a_time(llm):
+    assert peer_contenders(["llama-server=/no/server"], llm(), None, 2, 32) == []

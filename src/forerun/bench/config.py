@@ -12,7 +12,7 @@ from forerun.engine.config import NONE
 from forerun.sampling.params import SamplingParams
 
 ALL = "all"
-PEERS = ("transformers", "llama-cpp", "openvino", "vllm")
+PEERS = ("transformers", "llama-cpp", "llama-server", "openvino", "vllm")
 HELD_OUT, REPETITIVE, RANDOM = "held_out", "repetitive", "random"
 SETS = (HELD_OUT, REPETITIVE, RANDOM)
 """Prompts that are drawn: as many and as long as asked for."""

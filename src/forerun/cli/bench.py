@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -70,10 +71,11 @@ BY_CATEGORY = {
 
 
 def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
-    """A comma-separated option. Raises ConfigError."""
+    """A comma-separated option; what has commas itself stands in double quotes. Raises ConfigError."""
     try:
-        return [kind(part.strip()) for part in text.split(",") if part.strip()]
-    except ValueError:
+        parts = next(csv.reader([text], skipinitialspace=True), [])
+        return [kind(part.strip()) for part in parts if part.strip()]
+    except (ValueError, csv.Error):
         raise ConfigError(f"--{name} must be a comma-separated list of {kind.__name__} values, not {text!r}") from None
 
 
@@ -92,6 +94,7 @@ MoreOptions = Annotated[
         "{METHOD: [{...}, ...]}: a row each",
     ),
 ]
+Peers = Annotated[str, typer.Option(help=f"others, NAME, NAME=PYTHON or llama-server=COMMAND: {', '.join(PEERS)}")]
 Plots = Annotated[
     Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun[plots]")
 ]
@@ -109,7 +112,7 @@ def bench(
     temperature: Annotated[
         str | None, typer.Option(help="temperatures", show_default="0,1; of a written set 0")
     ] = None,
-    peers: Annotated[str, typer.Option(help=f"others, NAME or NAME=PYTHON: {', '.join(PEERS)}")] = "",
+    peers: Peers = "",
     sampling: Annotated[str | None, typer.Option(metavar="JSON", help="sampling options of every request")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     plot_folder: Plots = None,

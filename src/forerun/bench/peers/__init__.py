@@ -16,14 +16,15 @@ TOGETHER = ("llama-cpp", "vllm")
 
 
 def peer_contenders(names: Seq[str], llm: LLM, draft: str | None, sequences: int, context: int) -> list[Contender]:
-    """The peers' rows: ``NAME``, or ``NAME=PYTHON`` for one installed for another interpreter. ``draft`` is the
-    assistant's checkpoint; ``sequences`` of at most ``context`` tokens are answered together. Raises ConfigError for an
-    unknown peer, for one that is not installed, and for a model with adapters."""
+    """The peers' rows: ``NAME``, or ``NAME=PYTHON`` for one installed for another interpreter; of ``llama-server`` a
+    program and its options. ``draft`` is the assistant's checkpoint; ``sequences`` of at most ``context`` tokens are
+    answered together. Raises ConfigError for an unknown peer, for one that is not installed, and for a model with
+    adapters."""
     if names and llm.model.info.lora:
         raise ConfigError("peers run the model without adapters: leave lora out, or the peers")
     found: list[Contender] = []
     for entry in names:
-        name, _, python = entry.partition("=")
+        name, _, runs = entry.partition("=")
         if name not in PEERS:
             raise ConfigError(f"unknown peer {name!r}: choose one of {', '.join(PEERS)}")
         if sequences > 1 and name not in TOGETHER:
@@ -31,5 +32,5 @@ def peer_contenders(names: Seq[str], llm: LLM, draft: str | None, sequences: int
         if name == "transformers":
             found += transformers_contenders(llm, draft)
         else:
-            found += outside_contenders(name, python or None, llm, sequences, context)
+            found += outside_contenders(name, runs or None, llm, sequences, context)
     return found

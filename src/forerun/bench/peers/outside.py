@@ -7,12 +7,14 @@ decoded together, answered by ``{"answers", "tokens", "seconds"}``: seconds sinc
 and the tokens of that time; ``ends`` are the ids that end an answer. llama.cpp's, told ``"scores": true`` with
 the model, takes ``{"score"}``, token ids, instead: ``{"logprobs", "choices"}``. CTranslate2's searches beams:
 ``{"source", "width", "max_tokens", "length_penalty"}``, answered by ``{"beams", "scores", "seconds"}``, all of them.
+A program's is told its command with the model, as ``"program"``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -36,7 +38,10 @@ from forerun.sampling.params import SamplingParams
 
 WORKERS = Path(__file__).parent / "workers"
 PACKAGES = {"llama-cpp": "llama_cpp", "openvino": "openvino_genai", "vllm": "vllm", "ctranslate2": "ctranslate2"}
-NEEDS_GGUF = ("llama-cpp", "openvino")
+PACKAGES["llama-server"] = "llama_server"
+NEEDS_GGUF = ("llama-cpp", "openvino", "llama-server")
+PROGRAMS = ("llama-server",)
+"""Programs that this interpreter's worker starts and asks."""
 PRINTED = "printed.log"
 
 
@@ -125,13 +130,14 @@ class OutsideContender:
         self.worker.leave()
 
 
-def outside_contenders(peer: str, python: str | None, llm: LLM, sequences: int, context: int) -> list[Contender]:
-    """The rows of a peer that the interpreter ``python`` runs; None: this one. As many threads as torch has here, and
-    ``sequences`` of at most ``context`` tokens together.
+def outside_contenders(peer: str, runs: str | None, llm: LLM, sequences: int, context: int) -> list[Contender]:
+    """The rows of a peer that the interpreter ``runs`` runs; None: this one; of a program, its command. As many threads
+    as torch has here, and ``sequences`` of at most ``context`` tokens together.
 
     What reads no GGUF gets its weights as bfloat16. Raises ConfigError where the package is not installed there or
     cannot run the model.
     """
+    told, runs = ({"program": _command(peer, runs)}, None) if peer in PROGRAMS else ({}, runs)
     path = resolve(llm.config.model)
     folder = tempfile.TemporaryDirectory(prefix="forerun-peer-")
     if path.is_file() and peer not in NEEDS_GGUF:
@@ -141,15 +147,23 @@ def outside_contenders(peer: str, python: str | None, llm: LLM, sequences: int, 
     elif not path.is_file() and peer in NEEDS_GGUF:
         path = write_gguf(path, Path(folder.name) / "model.gguf", llm.model.info.dtype)
     threads = torch.get_num_threads()
-    worker = started(peer, python or sys.executable, threads, folder)
+    worker = started(peer, runs or sys.executable, threads, folder)
     try:
-        about = worker.ask({"model": str(path), "threads": threads, "context": context, "sequences": sequences})
+        about = worker.ask({"model": str(path), "threads": threads, "context": context, "sequences": sequences, **told})
     except ConfigError as error:
         worker.end()
         raise ConfigError(f"{error}; see docs/bench.md for an environment of its own") from None
     worker.rows = len(about["rows"])
-    told = f"{about['about']} ({PACKAGES[peer]} {about['version']})"
-    return [OutsideContender(row, worker, told, llm.model.info.eos_ids, sequences) for row in about["rows"]]
+    facts = f"{about['about']} ({PACKAGES[peer]} {about['version']})"
+    return [OutsideContender(row, worker, facts, llm.model.info.eos_ids, sequences) for row in about["rows"]]
+
+
+def _command(peer: str, text: str | None) -> list[str]:
+    """The program, by default the one that is called like its peer, and its options. Raises ConfigError."""
+    try:
+        return shlex.split(text or peer)
+    except ValueError as error:
+        raise ConfigError(f"the {peer} peer's command {text!r} cannot be read: {error}") from None
 
 
 @contextmanager

@@ -1,0 +1,113 @@
+"""A llama-server (llama.cpp's, or a fork's): a GGUF file as it lies, with the options that the server is given.
+
+Its own clock counts, from the first token on. Where it answers no ids, its tokenizer reads its text again.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from time import monotonic, sleep
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+LOAD_SECONDS = 600
+FLAGS = re.compile(r"AVX\w* = \d.*\d \|")
+UNCUT = {"top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False, "return_tokens": True}
+
+
+class Server:
+    """The process, which has read its model."""
+
+    def __init__(self, command: list[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            host, port = free.getsockname()
+        self.root, self.opener = f"http://{host}:{port}", build_opener(ProxyHandler({}))
+        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as it runs
+        command = [*command, "--host", host, "--port", str(port)]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
+        self.seen: set[tuple[int, ...]] = set()
+        began = monotonic()
+        while not self.ready():
+            if self.process.poll() is not None or monotonic() > began + LOAD_SECONDS:
+                self.end()
+                words = self.printed().strip().splitlines()
+                sys.exit(f"{command[0]} has not come up: {words[-1] if words else 'it printed nothing'}")
+            sleep(0.05)
+
+    def ready(self) -> bool:
+        try:
+            with self.opener.open(f"{self.root}/health"):
+                return True
+        except URLError:  # not listening yet, or 503: loading
+            return False
+
+    def printed(self) -> str:
+        self.log.seek(0)
+        text: str = self.log.read()
+        return text
+
+    def ask(self, path: str, question: dict[str, Any]) -> dict[str, Any]:
+        request = Request(f"{self.root}{path}", json.dumps(question).encode(), {"Content-Type": "application/json"})
+        try:
+            with self.opener.open(request) as reply:
+                found: dict[str, Any] = json.load(reply)
+                return found
+        except HTTPError as error:
+            sys.exit(f"{path} answered {error.code}: {error.read().decode()}")
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        (prompt,), (seed,), heat = asked["prompts"], asked["seeds"], asked["temperature"]
+        self.seen.add(tuple(prompt))
+        options = {"temperature": heat, "seed": seed, "top_k": 0 if heat else 1, "ignore_eos": not asked["ends"]}
+        found = self.ask("/completion", {"prompt": prompt, "n_predict": asked["max_tokens"], **options, **UNCUT})
+        tokens = found.get("tokens")
+        if tokens is None:
+            tokens = self.ask("/tokenize", {"content": found["content"]})["tokens"]
+            tokens += asked["ends"][:1] if found["stopped_eos"] else []
+        count, seconds = found["timings"]["predicted_n"] - 1, found["timings"]["predicted_ms"] / 1000
+        return {"answers": [tokens], "tokens": count, "seconds": seconds}
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def version(program: str) -> str:
+    told = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    found = re.search(r"version: (.+)", told.stdout + told.stderr)
+    return found[1] if found else "unknown"
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    about = json.loads(sys.stdin.readline())
+    program, *options = about["program"]
+    program, model = os.path.abspath(shutil.which(program) or program), os.path.abspath(about["model"])
+    threads = str(about["threads"])
+    command = [program, "-m", model, "-c", str(about["context"]), "-np", "1", "-t", threads, "-tb", threads, *options]
+    with tempfile.TemporaryDirectory(prefix="forerun-server-") as folder:
+        os.chdir(folder)  # some write a log wherever they are
+        server = Server(command)
+        try:
+            flags = FLAGS.search(server.printed())
+            told = " ".join(["llama-server", *options, f"[{flags[0] if flags else ''}]"])
+            name = " ".join(["llama_server", *options])
+            print(json.dumps({"version": version(program), "rows": [name], "about": told}), file=replies, flush=True)
+            for line in sys.stdin:
+                asked = json.loads(line)
+                if tuple(asked["prompts"][0]) in server.seen:  # some drafters would recite its answer
+                    server.end()
+                    server = Server(command)
+                print(json.dumps(server.answer(asked)), file=replies, flush=True)
+        finally:
+            server.end()
+
+
+main()
