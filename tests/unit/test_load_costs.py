@@ -65,6 +65,20 @@ def test_requests_decode_together_whose_prompts_take_longer_than_their_answers(t
     assert list(found.ways[0].seconds.points) == [1, 2, 4]
 
 
+def test_each_way_of_a_method_has_costs_of_its_own(tiny_target, tiny_draft):
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[2 + (7 * i + j) % 90 for j in range(length)] for i in range(count)]
+
+    llm = LLM(str(tiny_target), max_num_seqs=1)
+    models = [str(tiny_target), str(tiny_draft)]
+    options = [{"method": "draft_model", "model": model} for model in models]
+    plain, *ways = Bench(llm, Arrival(0.0, 8, 8), 8, prompts).costs(options).ways
+    assert plain.method == "none"
+    tokens = {way.method: way.tokens for way in ways if way.k == 7}
+    same, other = (tokens[f"draft_model model={model}"] for model in models)
+    assert other < same
+
+
 @pytest.fixture
 def costs_file(tmp_path) -> Path:
     price = Costs(
