@@ -132,7 +132,7 @@ def test_the_command_on_paper(costs_file, tmp_path, capsys):
         (lambda found: found["costs"]["ways"][0]["seconds"].update({"1": -1}), "-1 is no time"),
         (lambda found: found["costs"]["ways"][0].update(seconds={}), "no points"),
         (lambda found: found["costs"]["ways"][1].update(spread=[2.0, 0]), "0 is no number of tokens that a round"),
-        (lambda found: found["costs"]["ways"][1].update(spread=[4.5]), "4.5 is no number of tokens that a round with 3"),
+        (lambda found: found["costs"]["ways"][1].update(spread=[4.5]), "4.5 is no number of tokens that a round"),
         (lambda found: found["costs"]["ways"][0].update(tokens_per_round=2), "2 is no number of tokens"),
         (lambda found: found["costs"]["ways"][1].update(spread="123"), "spread must be a list of tokens, not '123'"),
         (lambda found: found["costs"]["ways"][1].update(spread={"2": 1}), "spread must be a list"),
