@@ -178,6 +178,7 @@ REFUSED = {
     "a trace of several answers": ["generate", "x", "--n", "2", "--trace-html", "page.html"],
     "a mode of nothing": ["generate", "x", "--logprobs-mode", "raw_logprobs"],
     "no threads": ["generate", "x", "--threads", "0"],
+    "more threads than a machine has": ["generate", "x", "--threads", "100000"],
     "unknown quantization": ["generate", "x", "--quantization", "int3"],
     "quantization on the hf path": ["generate", "x", "--model-path", "hf", "--quantization", "int8_rows"],
     "json and trace": ["generate", "x", "--json", "--trace"],
