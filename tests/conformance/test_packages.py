@@ -53,7 +53,8 @@ def run(tmp_path_factory):
 
 def test_it_can_be_built_beside_other_scripts(tmp_path):
     pytest.importorskip("setuptools")
-    for name, text in (("my_drafter.py", blocks("python")[0]), ("try_it.py", ""), ("pyproject.toml", blocks("toml")[0])):
+    files = {"my_drafter.py": blocks("python")[0], "try_it.py": "", "pyproject.toml": blocks("toml")[0]}
+    for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     build = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build"]
     done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False)
