@@ -178,6 +178,8 @@ REFUSED = {
     "a trace of several answers": ["generate", "x", "--n", "2", "--trace-html", "page.html"],
     "a mode of nothing": ["generate", "x", "--logprobs-mode", "raw_logprobs"],
     "no threads": ["generate", "x", "--threads", "0"],
+    "tune: fewer threads than none": ["tune", "smollm2", "--out", "/tmp/x", "--threads", "-2"],
+    "train: more threads than a machine has": ["train", "target", "--out", "/tmp/x", "--threads", "100000"],
     "more threads than a machine has": ["generate", "x", "--threads", "100000"],
     "unknown quantization": ["generate", "x", "--quantization", "int3"],
     "quantization on the hf path": ["generate", "x", "--model-path", "hf", "--quantization", "int8_rows"],
