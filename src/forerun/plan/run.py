@@ -67,16 +67,15 @@ def run_plan(
     named = dict(zip(labels(options, ()), options, strict=True))
     by_method = {LAYERSKIP: {"method": LAYERSKIP, "accept": accept}, **named}
     trial = _Trial(llm, prompts, params, concurrency, step)
-    methods = trial.methods(named)
-    estimates = [item for name in methods if (item := trial.estimate(name, trial.by_length[name])) is not None]
+    estimates = [e for n in trial.methods(named) if (e := trial.estimate(n, trial.by_length[n])) is not None]
     curve = trial.curve(trial.prices(found for runs in trial.by_length.values() for found in runs.values()))
     predictions = [
         p
         for item in estimates
         for p in predict(item, curve, longest, concurrency, partial(_nodes, by_method[item.method]))
     ]
-    shown = {item.method: item for item in estimates}
-    trees = plan_trees({name: o for name, o in named.items() if name in shown}, tree_nodes, longest, trial, curve)
+    shown = {item.method: named[item.method] for item in estimates}
+    trees = plan_trees(shown, tree_nodes, longest, trial, curve)
     shapes = [shape for item in trees for shape in item["fixed"]]
     subsets = choose_layers(
         lambda layers: trial.layers(by_method[LAYERSKIP], layers, curve, longest),
@@ -90,7 +89,7 @@ def run_plan(
         "concurrency": concurrency,
         "plain_tokens_per_second": trial.plain.tokens_per_second,
         "estimates": [theory_row(item, longest) for item in estimates],
-        "silent": [method for method in methods if method not in shown],
+        "silent": [method for method in named if method not in shown],
         "verify_cost": curve.points,
         "predictions": [asdict(p) for p in predictions],
         "measured": trial.measured(),
