@@ -51,6 +51,17 @@ def run(tmp_path_factory):
     return call
 
 
+def test_it_can_be_built_beside_other_scripts(tmp_path):
+    pytest.importorskip("setuptools")
+    files = {"my_drafter.py": blocks("python")[0], "try_it.py": "", "pyproject.toml": blocks("toml")[0]}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    build = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build"]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "build" / "lib").iterdir()] == ["my_drafter.py"]
+
+
 def test_it_is_found_by_name_and_changes_no_token(run, tiny_target):
     found = {}
     for method in ("periodic", "none"):

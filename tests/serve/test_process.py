@@ -226,3 +226,14 @@ def test_drafts_go_as_far_as_they_pay_where_that_changes_no_token(given: dict[st
     assert second.get("accept") == given.get("accept")
     assert served_drafters({}, {"model": "x"}, []) == {"method": "suffix", "length": "adaptive"}
     assert served_drafters({}, {"model": "x"}, ['{"method": "ngram"}']) == [{"method": "ngram", "length": "adaptive"}]
+
+
+def test_a_drafter_that_options_speak_of_is_there_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.cli.options.read_tuned", lambda folder, engine: {"method": "cascade"})
+    for asked, method in (
+        ({"spec_tokens": 3}, "suffix"),
+        ({"speculative_config": {"num_speculative_tokens": 3}}, "suffix"),
+        ({"tuned": "folder"}, "cascade"),
+    ):
+        first, second = served_drafters(asked, {"model": "x"}, ['{"method": "ngram"}'])
+        assert (first["method"], second["method"]) == (method, "ngram")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.bench.methods import labels, method_configs, with_trees
+from forerun.bench.methods import labels, method_configs, runnable, with_trees
 from forerun.core.errors import ConfigError
 
 
@@ -39,6 +39,20 @@ def test_a_method_can_be_measured_in_several_ways():
     assert labels(configs) == ["none", "ngram", "ngram max_order=3", "ngram max_order=3", "random"]
     both = method_configs(["ngram"], ["coupled"], ["fixed", "adaptive"], [2], {})
     assert labels(with_trees(both, 0)) == ["none", "ngram", "ngram"]
+
+
+def test_each_way_that_cannot_run_is_told(llm):
+    wrong = [{"max_order": 0}, {}, {"max_order": 1, "num_speculative_tokens": 2}]
+    configs = method_configs(["all"], ["coupled"], ["fixed"], [], {"ngram": wrong})
+    kept, left_out = runnable(llm(), [config for config in configs if config["method"] == "ngram"])
+    assert [config.get("max_order") for config in kept] == [None]
+    told = {name: reason for name, reason in left_out.items() if "max_order" in name}
+    assert told == {f"ngram max_order={n}": f"max_order must be at least 2, not {n}" for n in (0, 1)}
+    assert labels(kept + configs[:1], ()) == ["ngram", "none"]
+    assert labels([{"method": "ngram", "num_speculative_tokens": n} for n in (1, 2)], ()) == [
+        "ngram num_speculative_tokens=1",
+        "ngram num_speculative_tokens=2",
+    ]
 
 
 @pytest.mark.parametrize("key", ["method", "accept", "length"])

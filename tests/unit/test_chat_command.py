@@ -91,6 +91,7 @@ def test_a_model_without_a_template_is_one_line(chat, tiny_target):
         ("/load /no/such/file\n", "cannot read"),
         ("/save\n", "one file name"),
         ("/exit now\n", "takes nothing"),
+        ("\udcff\n", "half a surrogate pair"),
     ],
 )
 def test_without_a_terminal_what_cannot_be_done_ends_it(chat, lines, words):

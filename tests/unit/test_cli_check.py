@@ -66,6 +66,15 @@ def test_everything_holds_on_the_tiny_pair(check):
     assert METHOD not in drafters
 
 
+def test_each_way_of_a_method_is_named(check):
+    ways = json.dumps({"draft_model": [{"num_speculative_tokens": n} for n in (2, 3)]})
+    small = ["--methods", "draft_model", "--samples", "40", "--accept", "token", "--prompts", "2", "--no-trees"]
+    _, result = check(*small, "--temperature", "0", "--layout", "slotted", "--speculative-config", ways)
+    names = [f"draft_model num_speculative_tokens={n}" for n in (2, 3)]
+    assert [item["what"] for item in lines(result, "same-seed identity")] == names
+    assert [item["what"] for item in lines(result, "law")] == [f"{name}, token" for name in names]
+
+
 def lines(result: dict, check: str) -> list[dict]:
     return [item for item in result["results"] if item["check"] == check]
 

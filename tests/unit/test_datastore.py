@@ -112,8 +112,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     save_file({"tokens": tokens}, path, metadata=about)
     with pytest.raises(ConfigError, match="cannot read the datastore"):
         Datastore.load(path, 10, None)
-    for wrong in ([2], [4, -1]):
-        save_file({"tokens": tokens, "lengths": np.array(wrong, np.int32)}, path, metadata=about)
+    for wrong in ([2], [4, -1], [2**63 - 1, 2**63 - 1, 5]):
+        save_file({"tokens": tokens, "lengths": np.array(wrong)}, path, metadata=about)
         with pytest.raises(ConfigError, match="is damaged"):
             Datastore.load(path, 10, None)
     for wrong in (tokens.astype(np.float32), tokens[None]):

@@ -65,6 +65,20 @@ def test_requests_decode_together_whose_prompts_take_longer_than_their_answers(t
     assert list(found.ways[0].seconds.points) == [1, 2, 4]
 
 
+def test_each_way_of_a_method_has_costs_of_its_own(tiny_target, tiny_draft):
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[2 + (7 * i + j) % 90 for j in range(length)] for i in range(count)]
+
+    llm = LLM(str(tiny_target), max_num_seqs=1)
+    models = [str(tiny_target), str(tiny_draft)]
+    options = [{"method": "draft_model", "model": model} for model in models]
+    plain, *ways = Bench(llm, Arrival(0.0, 8, 8), 8, prompts).costs(options).ways
+    assert plain.method == "none"
+    tokens = {way.method: way.tokens for way in ways if way.k == 7}
+    same, other = (tokens[f"draft_model model={model}"] for model in models)
+    assert other < same
+
+
 @pytest.fixture
 def costs_file(tmp_path) -> Path:
     price = Costs(
@@ -117,7 +131,11 @@ def test_the_command_on_paper(costs_file, tmp_path, capsys):
         (lambda found: found["costs"]["ways"].pop(0), "not the costs of a plan: plain decoding is not among them"),
         (lambda found: found["costs"]["ways"][0]["seconds"].update({"1": -1}), "-1 is no time"),
         (lambda found: found["costs"]["ways"][0].update(seconds={}), "no points"),
-        (lambda found: found["costs"]["ways"][1].update(spread=[2.0, 0]), "0 is no time and no number of tokens"),
+        (lambda found: found["costs"]["ways"][1].update(spread=[2.0, 0]), "0 is no number of tokens that a round"),
+        (lambda found: found["costs"]["ways"][1].update(spread=[4.5]), "4.5 is no number of tokens that a round"),
+        (lambda found: found["costs"]["ways"][0].update(tokens_per_round=2), "2 is no number of tokens"),
+        (lambda found: found["costs"]["ways"][1].update(spread="123"), "spread must be a list of tokens, not '123'"),
+        (lambda found: found["costs"]["ways"][1].update(spread={"2": 1}), "spread must be a list"),
         (lambda found: found["costs"].update(prompt_seconds=[1]), "not the costs of a plan"),
         (lambda found: found["costs"].update(deep=float("nan")), "nan"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise, product
 from statistics import mean
 
@@ -179,6 +180,9 @@ def test_some_are_guessed_better_than_others():
     took = [round(job.done - job.first) for job in apart]
     assert set(took) == {10, 30}
     assert took.count(10) == pytest.approx(100, abs=1)
+    usual = replace(drafted, spread=(1.0, 2.0, 3.0))
+    (one,), _ = simulate(Costs([plain, usual], price.prompt), ONE, [Arrival(0.0, 1, 31)], 1, at_random(0))
+    assert round(one.done - one.first) == 15  # alone, it is neither lucky nor not
     together, _ = simulate(price, Limits(seats=300), [Arrival(0.0, 1, 31)] * 300, 1, at_random(0))
     assert [round(job.done - job.first) for job in together] == took
 

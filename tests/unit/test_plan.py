@@ -88,6 +88,19 @@ def test_a_plan_measures_subsets_of_a_real_target(tiny_target):
     assert found["layers"][0]["c"] > 0
 
 
+def test_each_way_of_a_method_has_figures_of_its_own(tiny_target, tiny_draft):
+    models = [str(tiny_target), str(tiny_draft)]
+    found = run_plan(
+        LLM(str(tiny_target)), [{"method": "draft_model", "model": model} for model in models], [[5, 9, 12, 7, 7, 3]],
+        temperature=0.0, max_tokens=12, concurrency=1, longest=2, seed=0, tree_nodes=2,
+    )  # fmt: skip
+    names = [f"draft_model model={model}" for model in models]
+    for rows in (found["estimates"], found["trees"], found["measured"][:2]):
+        assert [row["method"] for row in rows] == names
+    same, other = (row["match_rate"] for row in found["estimates"])
+    assert other < same == 1
+
+
 # ----------------------------------------------------------------------------------------------- what is recommended
 
 

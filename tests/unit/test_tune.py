@@ -180,6 +180,8 @@ def test_bench_measures_it(folder: Path, model: str, tmp_path: Path) -> None:
     assert methods == ["none", "eagle"]
     assert options["max_order"] == 3
     assert options["eagle"] == {"model": str(own / "eagle"), "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match="options of 'eagle' are given twice"):
+        with_tuned(str(own), {"model": model}, ["none"], {"eagle": [{"num_speculative_tokens": 2}]})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind != "eagle"])

@@ -62,12 +62,13 @@ def method_configs(
     return configs
 
 
-def labels(configs: Seq[Mapping[str, Any]]) -> list[str]:
-    """For each its method, with the options in which those of a method differ and that no column of a table shows."""
+def labels(configs: Seq[Mapping[str, Any]], columns: Seq[str] = SHOWN) -> list[str]:
+    """For each its method, with the options in which those of a method differ and that none of ``columns`` shows."""
     found = []
     for config in configs:
         alike = [other for other in configs if other["method"] == config["method"]]
-        differ = [key for key in config if key not in SHOWN and any(other.get(key) != config[key] for other in alike)]
+        own = [key for key in config if key not in columns]
+        differ = [key for key in own if any(key not in other or other[key] != config[key] for other in alike)]
         found.append(" ".join([config["method"], *(f"{key}={config[key]}" for key in differ)]))
     return found
 
@@ -137,19 +138,20 @@ def shape(depth: int, nodes: int) -> list[int]:
 
 def runnable(llm: LLM, configs: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Those configurations whose drafters can be built for ``llm``'s target and draft for plain requests; and why each
-    other method is left out."""
+    other one is left out, by its label."""
     kept: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
-    for config in configs:
+    configs = list(configs)
+    for name, config in zip(labels(configs), configs, strict=True):
         try:
             engine = Engine(
                 llm.model, llm.tokenizer, replace(llm.config, max_num_seqs=1), SpeculativeConfig.parse(config)
             )
         except ForerunError as error:
-            left_out[config["method"]] = " ".join(str(error).split())
+            left_out[name] = " ".join(str(error).split())
             continue
         if any(drafter.needs.grammar for drafter in engine.router.drafters.values()):
-            left_out[config["method"]] = NEEDS_GRAMMAR
+            left_out[name] = NEEDS_GRAMMAR
         else:
             kept.append(dict(config))
     return kept, left_out

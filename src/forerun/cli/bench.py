@@ -179,10 +179,12 @@ def with_tuned(
     tuned: str, engine: Mapping[str, Any], methods: Seq[str], options: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
     """The methods and their options with the method of a tuned folder and its own. Raises ConfigError for a folder that
-    was made for other weights."""
+    was made for other weights, and where there are options of that method besides."""
     found = read_tuned(tuned, engine)
     method = found.pop("method")
     own = {key: value for key, value in found.items() if key not in ("accept", "length")}
+    if method in options:
+        raise ConfigError(f"options of {method!r} are given twice: in --speculative-config and in the tuned folder")
     return [*methods, *([] if method in methods else [method])], {**options, **({method: own} if own else {})}
 
 

@@ -23,6 +23,8 @@ from forerun.core.loading import Advance, watch
 
 WORTH_A_BAR = 64 << 20
 """Bytes of a model's files."""
+MOST_THREADS = 4096
+"""More than a machine has; OpenMP ends a process without a word where it cannot make as many."""
 
 
 def out() -> Console:
@@ -120,8 +122,8 @@ def read_file(path: Path) -> str:
 def set_threads(count: int | None) -> None:
     if count is None:
         return
-    if count < 1:
-        raise ConfigError(f"--threads must be at least 1, not {count}")
+    if not 1 <= count <= MOST_THREADS:
+        raise ConfigError(f"--threads must be from 1 to {MOST_THREADS}, not {count}")
     import torch
 
     torch.set_num_threads(count)

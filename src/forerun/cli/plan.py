@@ -140,7 +140,8 @@ def _candidates(methods: str, accept: str, shared: dict[str, Any]) -> list[dict[
     chosen = split("methods", methods, str)
     if not chosen:
         raise ConfigError(f"--methods must name at least one of {', '.join(drafters)}")
-    options = [c for c in method_configs(chosen, [accept], ["fixed"], (), shared) if c["method"] != NONE]
+    every = method_configs(chosen, [accept], ["fixed"], (), shared)
+    options = [c for place, c in enumerate(every) if c["method"] != NONE and c not in every[:place]]
     check_options(options)
     return options
 

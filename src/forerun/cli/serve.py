@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli.console import all_but_one, out, read_file, set_threads, warn, warn_synthetic
-from forerun.cli.options import SERVED, SPECULATIVE, names_method, parse_json, speculative_config, takes
+from forerun.cli.options import SERVED, SPECULATIVE, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.memory import megabytes
 from forerun.speculate.names import rules
@@ -234,13 +234,16 @@ def _facts(llm: LLM) -> str:
 def served_drafters(
     speculative: Mapping[str, Any], engine: Mapping[str, Any], others: list[str] | None
 ) -> list[dict[str, Any]] | dict[str, Any]:
-    """Every drafter's config; the others take rule and length policy from the first. Drafts go as far as they pay where
-    that changes no token."""
+    """Every drafter's config; the others take rule and length policy from the first, and its place where a model of
+    one's own has no options but these. Drafts go as far as they pay where that changes no token."""
     first = speculative_config(speculative, engine)
     if rules[first.get("accept", "coupled")].identity:
         first = {"length": "adaptive", **first}
     if not others:
         return first
-    shared = {key: value for key, value in first.items() if key in ("accept", "length")}
+    common = ("accept", "length")
+    shared = {key: value for key, value in first.items() if key in common}
     listed = [{**shared, **parse_json("also_draft", text)} for text in others]
-    return [first, *listed] if names_method(speculative) or "model" not in engine else listed
+    asked = {**(speculative.get("speculative_config") or {}), **speculative, "speculative_config": None}
+    own = any(value is not None and key not in common for key, value in asked.items())
+    return [first, *listed] if own or "model" not in engine else listed

@@ -20,6 +20,7 @@ from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes
 from forerun.engine.stop import ABORT, ERROR
 from forerun.models.chat import render_chat
+from forerun.models.tokenizer import encode
 
 PATIENCE = 4
 """Ctrl-C's that wait for the round that runs; one more does not."""
@@ -76,7 +77,7 @@ class Chat(ABC):
         try:
             tokenizer = self.llm.tokenizer
             text = render_chat(tokenizer, talk.messages(), chat_template=self.template)
-            prompt = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            prompt = encode(tokenizer, text, add_special_tokens=False, verbose=False)
             with self.interruptible() as stopped:
                 job = answer(engine, prompt, talk.params, self.view, trace=talk.trace, stopped=stopped)
             if job.finish is not None and job.finish.reason == ERROR:

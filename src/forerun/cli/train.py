@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from forerun.cli.console import set_threads
 from forerun.cli.help import PlainHelp
 from forerun.cli.options import Flags, flags_of, takes
 from forerun.core.errors import ConfigError
@@ -68,6 +69,7 @@ def command(
         if sizes:
             given["shape"] = Shape(**{**vars(default_shape), **sizes})
         config = kind(**given)
+        set_threads(config.threads or None)
         module, name = place.split(":")
         train = getattr(import_module(f"forerun.train.{module}"), name)
         return until_stopped(lambda: print(train(config)), config)

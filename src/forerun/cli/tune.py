@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli.console import out
+from forerun.cli.console import out, set_threads
 from forerun.cli.options import Flags, flags_of, takes
 from forerun.tune.config import TuneConfig
 
@@ -29,6 +29,7 @@ def tune(
     kept. Ctrl-C stops it; the same command goes on. Use the folder with --tuned.
     """
     config = TuneConfig(model=model, out=out_folder, **options)
+    set_threads(config.threads or None)
     from forerun.train.interrupt import Stopped
     from forerun.tune.run import tune as run
 

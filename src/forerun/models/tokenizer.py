@@ -60,7 +60,8 @@ def check_compatible(target: Any, draft: Any, target_info: ModelInfo, draft_info
             if by_id.get(i) != other.get(i):
                 raise ConfigError(
                     f"the draft's tokenizer differs from the target's: id {i} is {by_id.get(i)!r} in "
-                    f"{target_info.name} and {other.get(i)!r} in {draft_info.name}"
+                    f"{target_info.name} and {other.get(i)!r} in {draft_info.name} "
+                    "('use_heterogeneous_vocab': true drafts all the same)"
                 )
     if target_info.eos_ids != draft_info.eos_ids:
         raise ConfigError(

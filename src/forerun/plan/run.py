@@ -10,6 +10,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from forerun.bench.methods import labels
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -63,18 +64,18 @@ def run_plan(
         SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed + i)
         for i in range(len(prompts))
     ]
-    by_method = {LAYERSKIP: {"method": LAYERSKIP, "accept": accept}, **{item["method"]: item for item in options}}
+    named = dict(zip(labels(options, ()), options, strict=True))
+    by_method = {LAYERSKIP: {"method": LAYERSKIP, "accept": accept}, **named}
     trial = _Trial(llm, prompts, params, concurrency, step)
-    methods = trial.methods(options)
-    estimates = [item for name in methods if (item := trial.estimate(name, trial.by_length[name])) is not None]
+    estimates = [e for n in trial.methods(named) if (e := trial.estimate(n, trial.by_length[n])) is not None]
     curve = trial.curve(trial.prices(found for runs in trial.by_length.values() for found in runs.values()))
     predictions = [
         p
         for item in estimates
         for p in predict(item, curve, longest, concurrency, partial(_nodes, by_method[item.method]))
     ]
-    shown = {item.method: item for item in estimates}
-    trees = plan_trees([o for o in options if o["method"] in shown], tree_nodes, longest, trial, curve)
+    shown = {item.method: named[item.method] for item in estimates}
+    trees = plan_trees(shown, tree_nodes, longest, trial, curve)
     shapes = [shape for item in trees for shape in item["fixed"]]
     subsets = choose_layers(
         lambda layers: trial.layers(by_method[LAYERSKIP], layers, curve, longest),
@@ -88,7 +89,7 @@ def run_plan(
         "concurrency": concurrency,
         "plain_tokens_per_second": trial.plain.tokens_per_second,
         "estimates": [theory_row(item, longest) for item in estimates],
-        "silent": [method for method in methods if method not in shown],
+        "silent": [method for method in named if method not in shown],
         "verify_cost": curve.points,
         "predictions": [asdict(p) for p in predictions],
         "measured": trial.measured(),
@@ -162,12 +163,12 @@ class _Trial:
         self.plain.extend(found[0])
         return found
 
-    def methods(self, options: Seq[Mapping[str, Any]]) -> list[str]:
+    def methods(self, options: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Measure every method at every length of ``LENGTHS``."""
-        names = [item["method"] for item in options]
+        names = list(options)
         for length in LENGTHS:
             self.step(f"{length} drafted tokens")
-            plain, *found = self.run([{**item, "num_speculative_tokens": length} for item in options])
+            plain, *found = self.run([{**item, "num_speculative_tokens": length} for item in options.values()])
             for method, here in zip(names, found):
                 self.by_length.setdefault(method, {})[length] = here
                 self.speedups[method, length] = here.tokens_per_second / plain.tokens_per_second

@@ -39,7 +39,7 @@ def rank_acceptance(found: Measured) -> list[float]:
 
 
 def plan_trees(
-    options: Seq[Mapping[str, Any]], nodes: int, longest: int, trial: Trial, curve: CostCurve
+    options: Mapping[str, Mapping[str, Any]], nodes: int, longest: int, trial: Trial, curve: CostCurve
 ) -> list[dict[str, Any]]:
     """For each drafter that branches: ``acceptance`` by rank, ``fixed`` (``Shaped``, of every ``tree`` of at most
     ``nodes`` tokens, ``longest`` deep, whose nodes of one depth have as many children, no more than those above),
@@ -52,7 +52,7 @@ def plan_trees(
     found = []
     every = [tree for tree in fixed(nodes, longest) if tree[0] > 1]
     probe = max((tree for tree in every if len(tree) <= DEPTH), key=lambda tree: (len(tree), size(tree)), default=())
-    for item in options if probe else ():
+    for name, item in options.items() if probe else ():
         wide = {**item, "tree": [RANKS]}
         shaped = {**item, "tree": list(probe)}
         grown = {**item, "num_speculative_tokens": longest, "tree_nodes": nodes}
@@ -63,13 +63,13 @@ def plan_trees(
             continue
         plain, *measured = trial.run([wide, shaped, grown])
         acceptance = rank_acceptance(measured[0])
-        prices = trial.estimate(item["method"], {len(probe): measured[1]})
+        prices = trial.estimate(name, {len(probe): measured[1]})
         if not acceptance or prices is None:
             continue
         paper = _Paper(acceptance, prices, probe, curve, trial.concurrency)
         found.append(
             {
-                "method": item["method"],
+                "method": name,
                 "acceptance": acceptance,
                 "fixed": [paper.shaped(tree) for tree in every],
                 "shapes": _shapes(paper, nodes, longest),

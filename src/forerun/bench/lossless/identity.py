@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from forerun.bench.lossless.result import Result, layout_name
 from forerun.bench.lossless.trees import METHOD, hand_made
-from forerun.bench.methods import tree_of
+from forerun.bench.methods import labels, tree_of
 from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -139,7 +139,9 @@ def check_identity(
         for prompt, group in zip(prompts, plain):
             first, source = llm.model.info.begin(prompt)
             texts += [[*(source or ()), *first, *answer.tokens] for answer in group]
-        cases: list[tuple[str, Seq[Mapping[str, Any] | None]]] = [(o["method"], variants(o)) for o in methods]
+        cases: list[tuple[str, Seq[Mapping[str, Any] | None]]] = [
+            (name, variants(options)) for name, options in zip(labels(methods, ()), methods, strict=True)
+        ]
         for name, options in [*cases, *([(METHOD, [None])] if trees else [])]:
             for number, page_size in enumerate(page_sizes):
                 step(f"{name}, {layout_name(page_size)}, temperature {temperature:g}")

@@ -72,9 +72,10 @@ def chi_square(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ..
 
 
 def check_law(
-    llm: LLM, options: Mapping[str, Any], prompt: list[int], *, samples: int = SAMPLES, seed: int = 0
+    llm: LLM, options: Mapping[str, Any], prompt: list[int], *, samples: int = SAMPLES, seed: int = 0, name: str = ""
 ) -> Result:
-    """Sample ``samples`` answers with seeds of their own and compare their frequencies with the exact law."""
+    """Sample ``samples`` answers with seeds of their own and compare their frequencies with the exact law.
+    ``name`` is what the result calls ``options``, else by their method."""
     params = [
         SamplingParams(temperature=1.0, top_k=SUPPORT, max_tokens=LENGTH, ignore_eos=True, seed=seed + i)
         for i in range(samples)
@@ -91,7 +92,7 @@ def check_law(
         detail = f"the drafter failed: {total.draft_error}"
     elif not tested:
         detail = IDLE.format("") if freedom else f"{samples} samples cannot tell two answers apart: give more --samples"
-    what = f"{options['method']}, {options['accept']}"
+    what = f"{name or options['method']}, {options['accept']}"
     return Result(
         "law", what, layout_name(None), 1.0, inside, samples, "samples", right and tested, detail, p_value, tested
     )

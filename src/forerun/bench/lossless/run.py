@@ -13,7 +13,7 @@ from forerun.bench.lossless.bits import check_bits
 from forerun.bench.lossless.identity import answers, check_identity
 from forerun.bench.lossless.law import check_law
 from forerun.bench.lossless.result import Result
-from forerun.bench.methods import method_configs, runnable
+from forerun.bench.methods import labels, method_configs, runnable
 from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
@@ -98,9 +98,9 @@ def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: N
         if ALL in config.methods:
             cases, not_with = runnable(llm, cases)
             left_out |= not_with
-        for case in cases:
-            step(f"law, {case['method']}, {case['accept']}")
-            results.append(check_law(llm, case, prompt, samples=config.samples, seed=config.seed))
+        for name, case in zip(labels(cases, ("accept",)), cases, strict=True):
+            step(f"law, {name}, {case['accept']}")
+            results.append(check_law(llm, case, prompt, samples=config.samples, seed=config.seed, name=name))
     return {
         "passed": all(result.passed for result in results),
         "tested": all(result.tested for result in results),

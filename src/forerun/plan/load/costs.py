@@ -112,16 +112,7 @@ class Costs:
     def told(cls, found: Mapping[str, Any]) -> Costs:
         """From what ``describe`` gave, JSON or not. Raises ConfigError for anything else."""
         try:
-            ways = [
-                Way(
-                    str(way["method"]),
-                    _count(way["k"], least=0),
-                    _curve(way["seconds"]),
-                    _positive(way["tokens_per_round"]),
-                    sorted(map(_positive, way.get("spread", ()))),
-                )
-                for way in found["ways"]
-            ]
+            ways = [_way(way) for way in found["ways"]]
             added = {name: _least(found[name]) for name in ("deep", "outside", "telling")}
             made = cls(ways, _curve(found["prompt_seconds"]), **added)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -129,6 +120,17 @@ class Costs:
         if not ways or ways[0].k:
             raise ConfigError("these are not the costs of a plan: plain decoding is not among them")
         return made
+
+
+def _way(told: Mapping[str, Any]) -> Way:
+    k, spread = _count(told["k"], least=0), told.get("spread", [])
+    if not isinstance(spread, list):
+        raise ConfigError(f"spread must be a list of tokens, not {shown(spread)}")
+    for tokens in (told["tokens_per_round"], *spread):
+        if not 1 <= float(tokens) <= 1 + k:
+            raise ConfigError(f"{shown(tokens)} is no number of tokens that a round with {k} drafted ones brings")
+    tokens = float(told["tokens_per_round"])
+    return Way(str(told["method"]), k, _curve(told["seconds"]), tokens, sorted(map(float, spread)))
 
 
 def _curve(points: Mapping[Any, Any]) -> Curve:
@@ -145,7 +147,7 @@ def _count(value: Any, least: int = 1) -> int:
 
 def _positive(value: Any) -> float:
     if not 0 < float(value) < inf:
-        raise ConfigError(f"{shown(value)} is no time and no number of tokens")
+        raise ConfigError(f"{shown(value)} is no time")
     return float(value)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from forerun.bench.methods import labels
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -50,16 +51,17 @@ class Bench:
         """With the drafters of ``options``, each at ``LENGTHS``."""
         found: dict[tuple[str, int], dict[int, Measured]] = defaultdict(lambda: defaultdict(Measured))
         several = options or [{"method": NONE}]
+        names = labels(several, ())
         drafted = {"num_speculative_tokens": LENGTHS[-1]} if options else {}
         # Prompts that are known need no rounds, in which the first ones would be done before the last are read.
         engines = [self._engine({**each, **drafted}, prefix_caching=None) for each in several]
         for count in counts(self.llm.config.max_num_seqs):
             for _ in range(PASSES):
-                for engine, each in zip(engines, several):
+                for engine, name in zip(engines, names):
                     for k in (0, *LENGTHS) if options else (0,):
-                        self.step(f"{each['method']}, {k} drafted tokens, {count} at a time")
+                        self.step(f"{name}, {k} drafted tokens, {count} at a time")
                         run = self._decoded(engine, count, k)
-                        found[each["method"] if k else NONE, k][count].extend(run)
+                        found[name if k else NONE, k][count].extend(run)
         ways = [way for (method, k), runs in found.items() if (way := _way(method, k, runs)) is not None]
         self.step("reading prompts")
         return Costs(ways, self._prompt_curve(), self._deep())

@@ -52,8 +52,8 @@ class Job:
     def __init__(self, number: int, arrival: Arrival) -> None:
         self.number = number
         self.arrival = arrival
-        self.luck = number * GOLDEN % 1
-        """How well drafts guess it, as a share of all requests."""
+        self.luck = (0.5 + number * GOLDEN) % 1
+        """How well drafts guess it, as a share of all requests: the first is in the middle."""
         self.wanted = arrival.prompt
         """Tokens to read before it decodes: its prompt, and what it had already when it lost its pages."""
         self.read = 0

@@ -173,7 +173,7 @@ def _read(path: Path) -> list[np.ndarray]:
         tokens, lengths = (file.get_tensor(name) for name in ("tokens", "lengths"))
     if {tokens.dtype.kind, lengths.dtype.kind} - {"i", "u"} or {tokens.ndim, lengths.ndim} != {1}:
         raise ConfigError(f"the datastore {path} is damaged: it holds no lists of whole numbers")
-    if lengths.min(initial=0) < 0 or lengths.sum() != len(tokens):
+    if not 0 <= lengths.min(initial=0) <= lengths.max(initial=0) <= len(tokens) or lengths.sum() != len(tokens):
         raise ConfigError(f"the datastore {path} is damaged: its lengths are not those of its texts")
     return np.split(tokens, np.cumsum(lengths)[:-1])
 
