@@ -118,7 +118,7 @@ def test_who_asks_while_it_drains_is_told(model_folder: Path) -> None:
     with serving(*options) as (server, url), httpx2.Client(base_url=url, headers=KEY, timeout=30) as known:
         assert known.get("/health").status_code == 200
         texts: list[str] = []
-        reader = begin(url, texts, max_tokens=500, n=128)
+        reader = begin(url, texts, max_tokens=500, n=128, logprobs=5)
         server.send_signal(signal.SIGTERM)
         signalled = monotonic()
         while known.get("/health").status_code == 200:
@@ -141,7 +141,7 @@ def test_a_second_signal_ends_it_at_once(model_folder: Path, kind: signal.Signal
     options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "50"]
     with serving(*options) as (server, url):
         texts: list[str] = []
-        reader = begin(url, texts, max_tokens=500, n=128)
+        reader = begin(url, texts, max_tokens=500, n=128, logprobs=5)
         server.send_signal(kind)
         while httpx2.get(f"{url}/health").status_code == 200:
             pass
