@@ -1,13 +1,14 @@
 """Texts that are known beforehand, and what follows in them: a datastore to retrieve drafts from.
 
 REST (He et al. 2024, arXiv 2311.08252) drafts what followed the longest match of the text's end in a datastore, found
-in a suffix array. Here that is sorted by the first ``REACH`` tokens alone, which bound match and draft together.
+in a suffix array. Here that is one of the texts read backwards, so that one search finds the longest match, and sorted
+by ``REACH`` tokens alone, which bound matches.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from math import log
 from pathlib import Path
@@ -21,7 +22,7 @@ from safetensors.numpy import save_file
 from forerun.core.errors import ConfigError, ForerunError
 
 REACH = 32
-COUNTED = 256
+COUNTED = 64
 """Occurrences that are looked at where a match has more: evenly chosen."""
 FORMAT = "forerun_datastore"
 SUFFIX = ".safetensors"
@@ -30,28 +31,19 @@ WIDTH = 4
 """Bytes of a token, most significant first, so that texts compare as bytes do. 0 ends a text; tokens are one more."""
 
 
-class State(NamedTuple):
-    """Places ``first`` to ``last`` of the sorted suffixes, which all begin with ``text``."""
-
-    text: bytes
-    first: int
-    last: int
-
-
 class Datastore:
-    """Token ids of ``texts``, each at least 0, sorted by what they begin with."""
+    """Token ids of ``texts``, each at least 0. Places in them, sorted by the tokens before each, the nearest first."""
 
     def __init__(self, texts: Seq[ArrayLike]) -> None:
         parts = [np.append(np.asarray(text, np.int64) + 1, 0) for text in texts]
-        tokens = np.concatenate([*parts, np.zeros(REACH, np.int64)])
-        order = _order(tokens)
-        self.order = order[order < len(tokens) - REACH].astype(np.int32)
-        self.tokens = tokens.astype(np.int32)
-        self._bytes = tokens.astype(">u4").tobytes()
-        self._places = self.order.data
-        first = self.tokens[self.order]
-        self._begins = np.searchsorted(first, np.arange(first.max(initial=0) + 2)).tolist()
-        """Where the suffixes lie that begin with each token, one more than its id."""
+        tokens = np.concatenate([*parts, np.zeros(0, np.int64)])
+        end = np.zeros(REACH, np.int64)
+        backwards = np.append(tokens[::-1], end)
+        order = _order(backwards)
+        self.tokens = np.append(tokens, end).astype(np.int32).data
+        self._order = (len(tokens) - order[order < len(tokens)]).astype(np.int32).data
+        self._backwards = backwards.astype(">u4").tobytes()
+        self._bytes = WIDTH * len(tokens)
 
     @classmethod
     def load(cls, path: Path, vocab_size: int, tokenizer: Any) -> Datastore:
@@ -70,71 +62,63 @@ class Datastore:
 
     def match(self, text: Seq[int], reach: int) -> Retrieved:
         """The longest match of the end of ``text``, of at most ``reach`` tokens; length 0 if there is none."""
-        found: list[State] = []
-        wanted = b""
-        for length in range(1, min(len(text), reach, REACH) + 1):
-            first = text[-length] + 1
-            wanted = first.to_bytes(WIDTH) + wanted
-            if first + 1 >= len(self._begins):
-                break
-            state = self.narrowed(State(wanted, *self._begins[first : first + 2]))
-            if state.first == state.last:
-                break
-            found.append(state)
-        return Retrieved(self, found, len(found))
+        nearest = text[-1 : -1 - min(reach, REACH, len(text)) : -1]
+        wanted = b"".join([(token + 1).to_bytes(WIDTH) for token in nearest])
+        place = bisect_left(self._order, wanted, key=self._before(len(wanted)))
+        return self.matched(wanted, place, place)
 
-    def narrowed(self, state: State) -> State:
-        """Those of its places that do begin with its text."""
-        text, data = state.text, self._bytes
-        size = len(text)
+    def matched(self, wanted: bytes, first: int, last: int) -> Retrieved:
+        """The longest match around the places ``first`` to ``last`` that the ones beside them have."""
+        size = max(self._alike(wanted, first - 1), self._alike(wanted, last))
+        if not size:
+            return Retrieved(self, wanted, 0, 0, 0, [])
+        before, text = self._before(size), wanted[:size]
+        first = bisect_left(self._order, text, 0, first, key=before)
+        last = bisect_right(self._order, text, last, len(self._order), key=before)
+        step = -(-(last - first) // COUNTED)
+        return Retrieved(self, wanted, first, last, size // WIDTH, self._order[first:last:step].tolist())
 
-        def beginning(place: int) -> bytes:
-            return data[WIDTH * place : WIDTH * place + size]
+    def _before(self, size: int) -> Callable[[int], bytes]:
+        """What gives as many bytes of the tokens before a place."""
+        data, end = self._backwards, self._bytes
+        return lambda place: data[end - WIDTH * place : end - WIDTH * place + size]
 
-        first = bisect_left(self._places, text, state.first, state.last, key=beginning)
-        return State(text, first, bisect_right(self._places, text, first, state.last, key=beginning))
-
-    def continuations(self, state: State) -> Iterator[tuple[int, float, State]]:
-        """(token, log of its share, what begins so), the commonest first."""
-        length = len(state.text) // WIDTH
-        if length >= REACH:
-            return
-        count = state.last - state.first
-        step = -(-count // COUNTED)
-        some = self.tokens[self.order[state.first : state.last : step] + length]
-        tokens, counts = np.unique(some, return_counts=True)
-        for place in np.argsort(-counts, kind="stable").tolist():
-            token = int(tokens[place])
-            if token:
-                within = State(state.text + token.to_bytes(WIDTH), state.first, state.last)
-                yield token - 1, log(counts[place] / len(some)), self.narrowed(within)
+    def _alike(self, wanted: bytes, index: int) -> int:
+        """Bytes of whole tokens at which ``wanted`` and what is before a place are the same."""
+        if not 0 <= index < len(self._order):
+            return 0
+        found = self._before(len(wanted))(self._order[index])
+        pairs = zip(range(0, len(wanted), WIDTH), range(WIDTH, len(wanted) + 1, WIDTH))
+        return next((start for start, end in pairs if wanted[start:end] != found[start:end]), len(wanted))
 
 
 class Retrieved(NamedTuple):
-    """A match in a datastore, of ``length`` tokens; those shorter than it are ``states``' others."""
+    """A match in a datastore, of ``length`` tokens: the places ``first`` to ``last`` of its order, of which ``state``
+    are those that are counted."""
 
     store: Datastore
-    states: list[State]
+    wanted: bytes
+    first: int
+    last: int
     length: int
+    state: list[int]
     source: None = None
 
-    @property
-    def state(self) -> State:
-        return self.states[self.length - 1]
-
-    def continuations(self, state: State) -> Iterator[tuple[int, float, State]]:
+    def continuations(self, state: list[int]) -> Iterator[tuple[int, float, list[int]]]:
+        """(token, log of its share, the places behind it), the commonest first."""
+        tokens, found = self.store.tokens, dict[int, list[int]]()
+        for place in state:
+            found.setdefault(tokens[place], []).append(place + 1)
         # The text itself is an occurrence behind which nothing is known yet.
-        count = state.last - state.first
-        shift = log(count / (count + 1)) if state is self.state else 0.0
-        for token, log_q, after in self.store.continuations(state):
-            yield token, log_q + shift, after
+        count = self.last - self.first
+        total = len(state) * (count + 1) / count if state is self.state else len(state)
+        for token, places in sorted(found.items(), key=lambda each: -len(each[1])):
+            if token:
+                yield token - 1, log(len(places) / total), places
 
     def shorter(self) -> Retrieved:
         """The longest shorter match that occurs more often; length 0 if there is none."""
-        most, length = self.state.last - self.state.first, self.length - 1
-        while length and self.states[length - 1].last - self.states[length - 1].first <= most:
-            length -= 1
-        return self._replace(length=length)
+        return self.store.matched(self.wanted, self.first, self.last)
 
 
 def _order(tokens: np.ndarray) -> np.ndarray:
