@@ -19,6 +19,7 @@ from forerun.cli import main
 from forerun.cli.bench import with_tuned
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
+from forerun.speculate.draft.datastore import Datastore
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.train import loop
 from forerun.tune import choose, data, text, turns
@@ -334,6 +335,9 @@ def test_smollm2s_own_is_whole() -> None:
     folder = Path(pretrained.__file__).parent / "smollm2"
     content = json.loads((folder / tuned.FILE).read_text("utf-8"))
     assert content["seal"] == tuned._seal(folder, content)
+    info = content["speculative_config"]
+    store = Datastore.load(folder / info["datastore"], 49_152, None)
+    assert len(store.tokens) > 1_000_000
     head = EagleHead.load(folder / "head")
     ids = head.token_ids()
     assert head.record["target_fingerprint"] == content["fingerprint"]
