@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from forerun.cli import options
+from forerun.cli.options import speculative_config
+from forerun.engine import tuned
 from forerun.plan.estimate import Measured, Sample
 from forerun.tune import choose
 
@@ -41,3 +44,19 @@ def test_a_choice_does_not_follow_what_else_runs(monkeypatch: pytest.MonkeyPatch
         assert found() == pytest.approx(quiet, rel=0.2)
     disturbed = False
     assert found() == pytest.approx(quiet)
+
+
+def test_what_comes_for_a_model_is_used_unless_another_way_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {"method": "suffix", "datastore": "text", "num_speculative_tokens": 4, "length": "adaptive"}
+    monkeypatch.setattr(tuned, "has_bundled", lambda model: model == "ours")
+    monkeypatch.setattr(options, "read_tuned", lambda folder, engine: dict(found))
+    ours = {"model": "ours"}
+    assert speculative_config({}, ours) == found
+    assert speculative_config({"spec_tokens": 7}, ours) == {**found, "num_speculative_tokens": 7}
+    assert speculative_config({"length": "fixed"}, ours) == {**found, "length": "fixed"}
+    assert "datastore" not in speculative_config({"accept": "token"}, ours)
+    assert "datastore" not in speculative_config({"spec_method": "suffix"}, ours)
+    assert "datastore" not in speculative_config({}, {**ours, "lora": ["folder"]})
+    assert speculative_config({}, {"model": "another"}) == {"method": "suffix", "length": "adaptive"}

@@ -198,7 +198,7 @@ SAMPLING = Flags(
         defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
     ),
 )
-DEFAULTS = "draft_model for the bundled pair, else suffix with adaptive lengths"
+DEFAULTS = "draft_model for the bundled pair, else suffix with adaptive lengths; smollm2's text comes with Forerun"
 SYNTHETIC_HELP = (
     "accept drafts as often as was published for Llama-3.2-1B, whatever their tokens, to measure speed: "
     f"{', '.join(PROFILES)}; the text is not the model's"
@@ -223,8 +223,8 @@ SPECULATIVE = Flags(
 
 def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
     """``speculative_config`` from JSON and shorthands. Where no method is named, the bundled pair drafts with its draft
-    model, and another model from the text itself (``suffix``), as far as it pays if that changes no token. Raises
-    ConfigError for a key that is given twice with different values."""
+    model, and another model from the text itself (``suffix``), as far as it pays if that changes no token, and from
+    what comes with Forerun for it. Raises ConfigError for a key that is given twice with different values."""
     config = dict(given.get("speculative_config") or {})
     if "tuned" in given:
         if names_method(given):
@@ -245,7 +245,16 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
         config["method"] = _usual(config) if "model" in engine else "draft_model"
         if "model" in engine and rules[config.get("accept", "coupled")].identity:
             config.setdefault("length", "adaptive")
+            config = {**_bundled(config["method"], engine), **config}
     return config
+
+
+def _bundled(method: str, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of the model from the folder that comes for it, if that drafts by ``method``."""
+    from forerun.engine.tuned import has_bundled
+
+    found = {} if engine.get("lora") or not has_bundled(str(engine["model"])) else read_tuned(BUNDLED, engine)
+    return found if found.get("method") == method else {}
 
 
 def _usual(config: Mapping[str, Any]) -> str:
