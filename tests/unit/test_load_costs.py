@@ -43,6 +43,12 @@ def test_a_price_of_one_is_none_of_several():
     ).seconds.points == {1: 1.0, 2: 1.5}
 
 
+def test_a_round_costs_what_rounds_cost_at_the_mean_though_most_draft_nothing():
+    plain, drafted = timed((1, 1.0), (1, 1.0), (1, 9.0)), timed((1, 4.0), k=3)
+    plain.rounds += drafted.rounds
+    assert _way("ngram", 3, {1: plain}).seconds.points == {1: pytest.approx(1.75)}
+
+
 def test_how_well_each_request_is_guessed():
     runs = {1: timed((1, 1.0), k=3), 2: timed((2, 1.5), k=3)}
     runs[1].metrics = [RequestMetrics(rounds=4, decode_tokens=12)]

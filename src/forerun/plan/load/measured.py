@@ -17,7 +17,7 @@ from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import Measured, measure
+from forerun.plan.estimate import Measured, Sample, measure
 from forerun.plan.load.arrivals import Arrival
 from forerun.plan.load.costs import Costs, Curve, Way
 from forerun.plan.load.replica import Limits
@@ -29,6 +29,8 @@ ANSWER = 48
 """Most tokens of a measured answer."""
 SHORTEST = 16
 """Prompt tokens beyond one from which reading is measured, then four times as many each time."""
+REQUESTS = 4
+"""That are measured for each number of them at a time, at least."""
 REPEATS = 3
 PASSES = 2
 """Times that everything is measured, in turns."""
@@ -75,9 +77,12 @@ class Bench:
             SamplingParams(temperature=self.temperature, max_tokens=most, ignore_eos=True, seed=self.seed + i)
             for i in range(count)
         ]
-        # Other prompts for each count: requests differ in how well they are guessed.
-        prompts = self.prompts(2 * count, length)[count:]
-        found = measure(engine, prompts, params, max_draft=k)
+        # Several prompts, and others for each count: requests differ in how well they are guessed.
+        found, groups = Measured(), max(1, REQUESTS // count)
+        prompts = self.prompts((1 + groups) * count, length)
+        for group in range(1, 1 + groups):
+            some = prompts[group * count : (group + 1) * count]
+            found.extend(measure(engine, some, params, max_draft=k))
         found.check()
         return found
 
@@ -147,7 +152,7 @@ def _way(method: str, k: int, runs: Mapping[int, Measured]) -> Way | None:
     for count, run in runs.items():
         rounds = [one for one in run.rounds if len(one.depths) == count]
         if rounds:
-            points[count] = median(one.total for one in rounds)
+            points[count] = _usual(rounds)
             tokens += sum(one.tokens for one in rounds)
             shares += sum(len(one.depths) for one in rounds)
     if len(points) < min(2, len(runs)):
@@ -161,6 +166,14 @@ def _way(method: str, k: int, runs: Mapping[int, Measured]) -> Way | None:
     requests = [one for run in runs.values() for one in run.metrics if one.rounds]
     spread = sorted(one.decode_tokens / one.rounds for one in requests) if k else []
     return Way(method, k, Curve(points), tokens / shares, spread)
+
+
+def _usual(rounds: Seq[Sample]) -> float:
+    """Seconds of a round at the mean over what is drafted, each kind of round at its median: some draft nothing."""
+    kinds: dict[int, list[float]] = defaultdict(list)
+    for one in rounds:
+        kinds[one.rows].append(one.total)
+    return sum(len(times) * median(times) for times in kinds.values()) / len(rounds)
 
 
 def limits_of(llm: LLM) -> Limits:
