@@ -95,8 +95,10 @@ def test_text_alone(model: str, tmp_path: Path) -> None:
     assert str(own / "text.safetensors") in {row["config"].get("datastore") for row in found["figures"]}
     assert (own / "text.safetensors").stat().st_size > 1000
     assert not (own / "run" / "held").exists() or not any((own / "run" / "held").iterdir())
-    with pytest.raises(ConfigError, match="holds a tuning with another learns"):
+    with pytest.raises(ConfigError, match="holds a tuning with another training: none, not some"):
         stages.tune(TuneConfig(model=model, out=own, **QUICK))
+    with pytest.raises(ConfigError, match="nothing learns"):
+        TuneConfig(model=model, out=own, train=("none",), cpu_minutes=1.0)
     with pytest.raises(ConfigError, match="or none alone"):
         TuneConfig(model=model, out=own, train=("none", "eagle"))
 

@@ -75,7 +75,7 @@ def labels(configs: Seq[Mapping[str, Any]], columns: Seq[str] = SHOWN) -> list[s
 
 def _options_of(method: str, options: Any) -> dict[str, Any]:
     if not isinstance(options, Mapping):
-        raise ConfigError(f"the options of {method!r} must be a mapping, not {options!r}")
+        raise ConfigError(f"the options of {method!r} must be a mapping, or some in a list, not {options!r}")
     for key in ("method", "accept", "length"):
         if key in options:
             raise ConfigError(f"{key!r} is chosen for all methods alike: leave it out of the options of {method!r}")

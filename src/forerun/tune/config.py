@@ -43,6 +43,8 @@ class TuneConfig:
         if unknown:
             able = ", ".join(TRAINED)
             raise ConfigError(f"nothing called {unknown[0]!r} is trained: choose among {able}, or none alone")
+        if self.cpu_minutes is not None and not self.train:
+            raise ConfigError("cpu_minutes is time to learn, and with train none nothing learns: leave one of them out")
         if self.cpu_minutes is not None and not 0 < self.cpu_minutes < math.inf:
             raise ConfigError(f"cpu_minutes must be above 0, not {self.cpu_minutes}")
         if not 0 < self.hours < math.inf:

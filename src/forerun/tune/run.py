@@ -68,7 +68,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
         "quantization": config.quantization,
         "rows": config.rows,
         "seed": config.seed,
-        "learns": bool(config.train),
+        "training": "some" if config.train else "none",
     }
     run = config.out / "run"
     state = State(run, marks)
