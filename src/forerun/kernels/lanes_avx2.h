@@ -298,6 +298,7 @@ LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
 }
 #endif
 // Compilers add up as they come; they like to form all terms of a sum first, and have no room for them.
+LANES_INLINE Ints in_register(Ints v) { return v; }  // there are too few
 LANES_INLINE void stay(Ints &v) { asm("" : "+x"(v.a), "+x"(v.b)); }
 LANES_INLINE Ints byte_sizes(Ints v) { return {_mm256_abs_epi8(v.a), _mm256_abs_epi8(v.b)}; }
 LANES_INLINE Ints short_pairs(Ints v) {

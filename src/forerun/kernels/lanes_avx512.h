@@ -121,6 +121,10 @@ LANES_INLINE Floats whole(const Floats *four) {
 #define HAS_BYTE_PRODUCTS 1
 LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) { return _mm512_dpbusd_epi32(sum, x, w); }
 #endif
+LANES_INLINE Ints in_register(Ints v) {  // or GCC reads it anew for every use
+  asm("" : "+v"(v));
+  return v;
+}
 LANES_INLINE void stay(Ints &) {}
 LANES_INLINE Ints byte_sizes(Ints v) { return _mm512_abs_epi8(v); }
 LANES_INLINE Ints with_sign_of(Ints v, Ints of) {

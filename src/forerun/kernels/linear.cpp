@@ -23,8 +23,8 @@ namespace {
 
 constexpr int64_t TILE = 32, GROUP_BYTES = 4 * TILE, HALF = GROUP_BYTES / 2;
 constexpr int64_t BLOCK = 48;       // rows whose sums are kept at a time
-constexpr int64_t AHEAD = 1 << 14;  // bytes from a weight that is used to the one asked for: a third of the L1 cache
-constexpr int64_t FAR = 1 << 23;    // bytes of weights, surely in memory, of which a lone row has enough on the way
+constexpr int64_t NEAR = 1 << 14;  // bytes from a weight that is used to the one asked for: a third of the L1 cache
+constexpr int64_t LARGE = 1 << 23;  // bytes of weights, surely in memory, of which a lone row has enough on the way
 #if defined(__AVX512F__)
 constexpr bool NARROW = false;
 constexpr int64_t CHUNK = 192;  // most groups of inputs, 24 KiB of weights, that a block's rows pass over in turn
@@ -37,6 +37,7 @@ constexpr int64_t CHUNK = 128;
 struct Float {
   using Sum = Floats;
   using Weights = Floats;
+  static constexpr Kind KIND = KIND_own;
   static constexpr int64_t STEP = 4, TOGETHER = NARROW ? 6 : 12;  // rows in one pass
   static constexpr int64_t WHOLE = NARROW ? 5 : 12;               // and in one over a whole tile
   static Sum zero() { return zeros(); }
@@ -55,6 +56,7 @@ struct Widened {
   struct Weights {
     Floats even, odd;
   };
+  static constexpr Kind KIND = KIND_own;
   static constexpr int64_t STEP = 8, TOGETHER = NARROW ? 5 : 12, WHOLE = NARROW ? 3 : 12;
   static Sum zero() { return zeros(); }
   static Weights get(const char *w);
@@ -82,9 +84,10 @@ Widened<Float16>::Weights Widened<Float16>::get(const char *w) {  // the first i
 struct Bfloat {
   using Sum = Floats;
   using Weights = Ints;
+  static constexpr Kind KIND = KIND_own;
   static constexpr int64_t STEP = 4, TOGETHER = 12, WHOLE = 12;
   static Sum zero() { return zeros(); }
-  static Weights get(const char *w) { return load_ints(w); }
+  static Weights get(const char *w) { return in_register(load_ints(w)); }
   static void add(Sum &sum, const Weights &w, const char *x) {
     int32_t pair;
     std::memcpy(&pair, x, 4);
@@ -99,10 +102,11 @@ using Bfloat = Widened<Bfloat16>;
 struct Int8 {
   using Sum = Ints;
   using Weights = Ints;
+  static constexpr Kind KIND = KIND_int8;
   static constexpr int64_t STEP = 4, TOGETHER = NARROW ? 6 : 8, WHOLE = NARROW ? 3 : 8;
   static constexpr int32_t ZERO = 128;  // the byte that stands for 0: one factor of the product has no sign
   static Sum zero() { return zero_ints(); }
-  static Weights get(const char *w) { return load_ints(w); }
+  static Weights get(const char *w) { return in_register(load_ints(w)); }
   static void add(Sum &sum, const Weights &w, const char *x) {
     int32_t four;
     std::memcpy(&four, x, 4);
@@ -117,6 +121,7 @@ struct Int8 {
   struct Weights {
     Ints signs, sizes;
   };
+  static constexpr Kind KIND = KIND_int8;
   static constexpr int64_t STEP = 4, TOGETHER = NARROW ? 4 : 8, WHOLE = NARROW ? 4 : 8;
   static constexpr int32_t ZERO = 0;
   static Sum zero() { return zero_ints(); }
@@ -132,12 +137,6 @@ struct Int8 {
 };
 #endif
 
-// What a pass asks for: nothing, or the lines from ``at`` on, ``step`` bytes for each group.
-struct Ask {
-  const char *at;
-  int64_t step;
-};
-
 // HALVES: of a tile.
 template <class K, int ROWS, int HALVES>
 void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums, bool fresh, Ask ask) {
@@ -146,8 +145,8 @@ void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename
     for (int h = 0; h < HALVES; h++) s[r][h] = fresh ? K::zero() : sums[2 * r + h];
   for (int64_t g = 0; g < groups; g++, w += GROUP_BYTES, x += K::STEP) {
     if (ask.step) {
-      _mm_prefetch(ask.at, _MM_HINT_T0);
-      if (HALVES == 2) _mm_prefetch(ask.at + HALF, _MM_HINT_T0);
+      ask.line(0);
+      if (HALVES == 2) ask.line(HALF);
       ask.at += ask.step;
     }
     typename K::Weights weights[HALVES];
@@ -169,9 +168,11 @@ void passes(int64_t rows, const char *w, const char *x, int64_t stride, int64_t 
 }
 
 template <class K>
-void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums, bool ask) {
+void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums, bool ask,
+          bool far) {
+  const int64_t ahead = far ? FAR : NEAR;
   if (rows <= K::WHOLE)
-    return passes<K, 2, K::WHOLE>(rows, w, x, stride, groups, sums, true, {w + AHEAD, ask ? GROUP_BYTES : 0});
+    return passes<K, 2, K::WHOLE>(rows, w, x, stride, groups, sums, true, {w + ahead, ask ? GROUP_BYTES : 0, far});
   constexpr int HALVES = NARROW ? 1 : 2;
   const int64_t turns = (rows + K::TOGETHER - 1) / K::TOGETHER, parts = NARROW ? 2 * turns : 1;
   const int64_t chunks = (groups + CHUNK - 1) / CHUNK, even = (groups + chunks - 1) / chunks;
@@ -181,7 +182,8 @@ void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t gr
       const int64_t count = rows / turns + (turn < rows % turns);
       const char *const from = x + row * stride + at * K::STEP;
       for (int64_t h = 0; h < 2; h += HALVES, part++) {
-        const Ask wanted{w + AHEAD + part * some * GROUP_BYTES / parts, ask && part < parts ? GROUP_BYTES / parts : 0};
+        const int64_t step = ask && part < parts ? GROUP_BYTES / parts : 0;
+        const Ask wanted{w + ahead + part * some * GROUP_BYTES / parts, step, far};
         passes<K, HALVES, K::TOGETHER>(count, w + HALF * h, from, stride, some, sums + 2 * row + h, at == 0, wanted);
       }
       row += count;
@@ -193,13 +195,14 @@ template <class K, class Write>
 void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_t outputs, int64_t groups, int threads,
               Write write) {
   const int64_t tiles = (outputs + TILE - 1) / TILE;
-  const bool ask = rows > 1 || tiles * groups * GROUP_BYTES < FAR;
+  const bool ask = rows > 1 || tiles * groups * GROUP_BYTES < LARGE, far = rows >= far_from[K::KIND];
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tiles; t++) {
     typename K::Sum sums[2 * BLOCK];
     for (int64_t from = 0; from < rows; from += BLOCK) {
       const int64_t some = rows - from < BLOCK ? rows - from : BLOCK;
-      tile<K>(w + t * groups * GROUP_BYTES, x + from * stride, stride, some, groups, sums, ask && from == 0);
+      tile<K>(w + t * groups * GROUP_BYTES, x + from * stride, stride, some, groups, sums, ask && from == 0,
+              far);
       for (int64_t r = 0; r < some; r++)
         for (int64_t h = 0; h < 2; h++) {
           const int64_t out = t * TILE + 16 * h;

@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int64_t AHEAD = 1 << 12;   // bytes from a weight that is used to the one asked for
+constexpr int64_t NEAR = 1 << 12;    // bytes from a weight that is used to the one asked for
 constexpr int64_t CACHED = 1 << 18;  // bytes of rows over which each tile of weights passes
 constexpr int TOGETHER = 16;        // rows that share one reading of the weights
 constexpr int AT_ONCE = 4;          // of them whose sums of products are in registers
@@ -107,16 +107,19 @@ LANES_INLINE void add_blocks(const Ints *levels, const Scales<K::PARTS> &scales,
 
 // Outputs of one tile for so many rows, whose blocks lie side by side.
 template <class K, int ROWS>
-void pass(const char *w, const Levels *x, int64_t records, float *out, bool ask) {
+void pass(const char *w, const Levels *x, int64_t records, float *out, Ask ask) {
   Floats sums[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) sums[r] = zeros();
   for (int64_t record = 0; record < records; record++) {
     const char *const head = w;
     w += K::HEAD;
+    ask.at += K::HEAD;
     for (int64_t b = 0; b < K::BLOCKS; b++, w += K::BLOCK, x += ROWS) {
-      if (ask)
-        for (int64_t i = 0; i < K::BLOCK; i += 64) _mm_prefetch(w + AHEAD + i, _MM_HINT_T0);
+      if (ask.step) {
+        for (int64_t i = 0; i < K::BLOCK; i += 64) ask.line(i);
+        ask.at += ask.step;
+      }
       Ints levels[8];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) K::get(w, j, levels[j], levels[4 + j]);
@@ -129,7 +132,7 @@ void pass(const char *w, const Levels *x, int64_t records, float *out, bool ask)
 }
 
 template <class K, int ROWS>
-void passes(int64_t rows, const char *w, const Levels *x, int64_t records, float *out, bool ask) {
+void passes(int64_t rows, const char *w, const Levels *x, int64_t records, float *out, Ask ask) {
   if (rows == ROWS) return pass<K, ROWS>(w, x, records, out, ask);
   if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, records, out, ask);
 }
@@ -183,7 +186,8 @@ struct Groups {
 };
 
 template <class K, class T>
-void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads) {
+void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads,
+              bool far) {
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), blocks = records * K::BLOCKS;
   const int64_t row = blocks * sizeof(Levels), tiles = (out.outputs + OUTPUTS - 1) / OUTPUTS;
   const int64_t most = std::max<int64_t>(CACHED / row / TOGETHER, 1) * TOGETHER;
@@ -200,7 +204,9 @@ void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int
       float sums[OUTPUTS * TOGETHER];
       for (int64_t g = 0; g < groups.count; g++) {
         const int64_t first = groups.begin(g), count = groups.begin(g + 1) - first;
-        passes<K, TOGETHER>(count, w + t * records * RECORD<K>, kept + first * blocks, records, sums, g == 0);
+        const char *const tile = w + t * records * RECORD<K>;
+        const Ask ask{tile + (far ? FAR : NEAR), g == 0 ? K::BLOCK : 0, far};
+        passes<K, TOGETHER>(count, tile, kept + first * blocks, records, sums, ask);
         for (int64_t r = 0; r < count; r++) out.put(from + first + r, t * OUTPUTS, sums + OUTPUTS * r);
       }
     }
@@ -245,7 +251,7 @@ void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, 
   const Output<T> out{y, add, bias, stride, outputs};
   switch (kind) {
 #define CASE(NAME, SIZE, BYTES) \
-  case KIND_##NAME: return multiply<NAME>(w, x, out, rows, inputs, threads);
+  case KIND_##NAME: return multiply<NAME>(w, x, out, rows, inputs, threads, rows >= far_from[kind]);
     QUANTS(CASE)
 #undef CASE
   }
