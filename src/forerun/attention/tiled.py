@@ -243,4 +243,4 @@ def row_sizes(shape: KVShape, device: torch.device, threads: int) -> tuple[int, 
             return tiles.compare(SIZES, run)
 
     what = f"attention {shape.heads} {shape.key_dim} {shape.value_dim} {device} {BLOCK}"
-    return tiles.pick(tiles.remembered(what, find))
+    return tiles.pick(tiles.remembered(what, find, tiles.groups_of))

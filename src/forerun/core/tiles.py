@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)
 ENOUGH = 8
 """Rows that the largest size should have at least: with fewer a prompt takes too many calls."""
 
+T = TypeVar("T")
 Groups = list[list[int]]
 """Sizes in whose every place a row gets the same bits, group by group."""
 
@@ -89,32 +91,33 @@ def circumstances() -> list[str]:
     return [kernels.processor(), torch.__version__, torch.__config__.show(), threads, *settings]
 
 
-def remembered(what: str, find: Callable[[], Groups]) -> Groups:
-    """``find()``, or what it found here before: kept in the cache folder, by ``what`` and the circumstances."""
+def remembered(what: str, find: Callable[[], T], good: Callable[[object], T | None]) -> T:
+    """``find()``, or what it found here before: kept in the cache folder, by ``what`` and the circumstances, and taken
+    as ``good`` has it, which is None for what ``find`` cannot have returned."""
     key = hashlib.sha256("\0".join([what, *circumstances()]).encode()).hexdigest()[:24]
     try:
         path = cache_folder() / "tiles" / f"{key}.json"
     except RuntimeError:  # nobody's home
         return find()
-    groups = _read(path)
-    if groups is None:
-        groups = find()
+    found = good(_read(path))
+    if found is None:
+        found = find()
         try:
-            _write(path, json.dumps(groups))
+            _write(path, json.dumps(found))
         except OSError as error:
             log.info("what was found about row counts cannot be kept: %s", error)
-    return groups
+    return found
 
 
-def _read(path: Path) -> Groups | None:
+def _read(path: Path) -> object:
     """None if the file is not there or damaged."""
     try:
-        return _groups(json.loads(path.read_text(encoding="utf-8")))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
-def _groups(value: object) -> Groups | None:
+def groups_of(value: object) -> Groups | None:
     """``value`` if it is what ``find`` returns."""
     if not isinstance(value, list) or not all(isinstance(group, list) and group for group in value):
         return None

@@ -2,6 +2,7 @@
 // the indices in lists, against the sizes that come with them. That a list has its stated size, and a tensor its type and
 // shape, Python sees to. A function returns 0, or says what is wrong: __init__.py makes an error of it.
 #include "kernels.h"
+#include "rows.h"
 
 #include <new>
 
@@ -278,6 +279,13 @@ const char *forerun_layout() {
 int forerun_advise(char *at, int64_t bytes) {
   REQUIRE(at && bytes >= 0, NULL_POINTER);
   advise(at, bytes);
+  return FINE;
+}
+
+int forerun_ask_far(int64_t kind, int64_t rows) {
+  REQUIRE(within(kind, 0, KINDS - 1), LAYER_KIND);
+  REQUIRE(rows > 0, SIZE);
+  far_from[kind] = rows;
   return FINE;
 }
 

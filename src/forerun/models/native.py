@@ -22,6 +22,7 @@ from forerun.core.loading import watch
 from forerun.models import quantize, tiling
 from forerun.models.architectures.spec import ALL, applies, bind
 from forerun.models.base import ModelInfo, Tiles, pad_rows
+from forerun.models.formats import asking
 from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.layer import Builder, Layer
@@ -75,6 +76,7 @@ class NativeModel:
         self.tiles: Tiles | None = None
         self.info = self._describe(config, name, eos_ids, quantization)
         compiled = self._compile()
+        asking.settle(self.linears(), dtype)
         self.fused = compiled if team is None else None
         """The whole decoder in one call, where every part has a kernel."""
         self.ranges = compiled if team is not None else None

@@ -57,15 +57,16 @@ class Torch(Protocol):
 def find(model: Torch) -> Tiles:
     """The row counts to use at the present number of threads. Those of a model whose work depends on the values in its
     rows (mixtures of experts of transformers') are (1,): each row alone."""
-    rows = tiles.remembered(f"rows {model.signature()}", lambda: _compare(model, head=False))
-    logits = tiles.remembered(f"logits {model.signature()}", lambda: _compare(model, head=True))
+    rows = tiles.remembered(f"rows {model.signature()}", lambda: _compare(model, head=False), tiles.groups_of)
+    logits = tiles.remembered(f"logits {model.signature()}", lambda: _compare(model, head=True), tiles.groups_of)
     return Tiles(tiles.pick(rows), tiles.pick(logits), torch.get_num_threads())
 
 
 def steady() -> bool:
     """Whether the functions that activations are made of round alike at every place here."""
     every = list(tiles.SIZES)
-    return tiles.remembered("functions", lambda: [every if activations.steady() else [1]]) == [every]
+    found = tiles.remembered("functions", lambda: [every if activations.steady() else [1]], tiles.groups_of)
+    return found == [every]
 
 
 class Echo(Backend[Metadata]):
