@@ -1,4 +1,4 @@
-"""From how many rows weights are asked for far ahead: measured once, and of no consequence for any bit."""
+"""How weights are asked for ahead of their use: measured once, and of no consequence for any bit."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def as_before():
     yield
-    library = kernels.library()
-    for kind in range(len(structs.KINDS) if library is not None else 0):
-        library.ask_far(kind, 6)
+    for kind in range(len(structs.KINDS) if kernels.library() is not None else 0):
+        asking.ask(kind, [asking.FAR if rows > 5 else asking.NEAR for rows in asking.COUNTS])
 
 
 def layer(form: str, outputs: int = 96, inputs: int = 512) -> Compiled:
@@ -44,22 +43,35 @@ def kind_of(made: Compiled) -> int:
 def test_no_bits_depend_on_it(form):
     made, x = layer(form), torch.randn(ROWS[-1], 512).bfloat16()
     found = []
-    for rows in (1, 4, asking.NEVER):
-        kernels.library().ask_far(kind_of(made), rows)
+    for way in asking.WAYS:
+        asking.ask(kind_of(made), [way] * len(asking.COUNTS))
         found.append([made(x[:count]) for count in ROWS])
     for others in found[1:]:
         assert all(map(torch.equal, others, found[0]))
 
 
-def test_one_disturbed_count_does_not_decide():
-    near = {2: 1.0, 4: 1.0, 6: 1.5, 8: 2.0, 16: 4.0}
-    far = {2: 1.3, 4: 1.1, 6: 1.2, 8: 1.4, 16: 2.8}
-    assert asking.first_far(near, far) == 6
-    assert asking.first_far({**near, 8: 1.3}, far) == 6
-    assert asking.first_far(near, {**far, 2: 0.95}) == 6
-    assert asking.first_far(near, {count: 2 * seconds for count, seconds in near.items()}) == asking.NEVER
-    assert asking.first_far(near, {count: seconds / 2 for count, seconds in near.items()}) == 2
-    assert asking.first_far(near, near) == asking.NEVER
+@pytest.mark.parametrize("form", COMPILED[:1])
+def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
+    made, now = layer(form), [0.0]
+    asked: dict[int, int] = {}
+
+    class Library:
+        @staticmethod
+        def ask(kind, rows, way):
+            assert kind == kind_of(made)
+            asked[rows] = way
+
+    def run(self, x, y, add, rows, stride):
+        assert x.shape == (rows, made.inputs)
+        now[0] += 1 if asked[rows] == rows % 3 else 2
+
+    monkeypatch.setattr(kernels, "library", Library)
+    monkeypatch.setattr(type(made), "run", run)
+    monkeypatch.setattr(asking, "perf_counter", lambda: now[0])
+    assert asking._measure(kind_of(made), [made], torch.bfloat16) == [rows % 3 for rows in asking.COUNTS]
+    asking.ask(kind_of(made), range(len(asking.COUNTS)))
+    assert sorted(asked) == list(range(1, 33))
+    assert [asked[rows] for rows in (1, 8, 9, 11, 12, 15, 16, 31, 32)] == [0, 7, 7, 7, 8, 8, 9, 9, 10]
 
 
 @pytest.mark.parametrize("form", COMPILED[:2])
@@ -89,15 +101,15 @@ def test_what_may_stay_in_a_cache_is_left_alone(form, monkeypatch):
     asking.settle([layer(form)], torch.bfloat16)
 
 
-@pytest.mark.parametrize("text", ["", "[[1]]", "5", "true", '"6"', "-1", "1e3"])
+@pytest.mark.parametrize("text", ["", "[[1]]", "5", "[1]", "[1, true]", "[1, 3]", "[1, -1]", "[1, 2.0]", '"12"'])
 @pytest.mark.parametrize("form", COMPILED[:1])
 def test_a_damaged_memory_is_made_anew(form, text, monkeypatch, tmp_path):
     made = layer(form)
     monkeypatch.setattr(asking, "ENOUGH", 1)
-    monkeypatch.setattr(asking, "_measure", lambda *_: 12)
+    monkeypatch.setattr(asking, "COUNTS", (1, 4))
+    monkeypatch.setattr(asking, "_measure", lambda *_: [2, 1])
     asking.settle([made], torch.bfloat16)
     (path,) = (tmp_path / "tiles").iterdir()
     path.write_text(text)
-    monkeypatch.setattr(asking, "COUNTS", (4, 12))
     asking.settle([made], torch.bfloat16)
-    assert path.read_text() == "12"
+    assert path.read_text() == "[2, 1]"

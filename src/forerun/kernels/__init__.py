@@ -78,7 +78,7 @@ SUM = ctypes.CFUNCTYPE(_I, _P, _N, _P, _N)
 """``Sum`` in ``structs.h``."""
 SIGNATURES = {
     "advise": (_P, _N),
-    "ask_far": (_N, _N),
+    "ask": (_N, _N, _N),
     "softcap": (_P, _N, _F),
     "gumbel": (_U, _P, _P, _N),
     "choose": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _I),

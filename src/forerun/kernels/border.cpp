@@ -282,10 +282,10 @@ int forerun_advise(char *at, int64_t bytes) {
   return FINE;
 }
 
-int forerun_ask_far(int64_t kind, int64_t rows) {
+int forerun_ask(int64_t kind, int64_t rows, int64_t how) {
   REQUIRE(within(kind, 0, KINDS - 1), LAYER_KIND);
-  REQUIRE(rows > 0, SIZE);
-  far_from[kind] = rows;
+  REQUIRE(within(rows, 1, MOST_ASKING) && within(how, NOTHING, FAR), SIZE);
+  habits.by_rows[kind][rows] = static_cast<Asking>(how);
   return FINE;
 }
 

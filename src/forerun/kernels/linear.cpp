@@ -23,8 +23,7 @@ namespace {
 
 constexpr int64_t TILE = 32, GROUP_BYTES = 4 * TILE, HALF = GROUP_BYTES / 2;
 constexpr int64_t BLOCK = 48;       // rows whose sums are kept at a time
-constexpr int64_t NEAR = 1 << 14;  // bytes from a weight that is used to the one asked for: a third of the L1 cache
-constexpr int64_t LARGE = 1 << 23;  // bytes of weights, surely in memory, of which a lone row has enough on the way
+constexpr int64_t AHEAD = 1 << 14;  // bytes from a weight that is used to the one asked for: a third of the L1 cache
 #if defined(__AVX512F__)
 constexpr bool NARROW = false;
 constexpr int64_t CHUNK = 192;  // most groups of inputs, 24 KiB of weights, that a block's rows pass over in turn
@@ -168,11 +167,10 @@ void passes(int64_t rows, const char *w, const char *x, int64_t stride, int64_t 
 }
 
 template <class K>
-void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums, bool ask,
-          bool far) {
-  const int64_t ahead = far ? FAR : NEAR;
+void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums,
+          Asking how) {
   if (rows <= K::WHOLE)
-    return passes<K, 2, K::WHOLE>(rows, w, x, stride, groups, sums, true, {w + ahead, ask ? GROUP_BYTES : 0, far});
+    return passes<K, 2, K::WHOLE>(rows, w, x, stride, groups, sums, true, {w, AHEAD, GROUP_BYTES, how});
   constexpr int HALVES = NARROW ? 1 : 2;
   const int64_t turns = (rows + K::TOGETHER - 1) / K::TOGETHER, parts = NARROW ? 2 * turns : 1;
   const int64_t chunks = (groups + CHUNK - 1) / CHUNK, even = (groups + chunks - 1) / chunks;
@@ -182,8 +180,7 @@ void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t gr
       const int64_t count = rows / turns + (turn < rows % turns);
       const char *const from = x + row * stride + at * K::STEP;
       for (int64_t h = 0; h < 2; h += HALVES, part++) {
-        const int64_t step = ask && part < parts ? GROUP_BYTES / parts : 0;
-        const Ask wanted{w + ahead + part * some * GROUP_BYTES / parts, step, far};
+        const Ask wanted{w + part * some * GROUP_BYTES / parts, AHEAD, GROUP_BYTES / parts, part < parts ? how : NOTHING};
         passes<K, HALVES, K::TOGETHER>(count, w + HALF * h, from, stride, some, sums + 2 * row + h, at == 0, wanted);
       }
       row += count;
@@ -195,14 +192,14 @@ template <class K, class Write>
 void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_t outputs, int64_t groups, int threads,
               Write write) {
   const int64_t tiles = (outputs + TILE - 1) / TILE;
-  const bool ask = rows > 1 || tiles * groups * GROUP_BYTES < LARGE, far = rows >= far_from[K::KIND];
+  const Asking how = habits.of(K::KIND, rows);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tiles; t++) {
     typename K::Sum sums[2 * BLOCK];
     for (int64_t from = 0; from < rows; from += BLOCK) {
       const int64_t some = rows - from < BLOCK ? rows - from : BLOCK;
-      tile<K>(w + t * groups * GROUP_BYTES, x + from * stride, stride, some, groups, sums, ask && from == 0,
-              far);
+      tile<K>(w + t * groups * GROUP_BYTES, x + from * stride, stride, some, groups, sums,
+              from ? NOTHING : how);
       for (int64_t r = 0; r < some; r++)
         for (int64_t h = 0; h < 2; h++) {
           const int64_t out = t * TILE + 16 * h;

@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int64_t NEAR = 1 << 12;    // bytes from a weight that is used to the one asked for
+constexpr int64_t AHEAD = 1 << 12;   // bytes from a weight that is used to the one asked for
 constexpr int64_t CACHED = 1 << 18;  // bytes of rows over which each tile of weights passes
 constexpr int TOGETHER = 16;        // rows that share one reading of the weights
 constexpr int AT_ONCE = 4;          // of them whose sums of products are in registers
@@ -187,7 +187,7 @@ struct Groups {
 
 template <class K, class T>
 void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads,
-              bool far) {
+              Asking how) {
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), blocks = records * K::BLOCKS;
   const int64_t row = blocks * sizeof(Levels), tiles = (out.outputs + OUTPUTS - 1) / OUTPUTS;
   const int64_t most = std::max<int64_t>(CACHED / row / TOGETHER, 1) * TOGETHER;
@@ -205,7 +205,7 @@ void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int
       for (int64_t g = 0; g < groups.count; g++) {
         const int64_t first = groups.begin(g), count = groups.begin(g + 1) - first;
         const char *const tile = w + t * records * RECORD<K>;
-        const Ask ask{tile + (far ? FAR : NEAR), g == 0 ? K::BLOCK : 0, far};
+        const Ask ask{tile, AHEAD, K::BLOCK, g ? NOTHING : how};
         passes<K, TOGETHER>(count, tile, kept + first * blocks, records, sums, ask);
         for (int64_t r = 0; r < count; r++) out.put(from + first + r, t * OUTPUTS, sums + OUTPUTS * r);
       }
@@ -251,7 +251,7 @@ void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, 
   const Output<T> out{y, add, bias, stride, outputs};
   switch (kind) {
 #define CASE(NAME, SIZE, BYTES) \
-  case KIND_##NAME: return multiply<NAME>(w, x, out, rows, inputs, threads, rows >= far_from[kind]);
+  case KIND_##NAME: return multiply<NAME>(w, x, out, rows, inputs, threads, habits.of(kind, rows));
     QUANTS(CASE)
 #undef CASE
   }

@@ -18,16 +18,29 @@ inline char *room(int64_t bytes) {
   return kept.data();
 }
 
-// Rows from which a kind of weights is asked for FAR ahead, into the L2 cache: where arithmetic takes longer than memory,
-// lines on their way into the L1 cache would hold up the ones in use. Where memory takes longer, a processor forgets
-// what it is asked to bring to L2.
-constexpr int64_t FAR = 1 << 15;  // bytes
-inline int64_t far_from[KINDS] = {6, 6, 3, 3, 3, 6, 6, 6, 6, 6};  // as measured on AMD Zen 4
+// How a kind of weights is asked for ahead of its use, by rows. NEAR: into the L1 cache; what is on its way there holds up
+// what is in use, where arithmetic takes longer than memory. FAR: into the L2 cache; of that a processor forgets some
+// where memory takes longer.
+enum Asking : uint8_t { NOTHING, NEAR, FAR };
+constexpr int64_t MOST_ASKING = 32;  // more rows ask as these do
+constexpr int64_t FAR_AHEAD = 1 << 15;  // bytes from a weight that is used to the one asked for
+
+struct Habits {
+  Asking by_rows[KINDS][MOST_ASKING + 1];
+  constexpr Habits() : by_rows() {  // as measured on AMD Zen 4
+    for (int64_t kind = 0; kind < KINDS; kind++)
+      for (int64_t rows = 1; rows <= MOST_ASKING; rows++) by_rows[kind][rows] = rows > 5 ? FAR : NEAR;
+  }
+  Asking of(int64_t kind, int64_t rows) const { return by_rows[kind][rows < MOST_ASKING ? rows : MOST_ASKING]; }
+};
+inline Habits habits;
 
 struct Ask {
   const char *at;
   int64_t step;  // bytes for each group of weights that is used; 0: nothing is asked for
   bool far;
+  Ask(const char *used, int64_t near, int64_t step, Asking how)
+      : at(used + (how == FAR ? FAR_AHEAD : near)), step(how == NOTHING ? 0 : step), far(how == FAR) {}
   void line(int64_t offset) const {
     if (far)
       _mm_prefetch(at + offset, _MM_HINT_T1);

@@ -1,11 +1,13 @@
-"""From how many rows on a kind of weights is asked for far ahead, ``Ask`` in ``kernels/rows.h``: measured on each
-processor once, since it depends on how fast that multiplies and how fast its memory is. No bits depend on it."""
+"""How weights are asked for ahead of their use, ``Asking`` in ``kernels/rows.h``: measured on each processor once, by
+kinds of weights and numbers of rows, since it depends on how fast that multiplies and how fast its memory is. No bits
+depend on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -20,25 +22,38 @@ ENOUGH = 1 << 25
 """Bytes of one kind from which it is worth knowing: fewer may stay in a cache."""
 READ = 1 << 27
 """Bytes, about, that are read at a time."""
-COUNTS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
+"""Rows that are tried; those between are asked for as the next fewer."""
 TURNS = 3
-ALWAYS, NEVER = 1, 1 << 30
+NOTHING, NEAR, FAR = WAYS = (0, 1, 2)
+MOST = 32
+"""Rows; more are asked for as these."""
 
 
 def settle(layers: Iterable[Linear], dtype: torch.dtype) -> None:
     """Measure, or remember, for each kind of which there are ``ENOUGH`` bytes in ``layers``, for rows in ``dtype``."""
-    library = kernels.library()
     by_kind: dict[int, list[Compiled]] = {}
     for layer in _compiled(layers):
         by_kind.setdefault(layer.fields().kind, []).append(layer)
     for kind, parts in by_kind.items():
-        if library is not None and sum(part.nbytes for part in parts) >= ENOUGH:
-            what = f"rows from which to ask far ahead for {structs.KINDS[kind]} {dtype}"
-            library.ask_far(kind, tiles.remembered(what, partial(_measure, kind, parts, dtype), _rows))
+        if sum(part.nbytes for part in parts) >= ENOUGH:
+            what = f"how {structs.KINDS[kind]} is asked for by rows in {dtype}"
+            ask(kind, tiles.remembered(what, partial(_measure, kind, parts, dtype), _ways))
 
 
-def _rows(value: object) -> int | None:
-    return value if type(value) is int and value in (*COUNTS, NEVER) else None
+def ask(kind: int, ways: Seq[int]) -> None:
+    """Of a kind, a way for each of ``COUNTS``."""
+    library = kernels.library()
+    assert library is not None
+    for (first, end), way in zip(pairwise((*COUNTS, MOST + 1)), ways, strict=True):
+        for rows in range(first, end):
+            library.ask(kind, rows, way)
+
+
+def _ways(value: object) -> list[int] | None:
+    if not isinstance(value, list) or len(value) != len(COUNTS):
+        return None
+    return value if all(type(way) is int and way in WAYS for way in value) else None
 
 
 def _compiled(layers: Iterable[Linear]) -> Iterator[Compiled]:
@@ -50,33 +65,22 @@ def _compiled(layers: Iterable[Linear]) -> Iterator[Compiled]:
 
 
 @torch.inference_mode()
-def _measure(kind: int, parts: Seq[Compiled], dtype: torch.dtype) -> int:
-    library, some, read = kernels.library(), [], 0
-    assert library is not None
+def _measure(kind: int, parts: Seq[Compiled], dtype: torch.dtype) -> list[int]:
+    some, read = [], 0
     for part in parts:
         if read < READ:
             some.append(part)
             read += part.nbytes
     numbers = torch.randn(COUNTS[-1] * max(part.inputs for part in some)).to(dtype)
     room = torch.empty(COUNTS[-1] * max(part.outputs for part in some), dtype=dtype)
-    best: dict[bool, dict[int, float]] = {False: {}, True: {}}
+    best = {count: dict.fromkeys(WAYS, float("inf")) for count in COUNTS}
     for _ in range(TURNS):
-        for count in COUNTS:
-            for far, seconds in best.items():
-                library.ask_far(kind, ALWAYS if far else NEVER)
+        for way in WAYS:
+            ask(kind, [way] * len(COUNTS))
+            for count, seconds in best.items():
                 began = perf_counter()
                 for part in some:
                     rows = numbers[: count * part.inputs].view(count, part.inputs)
                     part.run(rows, room.data_ptr(), None, count, part.outputs)
-                seconds[count] = min(seconds.get(count, float("inf")), perf_counter() - began)
-    return first_far(best[False], best[True])
-
-
-def first_far(near: Mapping[int, float], far: Mapping[int, float]) -> int:
-    """The number of rows from which on asking far ahead takes least, of seconds by rows: by the sum of what the counts
-    take over what they take at best, so that one disturbed count does not decide."""
-
-    def cost(first: int) -> float:
-        return sum((far if count >= first else near)[count] / min(far[count], near[count]) for count in near)
-
-    return min((*near, NEVER), key=lambda first: (cost(first), -first))
+                seconds[way] = min(seconds[way], perf_counter() - began)
+    return [min(WAYS, key=best[count].__getitem__) for count in COUNTS]
