@@ -158,7 +158,7 @@ def test_a_server_is_started_with_its_options_and_ended(llm, server, tmp_path, m
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ("/no/server -rtr", "No such file or directory: '/no/server'"),
+        ("/no/server -rtr", "there is no program '/no/server' that can be run"),
         ("'{server}' --fail yes", "llama server has not come up: unable to load model"),
         ("'{server}' --pid /no/pid", "has not come up: FileNotFoundError"),
         ("'open", "cannot be read: No closing quotation"),

@@ -48,7 +48,7 @@ class Datastore:
     @classmethod
     def load(cls, path: Path, vocab_size: int, tokenizer: Any) -> Datastore:
         """A file of text, or what ``save`` wrote. Raises ConfigError for anything else, for text without a tokenizer,
-        and for tokens that are not among the model's ``vocab_size``."""
+        for no text at all, and for tokens that are not among the model's ``vocab_size``."""
         try:
             place = path.expanduser()
             texts = _read(place) if path.suffix == SUFFIX else [_encoded(place, tokenizer)]
@@ -56,6 +56,8 @@ class Datastore:
             raise
         except (OSError, SafetensorError, RuntimeError, ValueError, TypeError) as error:
             raise ConfigError(f"cannot read the datastore {path}: {error}") from error
+        if not any(text.size for text in texts):
+            raise ConfigError(f"the datastore {path} has no text to look anything up in")
         if any(text.size and not 0 <= int(text.min()) <= int(text.max()) < vocab_size for text in texts):
             raise ConfigError(f"the datastore {path} has tokens that are not among the model's {vocab_size}")
         return cls(texts)

@@ -89,7 +89,10 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     about = json.loads(sys.stdin.readline())
     program, *options = about["program"]
-    program, model = os.path.abspath(shutil.which(program) or program), os.path.abspath(about["model"])
+    found, model = shutil.which(program), os.path.abspath(about["model"])
+    if found is None:
+        sys.exit(f"there is no program {program!r} that can be run")
+    program = os.path.abspath(found)
     threads = str(about["threads"])
     command = [program, "-m", model, "-c", str(about["context"]), "-np", "1", "-t", threads, "-tb", threads, *options]
     with tempfile.TemporaryDirectory(prefix="forerun-server-") as folder:
