@@ -167,8 +167,7 @@ void passes(int64_t rows, const char *w, const char *x, int64_t stride, int64_t 
 }
 
 template <class K>
-void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums,
-          Asking how) {
+void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums, Asking how) {
   if (rows <= K::WHOLE)
     return passes<K, 2, K::WHOLE>(rows, w, x, stride, groups, sums, true, {w, AHEAD, GROUP_BYTES, how});
   constexpr int HALVES = NARROW ? 1 : 2;
@@ -198,8 +197,7 @@ void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_
     typename K::Sum sums[2 * BLOCK];
     for (int64_t from = 0; from < rows; from += BLOCK) {
       const int64_t some = rows - from < BLOCK ? rows - from : BLOCK;
-      tile<K>(w + t * groups * GROUP_BYTES, x + from * stride, stride, some, groups, sums,
-              from ? NOTHING : how);
+      tile<K>(w + t * groups * GROUP_BYTES, x + from * stride, stride, some, groups, sums, from ? NOTHING : how);
       for (int64_t r = 0; r < some; r++)
         for (int64_t h = 0; h < 2; h++) {
           const int64_t out = t * TILE + 16 * h;

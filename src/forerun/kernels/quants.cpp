@@ -186,8 +186,7 @@ struct Groups {
 };
 
 template <class K, class T>
-void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads,
-              Asking how) {
+void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads, Asking how) {
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), blocks = records * K::BLOCKS;
   const int64_t row = blocks * sizeof(Levels), tiles = (out.outputs + OUTPUTS - 1) / OUTPUTS;
   const int64_t most = std::max<int64_t>(CACHED / row / TOGETHER, 1) * TOGETHER;
