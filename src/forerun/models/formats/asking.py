@@ -18,10 +18,10 @@ from forerun.kernels import structs
 from forerun.models.formats.base import Linear
 from forerun.models.formats.compiled import Compiled, Joined
 
-ENOUGH = 1 << 25
-"""Bytes of one kind from which it is worth knowing: fewer may stay in a cache."""
+ENOUGH = 1 << 23
+"""Bytes of one kind from which it is worth knowing: fewer may stay in a core's own cache."""
 READ = 1 << 27
-"""Bytes, about, that are read at a time."""
+"""Bytes, about, that are read at a time: all caches may hold fewer, so what is found goes for weights of such a size."""
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
 """Rows that are tried; those between are asked for as the next fewer."""
 TURNS = 3
@@ -36,8 +36,10 @@ def settle(layers: Iterable[Linear], dtype: torch.dtype) -> None:
     for layer in _compiled(layers):
         by_kind.setdefault(layer.fields().kind, []).append(layer)
     for kind, parts in by_kind.items():
-        if sum(part.nbytes for part in parts) >= ENOUGH:
-            what = f"how {structs.KINDS[kind]} is asked for by rows in {dtype}"
+        held = sum(part.nbytes for part in parts)
+        if held >= ENOUGH:
+            size = min(held, READ).bit_length()
+            what = f"how {structs.KINDS[kind]} of 2^{size} bytes is asked for by rows in {dtype}"
             ask(kind, tiles.remembered(what, partial(_measure, kind, parts, dtype), _ways))
 
 
