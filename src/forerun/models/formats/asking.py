@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -21,10 +22,11 @@ from forerun.models.formats.compiled import Compiled, Joined
 ENOUGH = 1 << 23
 """Bytes of one kind from which it is worth knowing: fewer may stay in a core's own cache."""
 READ = 1 << 27
-"""Bytes, about, that are read at a time: all caches may hold fewer, so what is found goes for weights of such a size."""
+"""Bytes, about, that are read at a time. Caches may hold fewer, so what is found goes for weights of such a size."""
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
 """Rows that are tried; those between are asked for as the next fewer."""
-TURNS = 3
+TURNS, SECONDS = 3, 0.5
+"""Turns at least, and time until which there are more."""
 NOTHING, NEAR, FAR = WAYS = (0, 1, 2)
 MOST = 32
 """Rows; more are asked for as these."""
@@ -76,14 +78,17 @@ def _measure(kind: int, parts: Seq[Compiled], dtype: torch.dtype) -> list[int]:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(COUNTS[-1] * max(part.inputs for part in some), generator=generator).to(dtype)
     room = torch.empty(COUNTS[-1] * max(part.outputs for part in some), dtype=dtype)
-    best = {count: dict.fromkeys(WAYS, float("inf")) for count in COUNTS}
-    for _ in range(TURNS):
-        for way in WAYS:
-            ask(kind, [way] * len(COUNTS))
-            for count, seconds in best.items():
-                began = perf_counter()
-                for part in some:
-                    rows = numbers[: count * part.inputs].view(count, part.inputs)
-                    part.run(rows, room.data_ptr(), None, count, part.outputs)
-                seconds[way] = min(seconds[way], perf_counter() - began)
-    return [min(WAYS, key=best[count].__getitem__) for count in COUNTS]
+    library = kernels.library()
+    assert library is not None
+    found: dict[int, list[list[float]]] = {count: [[] for _ in WAYS] for count in COUNTS}
+    turns, start = 0, perf_counter()
+    while turns < TURNS or perf_counter() - start < SECONDS:
+        turns += 1
+        for count, way in product(COUNTS, WAYS):
+            library.ask(kind, count, way)
+            began = perf_counter()
+            for part in some:
+                rows = numbers[: count * part.inputs].view(count, part.inputs)
+                part.run(rows, room.data_ptr(), None, count, part.outputs)
+            found[count][way].append(perf_counter() - began)
+    return [min(zip(map(median, ways), WAYS, strict=True))[1] for ways in found.values()]
