@@ -10,6 +10,7 @@ from forerun.core import tiles
 from forerun.kernels import structs
 from forerun.models.formats import FLOATS, ON_CPU, asking
 from forerun.models.formats.compiled import Compiled, Joined
+from forerun.models.load import load_model
 from here import where
 
 COMPILED = where(kernels.library() is not None, ["streamed", *ON_CPU])
@@ -93,6 +94,16 @@ def test_it_is_measured_once_for_each_kind(form, monkeypatch):
     if made.dtype is None:
         asking.settle([made], torch.float32)
         assert len(asked) == 2
+
+
+@pytest.mark.parametrize("dtype", where(kernels.library() is not None, ["bfloat16", "float32"]))
+def test_a_model_asks_as_was_found(dtype, monkeypatch):
+    found, told = [rows % 3 for rows in asking.COUNTS], []
+    monkeypatch.setattr(asking, "_measure", lambda *_: found)
+    monkeypatch.setattr(asking, "ask", lambda kind, ways: told.append((structs.KINDS[kind], ways)))
+    for _ in range(2):  # measured, remembered
+        load_model("forerun:target", dtype=dtype)
+    assert told == [("own", found)] * 2
 
 
 @pytest.mark.parametrize("form", COMPILED[:1])
