@@ -9,6 +9,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kinds
 
+from forerun.models.formats.gguf_blocks import Blocks
+
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789.,!?'", "Ġ", "Ċ"]
 MERGES = ["t h", "th e", "Ġ the", "1 2"]
 TOKENS = ["<|end|>", "<|start|>", "<tool>", *LETTERS, *(merge.replace(" ", "") for merge in MERGES)]
@@ -94,6 +96,14 @@ def blocks(kind: Kinds, shape: tuple[int, ...], noise: np.random.Generator) -> n
         halves = (scale * (1 + noise.random(raw.shape[:-1]))).astype(np.float16)
         raw[..., at : at + 2] = halves[..., None].view(np.uint8)
     return raw.reshape(*shape[:-1], -1)
+
+
+def weights(kind: str, outputs: int, inputs: int, seed: int = 0) -> Blocks:
+    """As a file has them; for what the gguf package can round, with blocks of the least and of the highest levels."""
+    of = 256 if kind.endswith("_k") else 32
+    raw = blocks(Kinds[kind.upper()], (outputs, -(-inputs // of) * of), np.random.default_rng(seed))
+    raw = np.array(raw).reshape(outputs, -1)
+    return Blocks(kind, raw, -(-inputs // of) * of)
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

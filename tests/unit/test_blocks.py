@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kinds
 
 from forerun import kernels
 from forerun.core.errors import ConfigError
@@ -22,7 +21,7 @@ from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_blocks import UNPACK, Blocks, join
 from forerun.models.formats.streamed import Streamed
-from gguf_files import blocks as random_blocks
+from gguf_files import weights
 from here import where
 
 KINDS = where(blocks.can_run(), UNPACK)
@@ -36,14 +35,6 @@ extern "C" void run(int64_t kind, const char *w, const float *x, float *y, int64
   linear_quants<float>(kind, w, x, y, nullptr, nullptr, rows, outputs, inputs, outputs, 1);
 }
 """
-
-
-def weights(kind: str, outputs: int, inputs: int, seed: int = 0) -> Blocks:
-    """As a file has them; for what the gguf package can round, with blocks of the least and of the highest levels."""
-    of = 256 if kind.endswith("_k") else 32
-    raw = random_blocks(Kinds[kind.upper()], (outputs, -(-inputs // of) * of), np.random.default_rng(seed))
-    raw = np.array(raw).reshape(outputs, -1)
-    return Blocks(kind, raw, -(-inputs // of) * of)
 
 
 def extreme(kind: str, outputs: int, inputs: int) -> Blocks:

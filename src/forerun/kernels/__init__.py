@@ -35,7 +35,7 @@ SOURCES = tuple(
 )
 HEADERS = tuple(
     HERE / f"{name}.h"
-    for name in ("lanes", "lanes_avx2", "lanes_avx512", "kernels", "structs", "blocks", "quants", "rows")
+    for name in ("lanes", "lanes_avx2", "lanes_avx512", "kernels", "structs", "blocks", "quants", "rows", "tiles")
 )
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp")
 SANITIZE = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
@@ -46,6 +46,10 @@ CARRIED = HERE / "carried"
 """Where a platform wheel has them, a file for each of ``CARRIABLE``."""
 _AVX512 = NEEDED | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 CARRIABLE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "avx512_amx": (
+        _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    ),
     "avx512_vnni_bf16": (
         _AVX512 | {"avx512_vnni", "avx512_bf16"}, ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
     ),
@@ -201,6 +205,7 @@ def _bind(found: ctypes.CDLL) -> None:
     """Give every kernel its name, its argument types, and an error for arguments that it refuses. Raises RuntimeError
     where the library has other structs than ``structs.py``."""
     found.forerun_layout.restype = found.forerun_words.restype = ctypes.c_char_p
+    found.tiles = bool(found.forerun_tiles())  # type: ignore[attr-defined]
     if (layout := found.forerun_layout().decode()) != structs.LAYOUT:
         raise RuntimeError(f"structs.h and structs.py differ: {layout!r}, {structs.LAYOUT!r}")
 
@@ -217,7 +222,7 @@ def _bind(found: ctypes.CDLL) -> None:
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels by their names in ``SIGNATURES``, each with its argument types. A call raises KernelError
-    for arguments that the kernel refuses."""
+    for arguments that the kernel refuses. ``tiles``: whether a matrix unit serves them."""
     if not _switched_on() or not _serves():
         return None
     if (ready := _carried()) is not None:

@@ -3,6 +3,7 @@
 // shape, Python sees to. A function returns 0, or says what is wrong: __init__.py makes an error of it.
 #include "kernels.h"
 #include "rows.h"
+#include "tiles.h"
 
 #include <new>
 
@@ -282,9 +283,11 @@ int forerun_advise(char *at, int64_t bytes) {
   return FINE;
 }
 
+int forerun_tiles() { return tiles_serve(); }
+
 int forerun_ask(int64_t kind, int64_t rows, int64_t how) {
   REQUIRE(within(kind, 0, KINDS - 1), LAYER_KIND);
-  REQUIRE(within(rows, 1, MOST_ASKING) && within(how, NOTHING, FAR), SIZE);
+  REQUIRE(within(rows, 1, MOST_ASKING) && within(how, NOTHING, tiles_serve() ? TILED : FAR), SIZE);
   habits.by_rows[kind][rows] = static_cast<Asking>(how);
   return FINE;
 }

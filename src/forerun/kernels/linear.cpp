@@ -10,7 +10,9 @@
 // Pointers are contiguous row-major arrays.
 #include "kernels.h"
 #include "rows.h"
+#include "tiles.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -187,22 +189,105 @@ void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t gr
   }
 }
 
+// Rows in matrices for the matrix unit, as even as can be: up to a row in 16 is added, whose numbers do not matter.
+struct Matrices {
+  int64_t count, rows;  // in each
+  explicit Matrices(int64_t all) : count((all + TILE_ROWS - 1) / TILE_ROWS), rows((all + count - 1) / count) {}
+};
+constexpr int64_t with_added(int64_t rows) { return rows + rows / TILE_ROWS; }
+
+template <class K>
+constexpr bool BY_TILES = false;
+template <>
+constexpr bool BY_TILES<Int8> = MAY_TILE;
+#if defined(__AVX512BF16__)
+template <>
+constexpr bool BY_TILES<Bfloat> = MAY_TILE;
+#endif
+
+// Sixteen groups of one or two matrices.
+template <class K, bool TWO>
+void add_groups(const char *w, const char *x, int64_t stride, int64_t rows) {
+  const auto add = [](auto sum) {
+    if constexpr (std::is_same<K, Int8>::value)
+      add_unsigned_signed<sum>();
+    else
+      add_bfloats<sum>();
+  };
+  load_tile<4>(x, stride);
+  if constexpr (TWO) load_tile<5>(x + rows * stride, stride);
+  load_tile<6>(w, GROUP_BYTES);
+  load_tile<7>(w + HALF, GROUP_BYTES);
+  add(std::integral_constant<int, 0>());
+  add(std::integral_constant<int, 1>());
+  if constexpr (TWO) add(std::integral_constant<int, 2>());
+  if constexpr (TWO) add(std::integral_constant<int, 3>());
+}
+
+template <class K, bool TWO>
+void tile_by_tiles(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums,
+                   Ask ask) {
+  clear_tile<0>();
+  clear_tile<1>();
+  if constexpr (TWO) clear_tile<2>();
+  if constexpr (TWO) clear_tile<3>();
+  for (; groups >= TILE_ROWS; groups -= TILE_ROWS, w += TILE_ROWS * GROUP_BYTES, x += TILE_BYTES) {
+    if (ask.step)
+      for (int64_t i = 0; i < TILE_ROWS; i++, ask.at += ask.step) {
+        ask.line(0);
+        ask.line(HALF);
+      }
+    add_groups<K, TWO>(w, x, stride, rows);
+  }
+  if (groups) {  // what fills them up is zero
+    alignas(64) char weights[TILE_ROWS * GROUP_BYTES] = {}, inputs[2 * TILE_ROWS * TILE_BYTES] = {};
+    std::memcpy(weights, w, groups * GROUP_BYTES);
+    for (int64_t r = 0; r < (TWO ? 2 : 1) * rows; r++) std::memcpy(inputs + r * TILE_BYTES, x + r * stride, 4 * groups);
+    add_groups<K, TWO>(weights, inputs, TILE_BYTES, rows);
+  }
+  constexpr int64_t APART = 2 * sizeof(typename K::Sum);
+  store_tile<0>(sums, APART);
+  store_tile<1>(sums + 1, APART);
+  if constexpr (TWO) store_tile<2>(sums + 2 * rows, APART);
+  if constexpr (TWO) store_tile<3>(sums + 2 * rows + 1, APART);
+}
+
 template <class K, class Write>
 void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_t outputs, int64_t groups, int threads,
               Write write) {
+  if (!rows) return;
   const int64_t tiles = (outputs + TILE - 1) / TILE;
   const Asking how = habits.of(K::KIND, rows);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < tiles; t++) {
-    typename K::Sum sums[2 * BLOCK];
-    for (int64_t from = 0; from < rows; from += BLOCK) {
-      const int64_t some = rows - from < BLOCK ? rows - from : BLOCK;
-      tile<K>(w + t * groups * GROUP_BYTES, x + from * stride, stride, some, groups, sums, from ? NOTHING : how);
-      for (int64_t r = 0; r < some; r++)
-        for (int64_t h = 0; h < 2; h++) {
-          const int64_t out = t * TILE + 16 * h;
-          if (out < outputs) write(from + r, out, first(outputs - out), sums[2 * r + h]);
+  const Matrices matrices(rows);
+  const bool tiled = BY_TILES<K> && (how == TILED || K::KIND == KIND_own) && tiles_serve();
+  const int64_t block = tiled ? 2 * matrices.rows : BLOCK;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const Shaped shaped(tiled, matrices.rows, TILE_BYTES);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tiles; t++) {
+      typename K::Sum sums[2 * BLOCK];
+      for (int64_t from = 0; from < rows; from += block) {
+        const int64_t some = rows - from < block ? rows - from : block;
+        const char *const weights = w + t * groups * GROUP_BYTES, *const inputs = x + from * stride;
+        const Asking asking = from ? NOTHING : how;
+        if constexpr (BY_TILES<K>) {
+          const Ask ask{weights, AHEAD, GROUP_BYTES, asking};
+          if (!tiled)
+            tile<K>(weights, inputs, stride, some, groups, sums, asking);
+          else if (some > matrices.rows)
+            tile_by_tiles<K, true>(weights, inputs, stride, matrices.rows, groups, sums, ask);
+          else
+            tile_by_tiles<K, false>(weights, inputs, stride, matrices.rows, groups, sums, ask);
+        } else {
+          tile<K>(weights, inputs, stride, some, groups, sums, asking);
         }
+        for (int64_t r = 0; r < some; r++)
+          for (int64_t h = 0; h < 2; h++) {
+            const int64_t out = t * TILE + 16 * h;
+            if (out < outputs) write(from + r, out, first(outputs - out), sums[2 * r + h]);
+          }
+      }
     }
   }
 }
@@ -232,7 +317,7 @@ void multiply_rows(const char *w, const T *x, T *y, const T *add, const float *b
   int64_t stride = groups * K::STEP;
   if (WIDEN || rows > 2 || inputs % GROUP) {
     stride = apart(stride);
-    char *to = room(rows * stride);
+    char *to = room(with_added(rows) * stride);
     for (int64_t r = 0; r < rows; r++) bring<WIDEN>(x + r * inputs, to + r * stride, inputs, groups * GROUP);
     from = to;
   }
@@ -301,9 +386,9 @@ template <class T>
 void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bias, const float *scales,
                  const int32_t *offsets, int64_t rows, int64_t outputs, int64_t inputs, int64_t stride, int threads) {
   const int64_t groups = (inputs + 3) / 4, bytes = apart(4 * groups);
-  char *kept = room(rows * (bytes + 4));
+  char *kept = room(with_added(rows) * bytes + 4 * rows);
   auto levels = reinterpret_cast<uint8_t *>(kept);
-  auto steps = reinterpret_cast<float *>(kept + rows * bytes);
+  auto steps = reinterpret_cast<float *>(kept + with_added(rows) * bytes);
   for (int64_t r = 0; r < rows; r++) steps[r] = quantize(x + r * inputs, inputs, levels + r * bytes, 4 * groups);
   multiply<Int8>(w, kept, bytes, rows, outputs, groups, threads, [=](int64_t row, int64_t out, First lanes, Ints sum) {
     if (Int8::ZERO) sum = subtract(sum, load_ints(offsets + out, lanes));

@@ -12,6 +12,7 @@
 
 #include "kernels.h"
 #include "rows.h"
+#include "tiles.h"
 
 namespace {
 
@@ -137,6 +138,69 @@ void passes(int64_t rows, const char *w, const Levels *x, int64_t records, float
   if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, records, out, ask);
 }
 
+// Products of levels of some blocks, or of their halves, by the matrix unit: for each of its sums, rows of 16 outputs.
+template <class K, int SUM = 0>
+void multiply_blocks(const char *const *levels, const Levels *x, int64_t rows, int some,
+                     int32_t (*products)[OUTPUTS * TOGETHER]) {
+  constexpr int BLOCK = SUM / K::PARTS, HALF = SUM % K::PARTS;
+  if (BLOCK >= some) return;
+  clear_tile<SUM>();
+  load_tile<4 + SUM / 2>(x[BLOCK * rows].at + INPUTS / 2 * HALF, sizeof(Levels));
+  load_tile<6 + SUM % 2>(levels[BLOCK] + 4 * TILE_BYTES * HALF, TILE_BYTES);
+  add_signed_unsigned<SUM>();
+  store_tile<SUM>(products[SUM], TILE_BYTES);
+  if constexpr (SUM < 3) multiply_blocks<K, SUM + 1>(levels, x, rows, some, products);
+}
+
+// As ``passes``, by the matrix unit.
+template <class K>
+void pass_by_tiles(int64_t rows, const char *w, const Levels *x, int64_t records, float *out, Ask ask) {
+  constexpr int SOME = 4 / K::PARTS;
+  constexpr int64_t UNPACKED = 8 * TILE_BYTES;
+  alignas(64) char unpacked[SOME][UNPACKED];
+  alignas(64) int32_t products[4][OUTPUTS * TOGETHER];
+  for (int64_t r = 0; r < rows; r++) store(out + OUTPUTS * r, zeros());
+  for (int64_t block = 0, blocks = records * K::BLOCKS; block < blocks; block += SOME, x += SOME * rows) {
+    const int some = static_cast<int>(std::min<int64_t>(SOME, blocks - block));
+    const char *levels[SOME];
+    Scales<K::PARTS> scales[SOME];
+#pragma GCC unroll 4
+    for (int i = 0; i < SOME; i++) {
+      if (i == some) break;
+      const char *const head = w + (block + i) / K::BLOCKS * RECORD<K>;
+      const char *const at = head + K::HEAD + (block + i) % K::BLOCKS * K::BLOCK;
+      if (ask.step)
+        for (int64_t line = 0; line < K::BLOCK; line += 64) ask.line(at - w + line);
+      levels[i] = K::LEVELS == UNPACKED ? at : unpacked[i];
+      if constexpr (K::LEVELS != UNPACKED)
+        for (int j = 0; j < 4; j++) {
+          Ints sides[2];
+          K::get(at, j, sides[0], sides[1]);
+          for (int side = 0; side < 2; side++)
+            std::memcpy(unpacked[i] + TILE_BYTES * (4 * side + j), &sides[side], TILE_BYTES);
+        }
+      scales[i] = K::scales(head, at);
+    }
+    multiply_blocks<K>(levels, x, rows, some, products);
+    for (int64_t r = 0; r < rows; r++) {
+      Floats sum = load(out + OUTPUTS * r);
+#pragma GCC unroll 4
+      for (int i = 0; i < SOME; i++) {
+        if (i == some) break;
+        const Levels &row = x[i * rows + r];
+        const Floats step = broadcast(row.step);
+        for (int p = 0; p < K::PARTS; p++) {
+          Ints whole = load_ints(products[K::PARTS * i + p] + OUTPUTS * r);
+          if (K::ZERO) whole = add(whole, broadcast_int(row.start[p]));
+          sum = fma(to_floats(whole), scales[i].part[p] * step, sum);
+        }
+        if (K::MINIMA) sum = fma(scales[i].minimum, broadcast(row.sum), sum);
+      }
+      store(out + OUTPUTS * r, sum);
+    }
+  }
+}
+
 // A row, whose blocks are to lie ``apart`` from each other. Steps are NaN if an input is NaN, infinite if one is
 // infinite, and so is or becomes every output.
 template <class T>
@@ -182,6 +246,7 @@ struct Output {
 struct Groups {
   int64_t rows, count;
   explicit Groups(int64_t rows) : rows(rows), count((rows + TOGETHER - 1) / TOGETHER) {}
+  int64_t most() const { return (rows + count - 1) / count; }
   int64_t begin(int64_t group) const { return group * (rows / count) + std::min(group, rows % count); }
 };
 
@@ -190,7 +255,8 @@ void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), blocks = records * K::BLOCKS;
   const int64_t row = blocks * sizeof(Levels), tiles = (out.outputs + OUTPUTS - 1) / OUTPUTS;
   const int64_t most = std::max<int64_t>(CACHED / row / TOGETHER, 1) * TOGETHER;
-  const auto kept = reinterpret_cast<Levels *>(room(std::min(rows, most) * row));
+  const auto kept = reinterpret_cast<Levels *>(room(std::min(rows, most) * row + sizeof(Levels)));
+  const bool tiled = MAY_TILE && how == TILED && tiles_serve();
   for (int64_t from = 0; from < rows; from += most) {
     const Groups groups(std::min(rows - from, most));
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && groups.count > 2)
@@ -198,15 +264,22 @@ void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int
       for (int64_t first = groups.begin(g), end = groups.begin(g + 1), r = first; r < end; r++)
         quantize(x + (from + r) * inputs, inputs, kept + first * blocks + r - first, end - first, blocks, ZERO<K>,
                  K::PARTS == 2);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < tiles; t++) {
-      float sums[OUTPUTS * TOGETHER];
-      for (int64_t g = 0; g < groups.count; g++) {
-        const int64_t first = groups.begin(g), count = groups.begin(g + 1) - first;
-        const char *const tile = w + t * records * RECORD<K>;
-        const Ask ask{tile, AHEAD, K::BLOCK, g ? NOTHING : how};
-        passes<K, TOGETHER>(count, tile, kept + first * blocks, records, sums, ask);
-        for (int64_t r = 0; r < count; r++) out.put(from + first + r, t * OUTPUTS, sums + OUTPUTS * r);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      const Shaped shaped(tiled, groups.most(), INPUTS / K::PARTS);  // a smaller group has a row of no matter behind it
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < tiles; t++) {
+        float sums[OUTPUTS * TOGETHER];
+        for (int64_t g = 0; g < groups.count; g++) {
+          const int64_t first = groups.begin(g), count = groups.begin(g + 1) - first;
+          const char *const tile = w + t * records * RECORD<K>;
+          const Ask ask{tile, AHEAD, K::BLOCK, g ? NOTHING : how};
+          if (!tiled)
+            passes<K, TOGETHER>(count, tile, kept + first * blocks, records, sums, ask);
+          else if constexpr (MAY_TILE)
+            pass_by_tiles<K>(count, tile, kept + first * blocks, records, sums, ask);
+          for (int64_t r = 0; r < count; r++) out.put(from + first + r, t * OUTPUTS, sums + OUTPUTS * r);
+        }
       }
     }
   }

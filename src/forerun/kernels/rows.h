@@ -20,8 +20,8 @@ inline char *room(int64_t bytes) {
 
 // How a kind of weights is asked for ahead of its use, by rows. NEAR: into the L1 cache; what is on its way there holds up
 // what is in use, where arithmetic takes longer than memory. FAR: into the L2 cache; of that a processor forgets some
-// where memory takes longer.
-enum Asking : uint8_t { NOTHING, NEAR, FAR };
+// where memory takes longer. TILED: NEAR, for rows that the matrix unit multiplies, if there is one and no bits change.
+enum Asking : uint8_t { NOTHING, NEAR, FAR, TILED };
 constexpr int64_t MOST_ASKING = 32;  // more rows ask as these do
 constexpr int64_t FAR_AHEAD = 1 << 15;  // bytes from a weight that is used to the one asked for
 

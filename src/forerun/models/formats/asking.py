@@ -1,9 +1,10 @@
-"""How weights are asked for ahead of their use, ``Asking`` in ``kernels/rows.h``: measured on each processor once, by
-kinds of weights and numbers of rows, since it depends on how fast that multiplies and how fast its memory is. No bits
-depend on it."""
+"""How weights are asked for ahead of their use, and whether a matrix unit multiplies them, ``Asking`` in
+``kernels/rows.h``: measured on each processor once, by kinds of weights and numbers of rows, since it depends on how
+fast that multiplies and how fast its memory is. No bits depend on it."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -19,6 +20,7 @@ from forerun.kernels import structs
 from forerun.models.formats.base import Linear
 from forerun.models.formats.compiled import Compiled, Joined
 
+log = logging.getLogger(__name__)
 ENOUGH = 1 << 23
 """Bytes of one kind from which it is worth knowing: fewer may stay in a core's own cache."""
 READ = 1 << 27
@@ -27,7 +29,7 @@ COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
 """Rows that are tried; those between are asked for as the next fewer."""
 TURNS, SECONDS = 3, 0.5
 """Turns at least, and time until which there are more."""
-NOTHING, NEAR, FAR = WAYS = (0, 1, 2)
+NOTHING, NEAR, FAR, TILED = range(4)
 MOST = 32
 """Rows; more are asked for as these."""
 
@@ -42,7 +44,14 @@ def settle(layers: Iterable[Linear], dtype: torch.dtype) -> None:
         if held >= ENOUGH:
             size = min(held, READ).bit_length()
             what = f"how {structs.KINDS[kind]} of 2^{size} bytes is asked for by rows in {dtype}"
-            ask(kind, tiles.remembered(what, partial(_measure, kind, parts, dtype), _ways))
+            ask(kind, tiles.remembered(what, partial(_measure, kind, parts, dtype), partial(_good, kind)))
+
+
+def ways(kind: int) -> tuple[int, ...]:
+    """Those that there are here. Numbers as they are have one unit for all rows, since units round differently."""
+    library = kernels.library()
+    tiled = library is not None and library.tiles and structs.KINDS[kind] != "own"
+    return (NOTHING, NEAR, FAR, TILED) if tiled else (NOTHING, NEAR, FAR)
 
 
 def ask(kind: int, ways: Seq[int]) -> None:
@@ -54,10 +63,10 @@ def ask(kind: int, ways: Seq[int]) -> None:
             library.ask(kind, rows, way)
 
 
-def _ways(value: object) -> list[int] | None:
+def _good(kind: int, value: object) -> list[int] | None:
     if not isinstance(value, list) or len(value) != len(COUNTS):
         return None
-    return value if all(type(way) is int and way in WAYS for way in value) else None
+    return value if all(type(way) is int and way in ways(kind) for way in value) else None
 
 
 def _compiled(layers: Iterable[Linear]) -> Iterator[Compiled]:
@@ -80,15 +89,28 @@ def _measure(kind: int, parts: Seq[Compiled], dtype: torch.dtype) -> list[int]:
     room = torch.empty(COUNTS[-1] * max(part.outputs for part in some), dtype=dtype)
     library = kernels.library()
     assert library is not None
-    found: dict[int, list[list[float]]] = {count: [[] for _ in WAYS] for count in COUNTS}
+
+    def run(part: Compiled, count: int) -> torch.Tensor:
+        rows = numbers[: count * part.inputs].view(count, part.inputs)
+        part.run(rows, room.data_ptr(), None, count, part.outputs)
+        return room[: count * part.outputs]
+
+    def bits(way: int) -> torch.Tensor:
+        ask(kind, [way] * len(COUNTS))
+        return torch.cat([run(some[0], count) for count in COUNTS])
+
+    serve = ways(kind)
+    if TILED in serve and not torch.equal(bits(NEAR), bits(TILED)):
+        log.warning("the matrix unit of this processor gives other sums of whole numbers, so it is not used for them")
+        serve = tuple(way for way in serve if way != TILED)
+    found: dict[int, dict[int, list[float]]] = {count: {way: [] for way in serve} for count in COUNTS}
     turns, start = 0, perf_counter()
     while turns < TURNS or perf_counter() - start < SECONDS:
         turns += 1
-        for count, way in product(COUNTS, WAYS):
+        for count, way in product(COUNTS, serve):
             library.ask(kind, count, way)
             began = perf_counter()
             for part in some:
-                rows = numbers[: count * part.inputs].view(count, part.inputs)
-                part.run(rows, room.data_ptr(), None, count, part.outputs)
+                run(part, count)
             found[count][way].append(perf_counter() - began)
-    return [min(zip(map(median, ways), WAYS, strict=True))[1] for ways in found.values()]
+    return [min(times, key=lambda way: median(times[way])) for times in found.values()]

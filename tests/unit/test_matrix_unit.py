@@ -1,0 +1,197 @@
+"""Layers whose products the matrix unit makes, with that unit written out in plain code: it need not be here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forerun import kernels
+from forerun.core.batch import Batch, Span
+from forerun.kernels import structs
+from forerun.models.base import new_attention
+from forerun.models.formats import ON_CPU, asking
+from forerun.models.formats.base import Linear
+from forerun.models.formats.blocks import Blocked
+from forerun.models.formats.compiled import Compiled
+from forerun.models.formats.streamed import Streamed
+from forerun.models.load import load_model
+from gguf_files import weights
+from here import where
+
+
+def units() -> frozenset[str]:
+    return kernels._units() if kernels.library() is not None else frozenset()
+
+
+NEEDED = {"avx512_vnni", "avx512_bf16"}
+HERE = where(units() >= NEEDED, [1], "no byte products of 512 bits, nor of bfloat16, on this processor")
+FORMS = [*ON_CPU]
+ROWS = (0, 1, 2, 5, 8, 15, 16, 17, 31, 32, 33, 40, 47, 49, 100, 300)
+
+pytestmark = pytest.mark.parametrize("here", HERE)
+
+
+@pytest.fixture(scope="module")
+def written_out(tmp_path_factory) -> ctypes.CDLL:
+    compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
+    path = tmp_path_factory.mktemp("matrix_unit") / "kernels.so"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
+        patch.delenv("FORERUN_SANITIZE", raising=False)
+        kernels._compile(compiler, path, ("-march=native", "-DTILES_WRITTEN_OUT"))
+    found = ctypes.CDLL(str(path))
+    kernels._bind(found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def unit(here, written_out, monkeypatch):
+    assert written_out.tiles
+    monkeypatch.setattr(kernels, "library", lambda: written_out)
+
+
+def use(layer: Linear, way: int) -> None:
+    assert isinstance(layer, Compiled)
+    asking.ask(layer.fields().kind, [way] * len(asking.COUNTS))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 512), (50, 100), (7, 1), (33, 90), (16, 260)])
+def test_whole_numbers_add_up_to_the_same_bits(form, outputs, inputs):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    layer, x = ON_CPU[form].make(weight, bias), torch.randn(ROWS[-1], inputs) * 3
+    x[1], x[4] = 0, x[4].sign()
+    for dtype in (torch.float32, torch.bfloat16):
+        use(layer, asking.NEAR)
+        wanted = layer(x.to(dtype))
+        use(layer, asking.TILED)
+        for rows in ROWS:
+            assert torch.equal(layer(x[:rows].to(dtype)), wanted[:rows]), rows
+
+
+@pytest.mark.parametrize("form", ["int8_rows", "q4_1"])
+def test_what_is_not_finite_stays_in_its_row(form):
+    layer, x = ON_CPU[form].make(torch.randn(40, 96), None), torch.randn(20, 96)
+    use(layer, asking.TILED)
+    wanted = layer(x)
+    x[3, 5], x[11, 90] = float("nan"), float("inf")
+    got = layer(x)
+    assert not got[[3, 11]].isfinite().any()
+    kept = [row for row in range(20) if row not in (3, 11)]
+    assert torch.equal(got[kept], wanted[kept])
+
+
+def as_the_manual_has_it(weight: torch.Tensor, x: torch.Tensor) -> np.ndarray:
+    """Sums of 32 products, those of even and those of odd inputs apart, rounded to float32 after each. Products of
+    bfloat16 are exact in float64, and so nearly always are their sums with a float32."""
+    rows, outputs = len(x), len(weight)
+    padded = -(-x.shape[1] // 32) * 32
+    w, v = np.zeros((outputs, padded)), np.zeros((rows, padded))
+    w[:, : weight.shape[1]], v[:, : x.shape[1]] = weight.double().numpy(), x.double().numpy()
+    total = np.zeros((rows, outputs), np.float32)
+    for start in range(0, padded, 32):
+        parts = np.zeros((2, rows, outputs), np.float32)
+        for i in range(start, start + 32):
+            parts[i % 2] = (parts[i % 2].astype(np.float64) + v[:, i, None] * w[:, i]).astype(np.float32)
+        total += parts[0] + parts[1]
+    return total
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 512), (50, 100), (7, 2), (33, 90), (5, 33)])
+def test_bfloat16_rounds_as_the_unit_does_for_every_number_of_rows(outputs, inputs):
+    torch.manual_seed(0)
+    weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(ROWS[-1], inputs).bfloat16()
+    layer = Streamed(weight, None)
+    wanted = torch.from_numpy(as_the_manual_has_it(weight, x)).bfloat16()
+    for rows in ROWS:
+        assert torch.equal(layer(x[:rows]), wanted[:rows]), rows
+        assert torch.equal(layer(x[len(x) - rows :]), wanted[len(x) - rows :]), rows
+
+
+@pytest.mark.parametrize("kind", structs.QUANTS)
+def test_what_files_hold_adds_up_to_the_same_bits(kind):
+    torch.manual_seed(0)
+    layer, x = Blocked(weights(kind, 50, 768), None), torch.randn(ROWS[-1], 768)
+    use(layer, asking.NEAR)
+    wanted = layer(x)
+    use(layer, asking.TILED)
+    for rows in ROWS:
+        assert torch.equal(layer(x[len(x) - rows :]), wanted[len(x) - rows :]), rows
+
+
+@pytest.mark.parametrize("form", ["int8_rows", "q4_0", "bfloat16"])
+def test_threads_change_no_bit(form):
+    torch.manual_seed(0)
+    weight = torch.randn(200, 512)
+    layer = Streamed(weight.bfloat16(), None) if form == "bfloat16" else ON_CPU[form].make(weight, None)
+    use(layer, asking.NEAR if form == "bfloat16" else asking.TILED)
+    x, before = torch.randn(70, 512).bfloat16(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    wanted = layer(x)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(layer(x), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8_rows", "q4_k"])
+def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
+    model = load_model("forerun:target", dtype="bfloat16", invariant=True, quantization=quantization)
+    assert model.fused is not None
+    for kind in range(1, len(structs.KINDS)):
+        asking.ask(kind, [asking.TILED] * len(asking.COUNTS))
+    ids = [(31 * place + 7) % 1000 for place in range(40)]
+
+    def logits(cuts: list[int]) -> torch.Tensor:
+        attention, found = new_attention(model, max_seqs=1, max_len=64), []
+        for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+            span = Span(0, start, ids[start:end], logits=list(range(end - start)))
+            found.append(model.forward(Batch([span]), attention).logits)
+        return torch.cat(found)
+
+    wanted = logits([])
+    assert torch.equal(logits(list(range(1, 40))), wanted)
+    assert torch.equal(logits([5, 22]), wanted)
+
+
+def test_a_unit_that_adds_up_wrongly_is_not_used(monkeypatch, caplog):
+    layer = ON_CPU["int8_rows"].make(torch.randn(64, 128), None)
+    kind, asked, run = layer.fields().kind, [], type(layer).run
+
+    def wrong(self, x, y, add, rows, stride):
+        run(self, x, y, add, rows, stride)
+        if asked[-1] == asking.TILED:
+            ctypes.c_float.from_address(y).value += 1
+
+    class Library:
+        tiles = True
+
+        @staticmethod
+        def ask(kind, rows, way):
+            asked.append(way)
+
+    monkeypatch.setattr(type(layer), "run", wrong)
+    monkeypatch.setattr(kernels, "library", lambda: Library)
+    monkeypatch.setattr(asking, "SECONDS", 0)
+    assert asking.TILED not in asking._measure(kind, [layer], torch.float32)
+    assert "matrix unit" in caplog.text
+
+
+def test_the_words_of_the_unit_itself_compile(tmp_path: Path):
+    compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
+    around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    flags = [*kernels.CARRIABLE["avx512_amx"][1], "-O1", "-std=c++17", "-fopenmp", "-S", "-o", "-"]
+    for name in ("linear", "quants"):
+        command = [compiler, *flags, str(kernels.HERE / f"{name}.cpp")]
+        made = subprocess.run(command, check=True, capture_output=True, text=True, env=around).stdout
+        assert {"linear": "tdpbf16ps", "quants": "tdpbsud"}[name] in made
+        assert "tilerelease" in made
