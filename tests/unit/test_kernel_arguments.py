@@ -89,7 +89,7 @@ def test_sampling():
         "overlaps": ((at, 2, 4, 1, at, at, at, to, 1),
                      {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: sizes, 4: [None, *outside], 5: [None],
                       6: [None, *outside], 7: [None], 8: threads}),
-        "ask": ((0, 6, 2), {0: [-1, len(structs.KINDS)], 1: [-1, 0, 33], 2: [-1, 3]}),
+        "ask": ((0, 6, 2), {0: [-1, len(structs.KINDS)], 1: [-1, 0, 33], 2: [-1, 4 if kernels.library().tiles else 3]}),
         "advise": ((at, 8), {0: [None], 1: [-1]}),
         "softcap": ((to, 4, 2.0), {0: [None], 1: [0, *sizes]}),
     }  # fmt: skip

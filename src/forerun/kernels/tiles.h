@@ -44,7 +44,7 @@ struct TileShapes {
   }
 };
 
-#if defined(TILES_WRITTEN_OUT)
+#if defined(HAS_TILES) && defined(TILES_WRITTEN_OUT)
 
 struct Tile {
   int64_t rows, bytes;
