@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -101,8 +101,17 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
         for contender in contenders:
             contender.close()
         gc.collect()
-    about = _about(llm, config, texts, rows, held) | {"offline": judge.offline if judge is not None else None}
+    about = _about(llm, config, texts, rows, held)
+    about |= {"offline": judge.offline if judge is not None else None, "synthetic": _synthetic(options)}
     return {"environment": about, "rows": rows, "categories": categories, "left_out": left_out}
+
+
+def _synthetic(options: Seq[Mapping[str, Any]]) -> Any:
+    """At which rates or lengths some methods' drafts are accepted: None, what all of those have, or a list."""
+    asked: list[Any] = []
+    for option in options:
+        asked += [option[key] for key in (RATES, LENGTH) if key in option and option[key] not in asked]
+    return asked if len(asked) > 1 else next(iter(asked), None)
 
 
 def _with_stops(config: BenchConfig, texts: Seq[str]) -> BenchConfig:
@@ -133,7 +142,6 @@ def _about(
         "prompts_left_out": texts.left_out,
         "prompt_tokens": None if written else config.prompt_tokens,
         "prompt_lengths": [lengths[0], lengths[len(lengths) // 2], lengths[-1]],
-        "synthetic": config.speculative.get(RATES, config.speculative.get(LENGTH)),
         "max_tokens": config.max_tokens,
         "repeats": config.repeats,
         "whole": config.whole,
