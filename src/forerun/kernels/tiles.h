@@ -43,6 +43,7 @@ struct TileShapes {
     }
   }
 };
+static_assert(sizeof(TileShapes) == 64);
 
 #if defined(HAS_TILES) && defined(TILES_WRITTEN_OUT)
 
