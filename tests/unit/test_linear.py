@@ -223,9 +223,10 @@ def test_without_our_kernels(lacking, monkeypatch, tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-def test_the_switch_is_0_or_1(monkeypatch):
-    monkeypatch.setenv("FORERUN_KERNELS", "off")
-    with pytest.raises(ConfigError, match=r"FORERUN_KERNELS is 1 or, .* 0; not 'off'"):
+@pytest.mark.parametrize("name", ["FORERUN_KERNELS", "FORERUN_TILES"])
+def test_a_switch_is_0_or_1(monkeypatch, name):
+    monkeypatch.setenv(name, "off")
+    with pytest.raises(ConfigError, match=rf"{name} is 1 or, .* 0; not 'off'"):
         kernels.library()
 
 

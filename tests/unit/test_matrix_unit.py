@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,14 @@ def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
     wanted = logits([])
     assert torch.equal(logits(list(range(1, 40))), wanted)
     assert torch.equal(logits([5, 22]), wanted)
+
+
+def test_it_can_be_switched_off(written_out: ctypes.CDLL) -> None:
+    ask = f"import ctypes; print(ctypes.CDLL({written_out._name!r}).forerun_tiles())"
+    for said, wanted in (("0", "0"), ("1", "1"), ("", "1")):
+        around = {**os.environ, "FORERUN_TILES": said}
+        found = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True, env=around)
+        assert found.stdout.strip() == wanted
 
 
 def test_a_unit_that_adds_up_wrongly_is_not_used(monkeypatch, caplog):

@@ -80,7 +80,7 @@ def cut(rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR",
-            "MKL_DEBUG_CPU_TYPE", "OPENBLAS_CORETYPE", "ONEDNN_DEFAULT_FPMATH_MODE")  # fmt: skip
+            "MKL_DEBUG_CPU_TYPE", "OPENBLAS_CORETYPE", "ONEDNN_DEFAULT_FPMATH_MODE", "FORERUN_TILES")  # fmt: skip
 """What makes libraries choose other kernels than the processor's best."""
 
 

@@ -3,7 +3,8 @@ user's cache folder.
 
 A platform wheel (``make wheel``) carries them compiled, for AVX2 and up; then nothing is compiled. Where there is
 neither that nor a compiler, no such processor or no place to keep the result, or where the environment variable
-``FORERUN_KERNELS`` is 0, ``library`` is None and callers use torch.
+``FORERUN_KERNELS`` is 0, ``library`` is None and callers use torch. With ``FORERUN_TILES`` 0 they leave a matrix unit
+alone.
 """
 
 from __future__ import annotations
@@ -189,11 +190,11 @@ def _serves() -> bool:
     return found >= NEEDED
 
 
-def _switched_on() -> bool:
-    """What ``FORERUN_KERNELS`` says; raises ConfigError if that is neither 0 nor 1."""
-    said = os.environ.get("FORERUN_KERNELS") or "1"
+def _switched_on(name: str = "FORERUN_KERNELS", without: str = "kernels of our own") -> bool:
+    """What a variable says; raises ConfigError if that is neither 0 nor 1."""
+    said = os.environ.get(name) or "1"
     if said not in ("0", "1"):
-        raise ConfigError(f"FORERUN_KERNELS is 1 or, to do without kernels of our own, 0; not {said!r}")
+        raise ConfigError(f"{name} is 1 or, to do without {without}, 0; not {said!r}")
     return said == "1"
 
 
@@ -223,6 +224,7 @@ def _bind(found: ctypes.CDLL) -> None:
 def library() -> ctypes.CDLL | None:
     """The compiled kernels by their names in ``SIGNATURES``, each with its argument types. A call raises KernelError
     for arguments that the kernel refuses. ``tiles``: whether a matrix unit serves them."""
+    _switched_on("FORERUN_TILES", "a matrix unit")  # which the kernels look at themselves
     if not _switched_on() or not _serves():
         return None
     if (ready := _carried()) is not None:

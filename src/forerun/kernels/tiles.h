@@ -6,6 +6,7 @@
 // With TILES_WRITTEN_OUT they are plain code after Intel's manual, in which tests run what uses them anywhere.
 #pragma once
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "lanes.h"
@@ -53,7 +54,7 @@ struct Tile {
 };
 inline thread_local Tile tiles[8];
 
-inline bool tiles_serve() { return true; }
+inline bool have_tiles() { return true; }
 inline void shape_tiles(const TileShapes &shapes) {
   for (int t = 0; t < 8; t++) tiles[t] = {shapes.rows[t], shapes.bytes[t], {}};
 }
@@ -161,16 +162,13 @@ template <int S>
 void add_signed_unsigned() { EACH_SUM(ADD_SU) }
 
 // Linux wants to be asked for the room that tiles take in a thread's state.
-inline bool tiles_serve() {
-  static const bool yes = [] {
-    constexpr long ASK_FOR_STATE = 0x1023, TILE_DATA = 18;
-    return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
-  }();
-  return yes;
+inline bool have_tiles() {
+  constexpr long ASK_FOR_STATE = 0x1023, TILE_DATA = 18;
+  return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
 }
 
 #else
-inline bool tiles_serve() { return false; }
+inline bool have_tiles() { return false; }
 inline void shape_tiles(const TileShapes &) {}
 inline void leave_tiles() {}
 template <int T>
@@ -200,3 +198,12 @@ struct Shaped {
 };
 
 }  // namespace
+
+// Whether there are tiles, and FORERUN_TILES is not 0: the same for as long as a process lives.
+inline bool tiles_serve() {
+  static const bool yes = [] {
+    const char *const said = std::getenv("FORERUN_TILES");
+    return (!said || std::strcmp(said, "0") != 0) && have_tiles();
+  }();
+  return yes;
+}
