@@ -199,8 +199,9 @@ struct Shaped {
 
 }  // namespace
 
-// Whether there are tiles, and FORERUN_TILES is not 0: the same for as long as a process lives.
-inline bool tiles_serve() {
+// Whether there are tiles, and FORERUN_TILES is not 0: the same for as long as a process lives. Hidden, or a library
+// would answer with what another one found.
+__attribute__((visibility("hidden"))) inline bool tiles_serve() {
   static const bool yes = [] {
     const char *const said = std::getenv("FORERUN_TILES");
     return (!said || std::strcmp(said, "0") != 0) && have_tiles();
