@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 
 import pytest
 import torch
 
+from built import kernels_for
 from described import MAIN, save_described
 from forerun import kernels
 from forerun.core.batch import Batch, Span
@@ -20,15 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def avx2(tmp_path_factory) -> ctypes.CDLL:
-    compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
-    path = tmp_path_factory.mktemp("avx2") / "kernels.so"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
-        patch.delenv("FORERUN_SANITIZE", raising=False)
-        kernels._compile(compiler, path, ("-march=x86-64-v3",))
-    found = ctypes.CDLL(str(path))
-    kernels._bind(found)
-    return found
+    return kernels_for(tmp_path_factory.mktemp("avx2"), "-march=x86-64-v3")
 
 
 def logits(folder: str) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from built import threads
 from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.kernels import KernelError, structs
@@ -145,13 +146,10 @@ def test_what_is_not_finite_is_not_hidden(kind, bad):
 
 @pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_1", "q6_k"]))
 def test_threads_change_no_bit(kind):
-    layer, x, before = Blocked(weights(kind, 200, 512), None), torch.randn(70, 512), torch.get_num_threads()
+    layer, x = Blocked(weights(kind, 200, 512), None), torch.randn(70, 512)
     wanted = layer(x)
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         assert torch.equal(layer(x), wanted)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", where(blocks.can_run(), [torch.float32, torch.bfloat16]))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from built import kernels_for, threads
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
@@ -41,21 +42,18 @@ pytestmark = pytest.mark.parametrize("here", HERE)
 
 @pytest.fixture(scope="module")
 def written_out(tmp_path_factory) -> ctypes.CDLL:
-    compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
-    path = tmp_path_factory.mktemp("matrix_unit") / "kernels.so"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
-        patch.delenv("FORERUN_SANITIZE", raising=False)
-        kernels._compile(compiler, path, ("-march=native", "-DTILES_WRITTEN_OUT"))
-    found = ctypes.CDLL(str(path))
-    kernels._bind(found)
-    return found
+    return kernels_for(tmp_path_factory.mktemp("matrix_unit"), "-march=native", "-DTILES_WRITTEN_OUT")
 
 
 @pytest.fixture(autouse=True)
 def unit(here, written_out, monkeypatch):
     assert written_out.tiles
     monkeypatch.setattr(kernels, "library", lambda: written_out)
+
+
+def products() -> int:
+    """Made by the unit so far."""
+    return ctypes.c_int64.in_dll(kernels.library(), "tile_products").value
 
 
 def use(layer: Linear, way: int) -> None:
@@ -72,10 +70,14 @@ def test_whole_numbers_add_up_to_the_same_bits(form, outputs, inputs):
     x[1], x[4] = 0, x[4].sign()
     for dtype in (torch.float32, torch.bfloat16):
         use(layer, asking.NEAR)
+        before = products()
         wanted = layer(x.to(dtype))
+        assert products() == before
         use(layer, asking.TILED)
         for rows in ROWS:
+            before = products()
             assert torch.equal(layer(x[:rows].to(dtype)), wanted[:rows]), rows
+            assert (products() > before) is (rows > 0)
 
 
 @pytest.mark.parametrize("form", ["int8_rows", "q4_1"])
@@ -122,10 +124,11 @@ def test_what_files_hold_adds_up_to_the_same_bits(kind):
     torch.manual_seed(0)
     layer, x = Blocked(weights(kind, 50, 768), None), torch.randn(ROWS[-1], 768)
     use(layer, asking.NEAR)
-    wanted = layer(x)
+    wanted, before = layer(x), products()
     use(layer, asking.TILED)
     for rows in ROWS:
         assert torch.equal(layer(x[len(x) - rows :]), wanted[len(x) - rows :]), rows
+    assert products() > before
 
 
 @pytest.mark.parametrize("form", ["int8_rows", "q4_0", "bfloat16"])
@@ -134,14 +137,11 @@ def test_threads_change_no_bit(form):
     weight = torch.randn(200, 512)
     layer = Streamed(weight.bfloat16(), None) if form == "bfloat16" else ON_CPU[form].make(weight, None)
     use(layer, asking.NEAR if form == "bfloat16" else asking.TILED)
-    x, before = torch.randn(70, 512).bfloat16(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    wanted = layer(x)
-    torch.set_num_threads(2)
-    try:
+    x = torch.randn(70, 512).bfloat16()
+    with threads(1):
+        wanted = layer(x)
+    with threads(2):
         assert torch.equal(layer(x), wanted)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8_rows", "q4_k"])
@@ -159,7 +159,9 @@ def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
             found.append(model.forward(Batch([span]), attention).logits)
         return torch.cat(found)
 
+    before = products()
     wanted = logits([])
+    assert products() > before
     assert torch.equal(logits(list(range(1, 40))), wanted)
     assert torch.equal(logits([5, 22]), wanted)
 

@@ -12,7 +12,6 @@
 #include "rows.h"
 #include "tiles.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>

@@ -26,6 +26,9 @@ constexpr bool MAY_TILE = true;
 #else
 constexpr bool MAY_TILE = false;
 #endif
+#if defined(TILES_WRITTEN_OUT)
+extern "C" inline int64_t tile_products = 0;  // made so far, for tests
+#endif
 constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 64;  // and bytes in a row
 
 namespace {
@@ -81,6 +84,7 @@ N number(const Tile &tile, int64_t row, int64_t index) {
 
 template <class X, class W, int S>
 void add_bytes() {
+  tile_products++;
   Tile &sums = tiles[S];
   const Tile &x = tiles[4 + S / 2], &w = tiles[6 + S % 2];
   for (int64_t r = 0; r < x.rows; r++)
@@ -100,6 +104,7 @@ inline float of_bfloat16(const Tile &tile, int64_t row, int64_t index) {
 
 template <int S>
 void add_bfloats() {
+  tile_products++;
   Tile &sums = tiles[S];
   const Tile &x = tiles[4 + S / 2], &w = tiles[6 + S % 2];
   for (int64_t r = 0; r < x.rows; r++)

@@ -1,0 +1,37 @@
+"""Kernels compiled in other ways than for this processor, and torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import kernels
+
+
+def kernels_for(folder: Path, *machine: str) -> ctypes.CDLL:
+    """As the compiler makes them with the options ``machine``, quickly."""
+    compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
+    path = folder / "kernels.so"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
+        patch.delenv("FORERUN_SANITIZE", raising=False)
+        kernels._compile(compiler, path, machine)
+    found = ctypes.CDLL(str(path))
+    kernels._bind(found)
+    return found
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
