@@ -34,7 +34,7 @@ NAMES = ("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "id2la
 HARMLESS = frozenset(
     {
         "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
-        "return_dict", "position_embeddings", "past_key_values", "past_key_value", "logits_to_keep",
+        "return_dict", "position_embeddings", "cache", "past_key_values", "past_key_value", "logits_to_keep",
         "training", "layer_idx", "output_router_logits", "labels", "num_items_in_batch", "input_ids",
         "cos", "sin", "rotary_pos_emb", "head_mask", "encoder_hidden_states", "inputs_embeds",
         "mm_token_type_ids", "token_type_ids", "per_layer_inputs",

@@ -1,5 +1,6 @@
 """Text that a target writes, to distil from."""
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,11 @@ CONTINUATION = 447  # tokens written after it
 ROWS = 64  # continuations written together, at most
 
 
+def cache_keyword(model: PreTrainedModel) -> str:
+    """What its forward calls the KV cache: `cache` from transformers 5.24 on, `past_key_values` before it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 @torch.inference_mode()
 def continue_prompts(
     model: PreTrainedModel, prompts: Tensor, tokens: int, temperature: float, seed: int, pause_file: Path | None = None
@@ -27,11 +33,11 @@ def continue_prompts(
     An end-of-text token does not stop a row: the next document follows, as in training sequences.
     """
     generator = torch.Generator().manual_seed(seed)
-    cache = DynamicCache(config=model.config)
+    cache = {cache_keyword(model): DynamicCache(config=model.config)}
     text, feed = [prompts], prompts
     for _ in range(tokens):
         wait_while_paused(pause_file)
-        logits = model(input_ids=feed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        logits = model(input_ids=feed, **cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
         if temperature > 0:
             feed = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         else:
