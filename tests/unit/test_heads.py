@@ -95,22 +95,69 @@ def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp
     drafted, committed = first_draft(tiny_target, tmp_path, "eagle", PROMPT, num_speculative_tokens=3)
     saved = EagleHead.load(tmp_path)
     out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
-    feature = saved.fc(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
-    tokens = list(committed[1:])
+    features = saved.fc(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
+    embedding = reference.get_input_embeddings()
+    tokens: list[int] = list(committed)
     wanted = []
-    for _ in range(3):
-        count = feature.shape[0]
-        embedded = reference.get_input_embeddings()(torch.tensor(tokens))
-        stream = saved.mix(torch.cat([embedded, feature], dim=-1)) if mixed else feature
-        q, k, v = saved.qkv(embedded, stream, torch.arange(count))
-        scores = torch.einsum("qhw,khw->hqk", q, k.repeat_interleave(2, 1)) / width**0.5
+    for step in range(3):
+        said = unrolled(saved, features, embedding(torch.tensor(tokens)), len(features), step + 1)[-1]
+        wanted.append(int(reference.lm_head(saved.norm(said)).argmax()))
+        tokens.append(wanted[-1])
+    assert drafted == wanted
+
+
+def unrolled(head, features, embedded, first, steps):
+    """[steps, hidden size]: what ``head`` says behind the features before ``first``, its own outputs appended to them,
+    by dense causal attention over all of it."""
+    said = []
+    for step in range(steps):
+        count = first + step
+        stream = head.enter(embedded[1 : count + 1], features[:count])
+        q, k, v = head.qkv(embedded[1 : count + 1], stream, torch.arange(count))
+        scores = torch.einsum("qhw,khw->hqk", q, k.repeat_interleave(2, 1)) / head.width**0.5
         scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), float("-inf"))
         seen = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
-        state = saved.finish(stream, seen)[-1]
-        wanted.append(int(reference.lm_head(saved.norm(state)).argmax()))
-        tokens.append(wanted[-1])
-        feature = torch.cat([feature, state[None]])
-    assert drafted == wanted
+        said.append(head.finish(stream, seen)[-1])
+        features = torch.cat([features[:count], said[-1][None]])
+    return torch.stack(said)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@torch.no_grad()
+def test_what_eagle_learns_is_what_it_drafts(mixed):
+    """Every step behind every place, of two texts end to end, as a draft of the text alone says it; while it is
+    trained, later steps in half and a quarter of these places."""
+    depth, length, texts = 3, 26, (11, 15)
+    head = EagleHead(Sizes(24, 40, 4, depth, {"heads": 4, "kv_heads": 2, "width": 6, "layers": [2, 4], "mixed": mixed}))
+    scramble(head)
+    tokens, hidden = torch.randint(40, (2, length)), {layer: torch.randn(2, length, 24) for layer in (2, 4)}
+    embedding, output = torch.randn(2, 40, 24)
+    segments = torch.repeat_interleave(torch.arange(2), torch.tensor(texts)).expand(2, length)
+    answers = torch.rand(2, length) < 0.7
+    seen = Lesson(tokens, hidden, None, embedding, output, torch.nn.Identity(), segments, answers)
+    wanted, targets = [[] for _ in range(depth)], [[] for _ in range(depth)]
+    for row in range(2):
+        for begin, count in zip((0, texts[0]), texts):
+            here = slice(begin, begin + count)
+            features = head.fc(torch.cat([hidden[layer][row, here] for layer in (2, 4)], dim=-1))
+            embedded = embedding[tokens[row, here]]
+            for place in range(count - depth - 1):
+                if answers[row, begin + place + 2]:
+                    said = head.norm(unrolled(head, features, embedded, place + 1, depth)) @ output.T
+                    for step in range(depth):
+                        wanted[step].append(said[step])
+                        targets[step].append(output @ hidden[4][row, begin + place + step + 1])
+    every = list(head.eval().guesses(seen))
+    for step, guess in enumerate(every):
+        torch.testing.assert_close(guess.logits, torch.stack(wanted[step]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(guess.wanted, torch.stack(targets[step]), rtol=1e-4, atol=1e-4)
+    counts = []
+    for guess, whole in zip(head.train().guesses(seen), every):
+        gap = (guess.wanted[:, None] - whole.wanted).abs().amax(-1)
+        assert len(set(gap.argmin(1).tolist())) == len(gap)
+        assert float((guess.logits - whole.logits[gap.argmin(1)]).abs().max()) < 1e-4
+        counts.append(len(gap))
+    assert counts == [len(wanted[0]), -(-len(wanted[0]) // 2), -(-len(wanted[0]) // 4)]
 
 
 @pytest.mark.parametrize("ids", [None, SOME], ids=["all", "some"])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from forerun.train import losses
 from forerun.train.losses import LOSSES, kl, lk, overlap, tv_ce
 
 P_LOGITS = [[0.3, -1.2, 2.0, 0.0], [4.0, 0.0, 0.0, -3.0], [0.0, 0.0, 0.0, 0.0]]
@@ -44,6 +45,22 @@ def test_lk():
     weight = math.exp(-3 * sum(ALPHA) / len(ALPHA))
     expected = [weight * divergence - (1 - weight) * math.log(alpha) for divergence, alpha in zip(KL, ALPHA)]
     assert compute(lk) == pytest.approx(expected, abs=1e-12)
+
+
+def test_lks_gradient_is_that_of_its_formula(monkeypatch):
+    """By torch's own gradients of the formula, piece by piece of five rows."""
+    monkeypatch.setattr(losses, "CACHED", 60)
+    draw = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 4, 8, 12, generator=draw, dtype=torch.float64)
+    weights = torch.randn(4, 8, generator=draw, dtype=torch.float64)
+    q.requires_grad_()
+    (found,) = torch.autograd.grad((weights * lk(p, q)).sum(), q)
+    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+    alpha = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+    share = math.exp(-3 * alpha.mean().item())
+    formula = share * (log_p.exp() * (log_p - log_q)).sum(-1) - (1 - share) * alpha.log()
+    (wanted,) = torch.autograd.grad((weights * formula).sum(), q)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

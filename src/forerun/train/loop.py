@@ -127,7 +127,7 @@ def looked_at(evaluate: Evaluation, model: nn.Module) -> Mapping[str, Any]:
     """Figures of a model, the same whenever they are taken; what is drawn while they are is not missed by the run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return evaluate(model)
+        return evaluate(model.eval())
 
 
 def told(figures: Mapping[str, Any]) -> str:

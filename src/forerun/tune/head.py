@@ -21,7 +21,7 @@ from forerun.tune.features import Features
 from forerun.tune.last import Draft
 from forerun.tune.start import Scaled, options, start, vocabulary
 
-LEARNT = 2
+LEARNT = 3
 """Tokens ahead that an EAGLE head learns."""
 AHEAD = 4
 """Tokens ahead that heads learn which guess all at once."""
@@ -106,7 +106,7 @@ class Trainer:
         lesson = self.train.lesson(places, self.target, self.embedding, self.narrow, narrow=True)
         with torch.autocast("cpu", torch.bfloat16):
             guesses = cast(Draft, draft).guesses(lesson)
-            losses = [lk(guess.wanted.float(), guess.logits.float()).mean() for guess in guesses]
+            losses = [lk(guess.wanted, guess.logits).mean() for guess in guesses]
         shares = weights(len(losses))
         return torch.stack([share * loss for share, loss in zip(shares, losses)]).sum() / sum(shares)
 
@@ -116,6 +116,5 @@ class Trainer:
                 self.test.lesson(row, self.target, self.embedding, self.output, narrow=False)
             )
 
-        draft.eval()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             return of_head(guesses, self.rows)

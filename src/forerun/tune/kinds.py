@@ -58,7 +58,8 @@ class Kind(ABC):
 
 
 class Eagle(Kind):
-    matrix_lr = 3e-4
+    matrix_lr = 2e-3
+    lr = 1e-3
     int8 = True
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:

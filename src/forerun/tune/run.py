@@ -39,7 +39,7 @@ from forerun.tune.text import ROWS, Writer, save_part
 
 VERSION = 3
 """Of what is kept in ``run``."""
-BATCH = 2048
+BATCH = 4096
 """Tokens of a step."""
 PROGRAM = 0.7e9
 """Bytes of memory that Python, torch and transformers take before any model is there."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from forerun.attention.base import Attention, Query
 from forerun.attention.sdpa import SdpaAttention
@@ -43,6 +44,8 @@ from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
 from forerun.speculate.draft.levels import Frontier, grow
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}
+LEAST = 8
+"""Each step is learnt in half of the places of the one before, for it is kept more seldom, but in one of so many."""
 
 
 class EagleHead(Head):
@@ -107,42 +110,69 @@ class EagleHead(Head):
 
     def guesses(self, lesson: Lesson) -> Iterator[Guess]:
         """Training-time test: ``sizes.depth`` unrolled steps. At step j a position attends to the first step's keys
-        up to itself and to its own keys of the steps since (the paper's figure 6)."""
+        up to itself and to its own keys of the steps since (the paper's figure 6), so that a later step can be
+        learnt in some of the places alone (``LEAST``), and costs what these cost."""
         length = lesson.tokens.shape[1] - self.sizes.depth - 1
         features = torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1)
-        feature = self.fc(features[:, :length])
-        seen = torch.ones(length, length, dtype=torch.bool, device=feature.device).tril()
+        seen = torch.ones(length, length, dtype=torch.bool, device=features.device).tril()[None]
         if lesson.segments is not None:
             texts = lesson.segments[:, :length]
-            seen = (seen & (texts[:, :, None] == texts[:, None, :]))[:, None]
-        at = torch.arange(length, device=feature.device)
+            seen = seen & (texts[:, :, None] == texts[:, None, :])
+        at = torch.arange(length, device=features.device)
         places = lesson.places(at, 2, self.sizes.depth)
-        groups = self.heads // self.kv_heads
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        if places is None:
+            places = torch.ones(len(features), length, dtype=torch.bool, device=features.device)
+        stream, (q, k, v) = self._read(lesson, self.fc(features[:, :length]), (slice(None), at), 1)
+        keys, values = (self._shared(x).transpose(1, 2) for x in (k, v))
+        found = functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen[:, None])
+        feature = self.finish(stream, found.transpose(1, 2).flatten(-2))[places]
+        row, place = places.nonzero(as_tuple=True)
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(self.sizes.depth):
-            embedded = lesson.embedding[lesson.tokens[:, step + 1 : step + 1 + length]].to(feature.dtype)
-            feature = self.enter(embedded, feature)
-            q, k, v = self.qkv(embedded, feature, at + step)
-            keys.append(k.repeat_interleave(groups, dim=-2))
-            values.append(v.repeat_interleave(groups, dim=-2))
-            feature = self.finish(feature, self._unrolled(q, keys, values, seen))
-            said = feature if places is None else feature[places]
-            wanted = lesson.wanted(at + step + 1, places)
-            yield self.guess(self.norm(said), lesson, wanted)
+            if step:
+                if self.training:
+                    few = -(-int(places.sum()) // min(LEAST, 2**step))
+                    some = torch.randperm(len(row), device=row.device)[:few].sort().values
+                    row, place, feature = row[some], place[some], feature[some]
+                    own = [(k[some], v[some]) for k, v in own]
+                stream, (q, k, v) = self._read(lesson, feature, (row, place), step + 1)
+                own.append((self._shared(k), self._shared(v)))
+                feature = self.finish(stream, self._unrolled(q, keys, values, own, seen, row, place).flatten(-2))
+            wanted = lesson.wanted(at + step + 1, (row, place))
+            yield self.guess(self.norm(feature), lesson, wanted)
+
+    def _read(self, lesson: Lesson, feature: torch.Tensor, places: tuple[Any, torch.Tensor], ahead: int) -> Any:
+        """The layer's stream, and its queries, keys and values, of features [..., hidden size] and the tokens ``ahead``
+        of their ``places``."""
+        row, at = places
+        embedded = lesson.embedding[lesson.tokens[row, at + ahead]].to(feature.dtype)
+        stream = self.enter(embedded, feature)
+        return stream, self.qkv(embedded, stream, at + ahead - 1)
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values [..., kv_heads, width] for every head."""
+        return x.repeat_interleave(self.heads // self.kv_heads, dim=-2)
 
     def _unrolled(
-        self, q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], seen: torch.Tensor
-    ) -> torch.Tensor:
-        scale = self.width**-0.5
-        scores = (torch.einsum("bqhw,bkhw->bhqk", q, keys[0]) * scale).masked_fill(~seen, float("-inf"))
-        own = [(q * k).sum(-1).transpose(1, 2)[..., None] * scale for k in keys[1:]]
-        weights = torch.softmax(torch.cat([scores, *own], dim=-1).float(), dim=-1).to(q.dtype)
-        length = seen.shape[-1]
-        out = torch.einsum("bhqk,bkhw->bqhw", weights[..., :length], values[0])
-        for i, v in enumerate(values[1:]):
-            out = out + weights[..., length + i].transpose(1, 2)[..., None] * v
-        return out.flatten(-2)
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own: Seq[tuple[torch.Tensor, torch.Tensor]],
+        seen: torch.Tensor, row: torch.Tensor, place: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """What ``q`` [n, heads, width], of the places (``row``, ``place``) in the rows' order, find in the first step's
+        ``keys`` and ``values`` [rows, heads, length, width] and in their ``own`` of later steps [n, heads, width]."""
+        scale, length, out = self.width**-0.5, keys.shape[2], []
+        at = 0
+        for index, count in enumerate(torch.bincount(row, minlength=len(keys)).tolist()):
+            mine = slice(at, at + count)
+            at += count
+            mask = seen[index % len(seen), place[mine]]
+            scores = (q[mine].transpose(0, 1) @ keys[index].mT * scale).masked_fill(~mask, float("-inf"))
+            more = [((q[mine] * k[mine]).sum(-1).T * scale)[..., None] for k, _ in own]
+            weights = torch.softmax(torch.cat([scores, *more], dim=-1).float(), dim=-1).to(values.dtype)
+            found = (weights[..., :length] @ values[index]).transpose(0, 1)
+            for late, (_, v) in enumerate(own, length):
+                found = found + weights[..., late].T[..., None] * v[mine]
+            out.append(found)
+        return torch.cat(out)
 
     @torch.no_grad()
     def fuse(self, target: Model) -> Fused | None:

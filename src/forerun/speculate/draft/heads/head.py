@@ -100,8 +100,9 @@ class Lesson:
         inside = self.segments[:, at] == self.segments[:, at + first + depth - 1]
         return inside & self.answers[:, at + first]
 
-    def wanted(self, at: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """The target's logits at the positions ``at``, in those alone that ``places`` has."""
+    def wanted(self, at: torch.Tensor, places: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        """The target's logits at the positions ``at``, in those alone that ``places`` has: bool [rows, n], or the
+        indices of each, int64 [m] twice."""
         rows = (self.hidden[max(self.hidden)] if self.logits is None else self.logits)[:, at]
         rows = rows if places is None else rows[places]
         return functional.linear(rows, self.head) if self.logits is None else rows
