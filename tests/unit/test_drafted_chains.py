@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from described import CASES, save_described
 from forerun import LLM, SamplingParams, kernels
@@ -15,6 +16,7 @@ from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import Chains
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
+from forerun.speculate.draft.model import DraftModel
 from here import where
 
 PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
@@ -26,15 +28,19 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(params=["draft_model", "eagle", "reduced", "gemma2", "qwen3_moe-some"])
+SURE = {"confidence_threshold": 0.01}
+
+
+@pytest.fixture(params=["draft_model", "sure", "eagle", "reduced", "gemma2", "qwen3_moe-some"])
 def options(request, tiny_target: str, tiny_draft: str, tmp_path: Path) -> dict[str, Any]:
-    if request.param == "draft_model":
-        return {"method": "draft_model", "model": tiny_draft}
+    if request.param in ("draft_model", "sure"):
+        return {"method": "draft_model", "model": tiny_draft} | (SURE if request.param == "sure" else {})
     if request.param in CASES:
         save_described(request.param, tmp_path)
         return {"method": "draft_model", "model": str(tmp_path)}
     if request.param == "reduced":
-        return {"method": "eagle", "model": reduced_head(Path(tiny_target), tmp_path), "quantization": "int8_rows"}
+        model = reduced_head(Path(tiny_target), tmp_path)
+        return {"method": "eagle", "model": model, "quantization": "int8_rows", "confidence_threshold": 0.05}
     return {"method": "eagle", **drafters["eagle"].example(Path(tiny_target), tmp_path)}
 
 
@@ -97,3 +103,34 @@ def test_one_call_drafts_what_single_steps_draft(tiny_target, options, rule, pag
     steps = record(tiny_target, options, page_size=page_size, stepwise=True)
     assert any(tokens for drafts in chains for tokens, _, _ in drafts)
     assert same(chains, steps)
+
+
+@pytest.mark.parametrize("stepwise", [*where(kernels.has("draft_float32"), [False]), True])
+@torch.no_grad()
+def test_a_chain_ends_where_it_is_unlikely_to_be_kept(tiny_target: str, tiny_draft: str, stepwise: bool) -> None:
+    """By transformers' probabilities of the draft's likeliest tokens."""
+    reference = AutoModelForCausalLM.from_pretrained(tiny_draft, dtype=torch.float32).eval()
+    config = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 5, **SURE}
+    llm = LLM(tiny_target, dtype="float32", speculative_config=config, trace=True)
+    drafter = next(iter(llm.engine.router.drafters.values()))
+    assert isinstance(drafter, DraftModel)
+    if stepwise:
+        drafter.chains = None
+    assert (drafter.chains is None) == stepwise
+    lengths = set()
+    for out in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)):
+        trace = out.outputs[0].trace
+        text = [*out.prompt_token_ids, *trace[0].tokens]  # that round only reads the prompt
+        for entry in trace[1:-5]:  # the last ones are short of room
+            kept = [token for token, origin in zip(entry.tokens, entry.origins) if origin == "accepted"]
+            ahead, chances = list(text), [1.0]
+            for token in [*kept, *entry.rejected]:
+                law = reference(torch.tensor([ahead])).logits[0, -1].softmax(-1)
+                chances.append(chances[-1] * float(law.max()))
+                assert token == int(law.argmax())
+                ahead.append(token)
+            assert min(chances[:-1]) >= SURE["confidence_threshold"]
+            assert chances[-1] < SURE["confidence_threshold"] or entry.drafted == 5
+            lengths.add(entry.drafted)
+            text += entry.tokens
+    assert len(lengths) > 2

@@ -204,7 +204,7 @@ template <class T>
 class Drafting {
  public:
   Drafting(const Model<T> &model, const Layer *layers, const Call<T> &first, const Chains<T> &chains)
-      : model(model), layers(layers), first(first), d(chains), size(model.head.outputs), active(d.sequences), ids(d.sequences), positions(d.sequences), spans(d.sequences), keep(first.num_which + 2),
+      : model(model), layers(layers), first(first), d(chains), size(model.head.outputs), active(d.sequences), ids(d.sequences), positions(d.sequences), spans(d.sequences), sure(d.sequences, 0), keep(first.num_which + 2),
         states(d.feeds ? d.sequences * model.hidden : 0) {
     for (int64_t i = 0; i < d.sequences; i++) active[i] = i;
     std::fill(d.tokens, d.tokens + d.longest * d.sequences, -1);
@@ -222,7 +222,18 @@ class Drafting {
   }
 
  private:
-  void choose_token(int64_t step, int64_t sequence, float *row) const {
+  // The chance that all of a chain is kept, once its next token is chosen from ``row``.
+  void doubt(int64_t sequence, const float *row) {
+    if (d.floor == -std::numeric_limits<double>::infinity()) return;
+    const int64_t first = 0;
+    int32_t id;
+    float log;
+    rank(row, size, 1, &first, 1, &first, &id, &log);
+    sure[sequence] += log;
+  }
+
+  void choose_token(int64_t step, int64_t sequence, float *row) {
+    doubt(sequence, row);
     const int64_t at = step * d.sequences + sequence;
     const float heat = d.heats[sequence];
     const int64_t noisy = heat != 0 && d.keys;
@@ -243,7 +254,7 @@ class Drafting {
     std::vector<int64_t> on;
     for (size_t row = 0; row < active.size(); row++) {
       const int64_t sequence = active[row], token = d.tokens[step * d.sequences + sequence];
-      if (token < 0 || d.depths[sequence] <= step + 1) continue;
+      if (token < 0 || d.depths[sequence] <= step + 1 || !(sure[sequence] >= d.floor)) continue;
       const int64_t n = on.size(), start = d.starts[sequence];
       if (d.feeds) std::memcpy(&states[n * model.hidden], first.room + row * model.hidden, model.hidden * sizeof(T));
       ids[n] = token;
@@ -275,6 +286,7 @@ class Drafting {
   const int64_t size;
   std::vector<int64_t> active, ids, positions;
   std::vector<Span> spans;
+  std::vector<double> sure;  // the log of each chain's chance
   Plan plan;
   std::vector<T *> keep;  // nothing
   std::vector<T> states;

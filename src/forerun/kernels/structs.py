@@ -145,6 +145,7 @@ class Chains(NamedTuple):
     tokens: int
     q: int
     feeds: int
+    floor: int
 
 
 QUANTS = {

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from forerun.speculate.length.base import LengthPolicy
 
 DRAFT_MODEL = (
-    "prefill_chunk tree_nodes model dtype quantization max_model_len use_heterogeneous_vocab heterogeneous_vocab_method"
+    "prefill_chunk tree_nodes confidence_threshold model dtype quantization max_model_len use_heterogeneous_vocab "
+    "heterogeneous_vocab_method"
 )
 SHARED_KEYS = "num_speculative_tokens tree draft_temperature"
 """The keys of ``speculative_config`` that every drafter has."""
@@ -23,8 +24,8 @@ KEYS = {
     "blockwise": "model adapt tree_nodes quantization",
     "cascade": "drafters min_confidence",
     "draft_model": DRAFT_MODEL,
-    "eagle": "prefill_chunk model adapt tree_nodes quantization",
-    "layerskip": "tree_nodes exit_layer layers exit_head",
+    "eagle": "prefill_chunk model adapt tree_nodes confidence_threshold quantization",
+    "layerskip": "tree_nodes confidence_threshold exit_layer layers exit_head",
     "lookahead": "model adapt tree_nodes quantization",
     "medusa": "model adapt tree_nodes quantization",
     "merged": "drafters",

@@ -22,6 +22,7 @@ from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
 from forerun.sampling.warp import Row
 from forerun.speculate.draft.base import Chooser
+from forerun.speculate.draft.levels import StepsConfig
 
 NOTHING = -1
 
@@ -34,13 +35,21 @@ def plain(sequence: Sequence) -> bool:
 
 class Chains:
     """Drafts with ``fused``, which predicts over the target's ids or, in ascending order, those of ``names`` int64.
-    ``feeds``: a step's input is the last one's output before the final norm, beside the token (EAGLE-3)."""
+    ``feeds``: a step's input is the last one's output before the final norm, beside the token (EAGLE-3). They end as
+    ``config`` says."""
 
     def __init__(
-        self, fused: Fused, chooser: Chooser, *, feeds: bool = False, names: torch.Tensor | None = None
+        self,
+        fused: Fused,
+        chooser: Chooser,
+        config: StepsConfig,
+        *,
+        feeds: bool = False,
+        names: torch.Tensor | None = None,
     ) -> None:
         self.fused = fused
         self.chooser = chooser
+        self.floor = config.floor
         self.feeds = feeds
         self.names = names
         compiled = chooser.sampler.compiled
@@ -53,8 +62,8 @@ class Chains:
         fused: Fused | None,
         attention: Attention,
         chooser: Chooser,
+        config: StepsConfig,
         *,
-        branches: bool,
         feeds: bool = False,
         names: torch.Tensor | None = None,
     ) -> Chains | None:
@@ -65,9 +74,9 @@ class Chains:
             and sampler.compiled is not None
             and fused.vocab_size == (sampler.vocab_size if names is None else len(names))
             and isinstance(attention, StreamedAttention)
-            and not branches
+            and not config.branches
         )
-        return cls(fused, chooser, feeds=feeds, names=names) if serves and fused is not None else None
+        return cls(fused, chooser, config, feeds=feeds, names=names) if serves and fused is not None else None
 
     def draft(
         self,
@@ -102,7 +111,7 @@ class Chains:
         call = array("q", structs.Chains(
             count, longest, at[0], at[1], at[2], at[3], at[4], at[5], self.words.data_ptr(),
             0 if self.names is None else self.names.data_ptr(), noise[0], noise[1], tokens.buffer_info()[0],
-            0 if q is None else q.data_ptr(), int(self.feeds),
+            0 if q is None else q.data_ptr(), int(self.feeds), structs.number(self.floor),
         ))  # fmt: skip
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0])
@@ -112,7 +121,7 @@ class Chains:
         drafts = []
         for i, (depth, start) in enumerate(zip(depths, starts)):
             chain = [token for token in tokens[i : depth * count : count] if token != NOTHING]
-            fed = min(len(chain), depth - 1)
+            fed = max(0, len(chain) - 1)
             attention.pool.advance(batch.spans[theirs[i]].key, start + fed)
             rows = range(i, longest * count, count) if heats[i] else [POINT_MASS] * longest
             drafts.append(Draft.chain(chain, q, rows))

@@ -18,13 +18,12 @@ from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.models.load import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, drafters
-from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.speculate.draft.levels import Frontier, grow
+from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 
 
 @dataclass(frozen=True)
-class LayerskipConfig(TreeConfig):
+class LayerskipConfig(StepsConfig):
     exit_layer: int | None = None
     """Draft with the first ``exit_layer`` layers; None: half of them."""
     layers: tuple[int, ...] | None = None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from math import inf, log
 
 import torch
 
 from forerun.core.beams import Beams
+from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.warp import Row
@@ -18,6 +21,30 @@ Frontier = list[tuple[int, int]]
 """Nodes that may get children, as (which sequence, node); -1 is a root."""
 Score = Callable[[int, Frontier, Seq[Draft]], torch.Tensor]
 """``score(depth, frontier, drafts)``: logits [len(frontier), vocabulary] of what follows each frontier node."""
+
+
+@dataclass(frozen=True)
+class StepsConfig(TreeConfig):
+    """Options of drafters that pay for every token of a draft."""
+
+    confidence_threshold: float | None = None
+    """A chain ends with the token that makes the chance that all of it is kept less than this: the product of the
+    likeliest tokens' probabilities at temperature 1, in the drafter's own eyes. None: chains are as long as asked for.
+    (transformers' ``assistant_confidence_threshold`` looks at each token alone.)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.confidence_threshold is None:
+            return
+        if not 0 < self.confidence_threshold < 1:
+            raise ConfigError(f"confidence_threshold must lie between 0 and 1, not {self.confidence_threshold!r}")
+        if self.branches:
+            raise ConfigError("confidence_threshold ends chains, not trees: remove it, or 'tree' and 'tree_nodes'")
+
+    @property
+    def floor(self) -> float:
+        """The threshold's logarithm; -inf for none."""
+        return -inf if self.confidence_threshold is None else log(self.confidence_threshold)
 
 
 def grow(
@@ -48,12 +75,17 @@ def grow_levels(
     frontier: Frontier = [(index, -1) for index in ready]
     together = [DraftBeams(beams, sequences, ready) for beams in groups(sequences, ready)]
     nodes = config.nodes_by_depth()
+    floor = config.floor if isinstance(config, StepsConfig) else -inf
+    sure = dict.fromkeys(ready, 0.0)
     qs: list[torch.Tensor] = []
     base = depth = 0
     while frontier:
         logits = score(depth, frontier, drafts)
         rows = [chooser.row(sequences[i], drafts[i].path_tokens(node) if node >= 0 else ()) for i, node in frontier]
         before = {index: len(drafts[index]) for index, _ in frontier}
+        if floor > -inf:
+            for (index, _), likeliest in zip(frontier, chooser.sampler.rank(chooser.align(logits), 1)[1]):
+                sure[index] += likeliest[0] if likeliest else -inf
         ids, q, q_rows = chooser.choose(logits, rows, [node for _, node in frontier], config.width(depth))
         for beams in together:
             beams.choose(ids, frontier, drafts, logits, rows, nodes[depth + 1] - nodes[depth], chooser)
@@ -67,7 +99,7 @@ def grow_levels(
         frontier = [
             (index, node)
             for index, first in before.items()
-            if depth < depths[index]
+            if depth < depths[index] and sure[index] >= floor
             for node in range(first, len(drafts[index]))
         ]
     if qs:

@@ -22,10 +22,9 @@ from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.load import load_model, parse_dtype, read_config, resolve
 from forerun.models.tokenizer import check_compatible, load_tokenizer
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
-from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.draft.catch_up import CatchUpConfig
 from forerun.speculate.draft.chain import Chains, plain
-from forerun.speculate.draft.levels import Frontier, grow
+from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 from forerun.speculate.verify.score import Verification
 
 NARROW = 256
@@ -33,7 +32,7 @@ BUNDLED = "forerun:draft"
 
 
 @dataclass(frozen=True)
-class DraftModelConfig(TreeConfig, CatchUpConfig):
+class DraftModelConfig(StepsConfig, CatchUpConfig):
     model: str | None = None
     """Checkpoint of the draft (path or hub id); None: the bundled draft, for the bundled target."""
     dtype: str | None = None
@@ -57,6 +56,8 @@ class DraftModelConfig(TreeConfig, CatchUpConfig):
             raise ConfigError(f"heterogeneous_vocab_method {method!r} needs use_heterogeneous_vocab")
         if method == "slem" and self.branches:
             raise ConfigError("heterogeneous_vocab_method 'slem' drafts chains; remove 'tree' or 'tree_nodes'")
+        if method == "slem" and self.confidence_threshold is not None:
+            raise ConfigError("heterogeneous_vocab_method 'slem' knows no confidence_threshold: remove one of them")
 
 
 @drafters.register("draft_model")
@@ -102,7 +103,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         translates = config.use_heterogeneous_vocab
         fused = None if translates else self.model.fused
-        self.chains = Chains.find(fused, self.attention, self.chooser, branches=config.branches)
+        self.chains = Chains.find(fused, self.attention, self.chooser, config)
 
     @classmethod
     def build(cls, config: DraftModelConfig, context: DraftContext) -> DraftModel:

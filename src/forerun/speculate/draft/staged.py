@@ -46,6 +46,8 @@ class StagedConfig(DraftModelConfig):
         super().__post_init__()
         if self.branches:
             raise ConfigError("method 'staged' drafts chains; give 'tree' or 'tree_nodes' to 'drafter', or remove it")
+        if self.confidence_threshold is not None:
+            raise ConfigError("method 'staged' drafts as far as asked; give confidence_threshold to 'drafter'")
         options: Mapping[str, Any] | Part = self.drafter if self.drafter is not None else {"method": "ngram"}
         object.__setattr__(self, "drafter", Part.parse(options, self.num_speculative_tokens))
 

@@ -34,14 +34,13 @@ from forerun.models.layer import Layer
 from forerun.models.linear import make_linear
 from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.draft.catch_up import CatchUpConfig
 from forerun.speculate.draft.chain import Chains, plain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.eagle_files import is_public, read_public
 from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
 from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
-from forerun.speculate.draft.levels import Frontier, grow
+from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}
 LEAST = 8
@@ -222,7 +221,7 @@ class EagleHead(Head):
 
 
 @dataclass(frozen=True)
-class EagleConfig(TreeConfig, HeadConfig, CatchUpConfig):
+class EagleConfig(StepsConfig, HeadConfig, CatchUpConfig):
     """A head's options and a tree's."""
 
     prefill_chunk: int = 128
@@ -252,8 +251,8 @@ class Eagle(HeadDrafter[EagleConfig]):
         self.chains = self._find_chains()
 
     def _find_chains(self) -> Chains | None:
-        names, branches = self.eagle.token_ids(), self.config.branches
-        return Chains.find(self.fused, self.attention, self.chooser, branches=branches, feeds=True, names=names)
+        names = self.eagle.token_ids()
+        return Chains.find(self.fused, self.attention, self.chooser, self.config, feeds=True, names=names)
 
     def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
         """Rows wait here until the token behind each of them is known and the layer has read them."""
