@@ -31,16 +31,17 @@ OPTIONS = [
 SURE = {"confidence_threshold": 0.01}
 
 
-@pytest.fixture(params=["draft_model", "sure", "eagle", "reduced", "gemma2", "qwen3_moe-some"])
+@pytest.fixture(params=["draft_model", "sure", "eagle", "reduced", "blocks", "gemma2", "qwen3_moe-some"])
 def options(request, tiny_target: str, tiny_draft: str, tmp_path: Path) -> dict[str, Any]:
     if request.param in ("draft_model", "sure"):
         return {"method": "draft_model", "model": tiny_draft} | (SURE if request.param == "sure" else {})
     if request.param in CASES:
         save_described(request.param, tmp_path)
         return {"method": "draft_model", "model": str(tmp_path)}
-    if request.param == "reduced":
+    if request.param in ("reduced", "blocks"):
+        kind = "int8_rows" if request.param == "reduced" else "q4_0"
         model = reduced_head(Path(tiny_target), tmp_path)
-        return {"method": "eagle", "model": model, "quantization": "int8_rows", "confidence_threshold": 0.05}
+        return {"method": "eagle", "model": model, "quantization": kind, "confidence_threshold": 0.05}
     return {"method": "eagle", **drafters["eagle"].example(Path(tiny_target), tmp_path)}
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams, drafters
+from forerun.models.formats import ON_CPU as formats
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Head, Lesson, Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
@@ -18,6 +20,7 @@ from forerun.speculate.draft.heads.parallel import ParallelHead, _Memory
 from forerun.speculate.draft.layerskip import ExitHead
 from forerun.train.heads import HEADS, HeadTrainConfig, train_head
 from forerun.train.lessons import lesson
+from here import where
 
 pytestmark = pytest.mark.slow
 
@@ -397,6 +400,26 @@ def test_a_packed_head_computes_with_the_weights_it_has_now(dtype):
         wanted = x.double() + torch.nn.functional.silu(x.double() @ block.weight.double().T + block.bias.double())
         assert (results[-1] - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 0.01) * wanted.abs().max()
     assert not torch.allclose(*results)
+
+
+@pytest.mark.parametrize("kind", where(formats["q4_0"].can(torch.float32, torch.device("cpu")), ["q8_0", "q4_0"]))
+@torch.no_grad()
+def test_a_head_in_blocks_computes_with_its_rounded_weights(kind):
+    """All of eagle, as the gguf package rounds it; what a layer reads is rounded to 8 bits, and nothing else."""
+    head = EagleHead(Sizes(64, 40, 4, 2, {"heads": 2, "kv_heads": 1, "width": 32, "layers": [1, 4], "own_head": True}))
+    scramble(head)
+    x = torch.randn(5, 128)
+    head.quantization = kind
+    head.pack()
+    for layer, given in ((head.fc, x), (head.lm_head, x[:, :64])):
+        rounded = quants.quantize(layer.weight.numpy(), GGMLQuantizationType[kind.upper()])
+        weight = torch.from_numpy(quants.dequantize(rounded, GGMLQuantizationType[kind.upper()]))
+        wanted = given.double() @ weight.double().T
+        assert not torch.allclose(wanted, given.double() @ layer.weight.double().T, rtol=1e-3)
+        assert (layer(given) - wanted).abs().max() < 0.01 * wanted.abs().max()
+    head.quantization = "int8_rows"
+    head.pack()
+    torch.testing.assert_close(head.fc(x), x @ head.fc.weight.T)
 
 
 @torch.no_grad()

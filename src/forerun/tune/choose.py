@@ -16,6 +16,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.plan.estimate import Measured, measure
 from forerun.sampling.params import SamplingParams
+from forerun.speculate.draft import drafters
+from forerun.speculate.draft.levels import StepsConfig
 from forerun.train.progress import progress
 
 HISTORY: tuple[dict[str, Any], ...] = (
@@ -24,8 +26,11 @@ HISTORY: tuple[dict[str, Any], ...] = (
     {"method": "prompt_lookup", "num_speculative_tokens": 4},
 )
 PLAIN: dict[str, Any] = {"method": NONE}
-DEPTHS = (1, 2, 3, 4)
-"""Tokens that the head drafts."""
+DEPTHS = (1, 2, 3)
+"""Tokens that a trained draft drafts."""
+SURE = {"num_speculative_tokens": 4, "confidence_threshold": 0.5}
+"""Or as many as are likely to be kept, where each takes a step: a step and a row cost about a fifth of a round, and the
+next token is right in about two of five cases."""
 TURNS = 2
 """Times that every way answers every prompt, in turns, if there is time."""
 FEWEST = 4
@@ -57,7 +62,7 @@ def choose(
     the trained ``drafts`` at several depths, and the best of both together; for ``seconds``, and until every way has
     answered a few prompts."""
     known = [*HISTORY, *([retrieving(texts)] if texts is not None else [])]
-    alone = [{**draft, "num_speculative_tokens": depth} for draft in drafts for depth in DEPTHS]
+    alone = [{**draft, **length} for draft in drafts for length in _lengths(draft)]
     rows = _measured(llm, [PLAIN, *known, *alone], prompts, tokens, FIRST * seconds, shown)
     if alone:
         history, best = _best(rows, known), _best(rows, alone)
@@ -69,6 +74,12 @@ def choose(
     quickest = max(rows, key=lambda row: row["speedup"])["config"]
     chosen = quickest if quickest["method"] == NONE else {**quickest, "length": "adaptive"}
     return {"chosen": chosen, "measured": rows}
+
+
+def _lengths(draft: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The lengths of a trained ``draft`` that are compared."""
+    steps = issubclass(drafters[draft["method"]].config_class, StepsConfig)
+    return [*({"num_speculative_tokens": depth} for depth in DEPTHS), *([SURE] if steps else [])]
 
 
 def _best(rows: Seq[Mapping[str, Any]], among: Seq[Mapping[str, Any]]) -> dict[str, Any]:

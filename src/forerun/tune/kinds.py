@@ -34,8 +34,8 @@ class Kind(ABC):
 
     matrix_lr: ClassVar[float]
     lr: ClassVar[float] = 1e-4
-    int8: ClassVar[bool] = False
-    """Its drafter knows ``quantization``."""
+    quantization: ClassVar[str]
+    """Of its weights while it drafts, where there are kernels for that."""
 
     def require(self, config: Any) -> None:
         """Raises ConfigError for a target, by its text config, that it cannot start from."""
@@ -60,7 +60,7 @@ class Kind(ABC):
 class Eagle(Kind):
     matrix_lr = 2e-3
     lr = 1e-3
-    int8 = True
+    quantization = "q8_0"
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
         head = EagleHead(Sizes(**sizes))
@@ -81,7 +81,7 @@ class Medusa(Kind):
     squares could find."""
 
     matrix_lr = 3e-3
-    int8 = True
+    quantization = "int8_rows"
     head: ClassVar[type[Head]] = MedusaHead
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
@@ -128,7 +128,7 @@ class Distilled(Kind):
     """A few of the target's layers; least squares say what the last of them makes of what it finds."""
 
     matrix_lr = 3e-3
-    int8 = True
+    quantization = "int8_rows"
 
     def require(self, config: Any) -> None:
         if config.model_type not in DISTILLED:

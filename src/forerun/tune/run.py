@@ -105,8 +105,7 @@ def _drafts(config: TuneConfig, llm: LLM) -> list[dict[str, Any]]:
     """What was trained, as ``speculative_config`` names it."""
     able = int8.ours(llm.model.info.device, llm.model.info.dtype)
     return [
-        {"method": name, "model": str(config.out / name)}
-        | ({"quantization": "int8_rows"} if able and KINDS[name].int8 else {})
+        {"method": name, "model": str(config.out / name)} | ({"quantization": KINDS[name].quantization} if able else {})
         for name in config.train
     ]
 

@@ -18,7 +18,7 @@ from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
 from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import int8
-from forerun.models.kinds import UNQUANTIZED
+from forerun.models.kinds import BLOCKS, UNQUANTIZED
 from forerun.models.load import BUNDLED, read_config, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
@@ -39,13 +39,15 @@ class HeadConfig(DrafterConfig):
     """Keep teaching the head while it serves: true, or a mapping of options (every, share, window, batch,
     buffer_tokens, lr, save). The tokens stay the same."""
     quantization: str | None = None
-    """int8_rows: an output layer of its own (and eagle's layer) in 8 bits, where CPU kernels of ours run them; None or
-    none: as they are."""
+    """What an output layer of its own, and eagle's layer, are rounded to, where CPU kernels of ours run them:
+    int8_rows, or blocks as GGUF files have them, such as q8_0, which are for eagle's matrix of the target's states,
+    too. None or none: as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quantization not in (None, UNQUANTIZED, "int8_rows"):
-            raise ConfigError(f"a head's quantization is int8_rows or none, not {self.quantization!r}")
+        able = ("int8_rows", *BLOCKS, UNQUANTIZED)
+        if self.quantization not in (None, *able):
+            raise ConfigError(f"a head's quantization is one of {', '.join(able)}, not {self.quantization!r}")
         object.__setattr__(self, "adapt", Adaptation.parse(self.adapt))
 
 
@@ -61,8 +63,6 @@ class HeadDrafter(Drafter[C]):
     """
 
     config_class: ClassVar[type[DrafterConfig]] = HeadConfig
-    quantizes: ClassVar[bool] = False
-    """Whether ``quantization`` is of more than an output layer of the head's own."""
     head_class: ClassVar[type[Head]]
 
     def __init__(self, config: C, context: DraftContext) -> None:
@@ -96,7 +96,7 @@ class HeadDrafter(Drafter[C]):
             self.learner = Learner(self.head, context.target, config.adapt)
             hidden = self.learner.layers
         kind = config.quantization
-        if kind not in (None, UNQUANTIZED) and self.head.lm_head is None and not self.quantizes:
+        if kind not in (None, UNQUANTIZED) and self.head.lm_head is None and not self.head.quantizes:
             raise ConfigError(f"this {self.name} head has no output layer of its own to quantize: remove quantization")
         able = kind not in (None, UNQUANTIZED) and int8.ours(info.device, info.dtype)
         self.head.quantization = kind if able else None

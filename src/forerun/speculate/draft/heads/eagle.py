@@ -53,6 +53,7 @@ class EagleHead(Head):
     attention reads alone, so that the embedding reaches the output directly."""
 
     method = "eagle"
+    quantizes = True
     options_known = frozenset(DEFAULTS) | {"layers", "draft_vocab_size", "own_head", "mixed"}
 
     def __init__(self, sizes: Sizes) -> None:
@@ -232,7 +233,6 @@ class EagleConfig(StepsConfig, HeadConfig, CatchUpConfig):
 class Eagle(HeadDrafter[EagleConfig]):
     name = "eagle"
     config_class = EagleConfig
-    quantizes = True
     head_class = EagleHead
 
     def __init__(self, config: EagleConfig, context: DraftContext) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from forerun.core.errors import ModelError, one_line, shown
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.formats import ON_CPU
+from forerun.models.kinds import BLOCKS
 from forerun.models.linear import choose, make_linear
 from forerun.speculate.draft.heads.layers import FeedForward, Norm
 
@@ -127,6 +128,8 @@ class Head(nn.Module, ABC):
     method: ClassVar[str]
     options_known: ClassVar[frozenset[str]] = frozenset()
     """Keys of ``Sizes.options`` that it reads."""
+    quantizes: ClassVar[bool] = False
+    """Whether ``quantization`` is of all of it, not of an output layer of its own alone."""
     first: ClassVar[int] = 1
     """Which token of a draft its first guess is."""
 
@@ -138,7 +141,7 @@ class Head(nn.Module, ABC):
         self.packed = 0
         """How often its weights have been packed."""
         self.quantization: str | None = None
-        """Of an output layer of its own, when it is packed."""
+        """Of an output layer of its own or, by blocks where it ``quantizes``, of all of it, when it is packed."""
         self.lm_head: nn.Linear | None = None
         """An output layer of its own, over ``token_ids``; None: the target's."""
 
@@ -201,7 +204,9 @@ class Head(nn.Module, ABC):
                     module.stream()
             else:
                 bias = None if module.bias is None else module.bias.detach()
-                kind = self.quantization if module is self.lm_head else None
+                kind = self.quantization
+                if module is not self.lm_head and not (self.quantizes and kind in BLOCKS):
+                    kind = None  # a target's states are of sizes that do not bear one scale
                 layer = ON_CPU[kind].make(weight, bias) if kind else make_linear(weight, bias, how)
                 module.forward = layer.__call__  # type: ignore[assignment, method-assign]
 
