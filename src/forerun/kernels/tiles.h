@@ -95,11 +95,14 @@ void add_bytes() {
     }
 }
 
+// Denormal numbers are zero for the unit, in what it reads and in what it makes.
+inline float flushed(float value) { return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0f, value) : value; }
+
 inline float of_bfloat16(const Tile &tile, int64_t row, int64_t index) {
   const uint32_t bits = static_cast<uint32_t>(number<uint16_t>(tile, row, index)) << 16;
   float value;
   std::memcpy(&value, &bits, 4);
-  return std::fpclassify(value) == FP_SUBNORMAL ? 0 : value;
+  return flushed(value);
 }
 
 template <int S>
@@ -111,8 +114,8 @@ void add_bfloats() {
     for (int64_t out = 0; out < sums.bytes / 4; out++) {
       float parts[2] = {0, 0};
       for (int64_t i = 0; i < x.bytes / 2; i++)
-        parts[i % 2] = std::fma(of_bfloat16(x, r, i), of_bfloat16(w, i / 2, 2 * out + i % 2), parts[i % 2]);
-      const float sum = number<float>(sums, r, out) + (parts[0] + parts[1]);
+        parts[i % 2] = flushed(std::fma(of_bfloat16(x, r, i), of_bfloat16(w, i / 2, 2 * out + i % 2), parts[i % 2]));
+      const float sum = flushed(flushed(number<float>(sums, r, out)) + flushed(parts[0] + parts[1]));
       std::memcpy(sums.at[r] + 4 * out, &sum, 4);
     }
 }
