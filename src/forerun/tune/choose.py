@@ -31,6 +31,8 @@ DEPTHS = (1, 2, 3)
 SURE = {"num_speculative_tokens": 4, "confidence_threshold": 0.5}
 """Or as many as are likely to be kept, where each takes a step: a step and a row cost about a fifth of a round, and the
 next token is right in about two of five cases."""
+TREE = {"num_speculative_tokens": 4, "tree_nodes": 16}
+"""Or the likeliest of many, which pays where a processor has a matrix unit, so that rows cost little."""
 TURNS = 2
 """Times that every way answers every prompt, in turns, if there is time."""
 FEWEST = 4
@@ -79,7 +81,7 @@ def choose(
 def _lengths(draft: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The lengths of a trained ``draft`` that are compared."""
     steps = issubclass(drafters[draft["method"]].config_class, StepsConfig)
-    return [*({"num_speculative_tokens": depth} for depth in DEPTHS), *([SURE] if steps else [])]
+    return [*({"num_speculative_tokens": depth} for depth in DEPTHS), *([SURE] if steps else []), TREE]
 
 
 def _best(rows: Seq[Mapping[str, Any]], among: Seq[Mapping[str, Any]]) -> dict[str, Any]:

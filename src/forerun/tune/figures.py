@@ -1,6 +1,7 @@
 """Tokens a round of history drafters, a tuned head and both together, on held-out prompts.
 
-python -m forerun.tune.figures --model smollm2 --head FOLDER --out FILE [--prompts N] [--max-tokens N] [--depth N]
+python -m forerun.tune.figures --model smollm2 --head FOLDER --out FILE [--text FILE] [--temperature T] [--prompts N]
+[--max-tokens N] [--depth N]
 """
 
 from __future__ import annotations
@@ -18,27 +19,41 @@ from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.plan.estimate import measure
 from forerun.sampling.params import SamplingParams
-from forerun.tune.choose import HISTORY, PLAIN
+from forerun.tune.choose import HISTORY, PLAIN, SURE, retrieving
 from forerun.tune.turns import held_out
 
+TREES = (8, 16)
+"""Nodes of the trees that are compared."""
 
-def ways(head: str, depth: int) -> dict[str, dict[str, Any]]:
-    """Everything that is compared, by the name that tables show."""
-    eagle = {"method": "eagle", "model": head, "num_speculative_tokens": depth, "quantization": "int8_rows"}
-    ngram, suffix = HISTORY[0], HISTORY[1]
+
+def ways(head: str, depth: int, text: Path | None) -> dict[str, dict[str, Any]]:
+    """Everything that is compared, by the name that tables show; ``text`` is a datastore of the model's own."""
+    eagle = {"method": "eagle", "model": head, "num_speculative_tokens": depth, "quantization": "q8_0"}
+    suffix = HISTORY[1] if text is None else retrieving(text)
+    sure = {**eagle, **SURE}
+    trees = {nodes: {**eagle, "tree_nodes": nodes} for nodes in TREES}
     return {
         "none": PLAIN,
         **{item["method"]: item for item in HISTORY},
+        **({} if text is None else {"suffix with text": suffix}),
         "eagle": eagle,
-        "merged eagle + ngram": {"method": "merged", "drafters": [eagle, ngram]},
+        "eagle, as it is sure": sure,
+        **{f"eagle, tree of {nodes}": tree for nodes, tree in trees.items()},
         "merged eagle + suffix": {"method": "merged", "drafters": [eagle, suffix]},
-        "cascade suffix, eagle": {"method": "cascade", "drafters": [suffix, eagle]},
+        **{
+            f"merged tree of {nodes} + suffix": {"method": "merged", "drafters": [tree, suffix]}
+            for nodes, tree in trees.items()
+        },
+        "cascade suffix, eagle": {"method": "cascade", "drafters": [suffix, sure]},
     }
 
 
-def figures(llm: LLM, head: str, depth: int, count: int, tokens: int, temperature: float) -> list[dict[str, Any]]:
-    """A row for each way: tokens a round over all prompts, its standard error over prompts, and by category. An
-    answer's first token comes with its prompt and is not counted."""
+def figures(
+    llm: LLM, compared: dict[str, dict[str, Any]], count: int, tokens: int, temperature: float
+) -> list[dict[str, Any]]:
+    """A row for each of the ways that are ``compared``: tokens a round over all prompts, its standard error over
+    prompts, drafted tokens a round, and tokens a round by category. An answer's first token comes with its prompt and
+    is not counted."""
     asked = held_out()[:: max(1, len(held_out()) // count)]
     talks = [[{"role": "user", "content": turn}] for _, turn in asked]
     prompts = [
@@ -46,7 +61,7 @@ def figures(llm: LLM, head: str, depth: int, count: int, tokens: int, temperatur
     ]
     params = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=i) for i in range(len(prompts))]
     rows = []
-    for name, config in ways(head, depth).items():
+    for name, config in compared.items():
         engine = Engine(llm.model, llm.tokenizer, llm.config, SpeculativeConfig.parse(config))
         found = measure(engine, prompts, params)
         each = [(len(answer) - 1) / max(1, m.rounds) for answer, m in zip(found.answers, found.metrics)]
@@ -59,6 +74,8 @@ def figures(llm: LLM, head: str, depth: int, count: int, tokens: int, temperatur
                 "temperature": temperature,
                 "tokens_per_round": (sum(map(len, found.answers)) - len(each)) / sum(m.rounds for m in found.metrics),
                 "standard_error": stdev(each) / len(each) ** 0.5,
+                "drafted_per_round": sum(m.num_draft_tokens for m in found.metrics)
+                / sum(m.rounds for m in found.metrics),
                 "by_category": {kind: round(fmean(values), 3) for kind, values in kinds.items()},
                 "tokens_per_second": found.tokens_per_second,
             }
@@ -72,16 +89,19 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--head", required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--temperature", type=float, action="append")
     parser.add_argument("--quantization")
     parser.add_argument("--prompts", type=int, default=44)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--depth", type=int, default=3)
     given = parser.parse_args()
     llm = LLM(given.model, quantization=given.quantization, max_num_seqs=1, max_model_len=2048)
+    compared = ways(given.head, given.depth, given.text)
     rows = [
         row
-        for temperature in (0.0, 0.8)
-        for row in figures(llm, given.head, given.depth, given.prompts, given.max_tokens, temperature)
+        for temperature in given.temperature or (0.0, 0.8)
+        for row in figures(llm, compared, given.prompts, given.max_tokens, temperature)
     ]
     said = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()}
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ class Kind(ABC):
 class Eagle(Kind):
     matrix_lr = 2e-3
     lr = 1e-3
-    quantization = "q8_0"
+    quantization = "q4_0"
 
     def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
         head = EagleHead(Sizes(**sizes))
