@@ -114,7 +114,9 @@ def test_a_draft_with_another_vocabulary(
     assert beams(jobs) == expected()[0]
 
 
-CONFIGS: list[tuple[str, dict[str, Any]]] = [("draft_model", {"tree": [2, 2, 1]}), ("layerskip", {}), ("suffix", {})]
+CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    ("draft_model", {"tree": [2, 2, 1]}), ("layerskip", {}), ("suffix", {}), ("draft_model", {"confidence_threshold": 0.05}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(6))

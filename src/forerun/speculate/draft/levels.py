@@ -29,8 +29,8 @@ class StepsConfig(TreeConfig):
 
     confidence_threshold: float | None = None
     """A chain ends with the token that makes the chance that all of it is kept less than this: the product of the
-    likeliest tokens' probabilities at temperature 1, in the drafter's own eyes. None: chains are as long as asked for.
-    (transformers' ``assistant_confidence_threshold`` looks at each token alone.)"""
+    likeliest tokens' probabilities at temperature 1, in the drafter's own eyes. None: chains are as long as asked for,
+    as a beam search's always are. (transformers' ``assistant_confidence_threshold`` looks at each token alone.)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,8 @@ def grow_levels(
         before = {index: len(drafts[index]) for index, _ in frontier}
         if floor > -inf:
             for (index, _), likeliest in zip(frontier, chooser.sampler.rank(chooser.align(logits), 1)[1]):
-                sure[index] += likeliest[0] if likeliest else -inf
+                if sequences[index].group is None:
+                    sure[index] += likeliest[0] if likeliest else -inf
         ids, q, q_rows = chooser.choose(logits, rows, [node for _, node in frontier], config.width(depth))
         for beams in together:
             beams.choose(ids, frontier, drafts, logits, rows, nodes[depth + 1] - nodes[depth], chooser)
