@@ -115,8 +115,11 @@ def test_a_draft_with_another_vocabulary(
 
 
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
-    ("draft_model", {"tree": [2, 2, 1]}), ("layerskip", {}), ("suffix", {}), ("draft_model", {"confidence_threshold": 0.05}),
-]  # fmt: skip
+    ("draft_model", {"tree": [2, 2, 1]}),
+    ("layerskip", {}),
+    ("suffix", {}),
+    ("draft_model", {"confidence_threshold": 0.05}),
+]
 
 
 @pytest.mark.parametrize("seed", range(6))
