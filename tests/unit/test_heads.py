@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType, quants
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+from unrolled import scramble, unrolled
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams, drafters
-from forerun.models.formats import ON_CPU as formats
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Head, Lesson, Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
@@ -20,19 +19,11 @@ from forerun.speculate.draft.heads.parallel import ParallelHead, _Memory
 from forerun.speculate.draft.layerskip import ExitHead
 from forerun.train.heads import HEADS, HeadTrainConfig, train_head
 from forerun.train.lessons import lesson
-from here import where
 
 pytestmark = pytest.mark.slow
 
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-def scramble(head: torch.nn.Module) -> None:
-    """Random weights everywhere: a fresh head starts with zeros that would hide mistakes."""
-    torch.manual_seed(3)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
 
 
 def sizes_of(target: Path, depth: int = 4) -> Sizes:
@@ -107,60 +98,6 @@ def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp
         wanted.append(int(reference.lm_head(saved.norm(said)).argmax()))
         tokens.append(wanted[-1])
     assert drafted == wanted
-
-
-def unrolled(head, features, embedded, first, steps):
-    """[steps, hidden size]: what ``head`` says behind the features before ``first``, its own outputs appended to them,
-    by dense causal attention over all of it."""
-    said = []
-    for step in range(steps):
-        count = first + step
-        stream = head.enter(embedded[1 : count + 1], features[:count])
-        q, k, v = head.qkv(embedded[1 : count + 1], stream, torch.arange(count))
-        scores = torch.einsum("qhw,khw->hqk", q, k.repeat_interleave(2, 1)) / head.width**0.5
-        scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), float("-inf"))
-        seen = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
-        said.append(head.finish(stream, seen)[-1])
-        features = torch.cat([features[:count], said[-1][None]])
-    return torch.stack(said)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-@torch.no_grad()
-def test_what_eagle_learns_is_what_it_drafts(mixed):
-    """Every step behind every place, of two texts end to end, as a draft of the text alone says it; while it is
-    trained, later steps in half and a quarter of these places."""
-    depth, length, texts = 3, 26, (11, 15)
-    head = EagleHead(Sizes(24, 40, 4, depth, {"heads": 4, "kv_heads": 2, "width": 6, "layers": [2, 4], "mixed": mixed}))
-    scramble(head)
-    tokens, hidden = torch.randint(40, (2, length)), {layer: torch.randn(2, length, 24) for layer in (2, 4)}
-    embedding, output = torch.randn(2, 40, 24)
-    segments = torch.repeat_interleave(torch.arange(2), torch.tensor(texts)).expand(2, length)
-    answers = torch.rand(2, length) < 0.7
-    seen = Lesson(tokens, hidden, None, embedding, output, torch.nn.Identity(), segments, answers)
-    wanted, targets = [[] for _ in range(depth)], [[] for _ in range(depth)]
-    for row in range(2):
-        for begin, count in zip((0, texts[0]), texts):
-            here = slice(begin, begin + count)
-            features = head.fc(torch.cat([hidden[layer][row, here] for layer in (2, 4)], dim=-1))
-            embedded = embedding[tokens[row, here]]
-            for place in range(count - depth - 1):
-                if answers[row, begin + place + 2]:
-                    said = head.norm(unrolled(head, features, embedded, place + 1, depth)) @ output.T
-                    for step in range(depth):
-                        wanted[step].append(said[step])
-                        targets[step].append(output @ hidden[4][row, begin + place + step + 1])
-    every = list(head.eval().guesses(seen))
-    for step, guess in enumerate(every):
-        torch.testing.assert_close(guess.logits, torch.stack(wanted[step]), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(guess.wanted, torch.stack(targets[step]), rtol=1e-4, atol=1e-4)
-    counts = []
-    for guess, whole in zip(head.train().guesses(seen), every):
-        gap = (guess.wanted[:, None] - whole.wanted).abs().amax(-1)
-        assert len(set(gap.argmin(1).tolist())) == len(gap)
-        assert float((guess.logits - whole.logits[gap.argmin(1)]).abs().max()) < 1e-4
-        counts.append(len(gap))
-    assert counts == [len(wanted[0]), -(-len(wanted[0]) // 2), -(-len(wanted[0]) // 4)]
 
 
 @pytest.mark.parametrize("ids", [None, SOME], ids=["all", "some"])
@@ -400,26 +337,6 @@ def test_a_packed_head_computes_with_the_weights_it_has_now(dtype):
         wanted = x.double() + torch.nn.functional.silu(x.double() @ block.weight.double().T + block.bias.double())
         assert (results[-1] - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 0.01) * wanted.abs().max()
     assert not torch.allclose(*results)
-
-
-@pytest.mark.parametrize("kind", where(formats["q4_0"].can(torch.float32, torch.device("cpu")), ["q8_0", "q4_0"]))
-@torch.no_grad()
-def test_a_head_in_blocks_computes_with_its_rounded_weights(kind):
-    """All of eagle, as the gguf package rounds it; what a layer reads is rounded to 8 bits, and nothing else."""
-    head = EagleHead(Sizes(64, 40, 4, 2, {"heads": 2, "kv_heads": 1, "width": 32, "layers": [1, 4], "own_head": True}))
-    scramble(head)
-    x = torch.randn(5, 128)
-    head.quantization = kind
-    head.pack()
-    for layer, given in ((head.fc, x), (head.lm_head, x[:, :64])):
-        rounded = quants.quantize(layer.weight.numpy(), GGMLQuantizationType[kind.upper()])
-        weight = torch.from_numpy(quants.dequantize(rounded, GGMLQuantizationType[kind.upper()]))
-        wanted = given.double() @ weight.double().T
-        assert not torch.allclose(wanted, given.double() @ layer.weight.double().T, rtol=1e-3)
-        assert (layer(given) - wanted).abs().max() < 0.01 * wanted.abs().max()
-    head.quantization = "int8_rows"
-    head.pack()
-    torch.testing.assert_close(head.fc(x), x @ head.fc.weight.T)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ class TuneConfig:
     out: Path
     hours: float = 0.75  # time for all of it
     data: Path | None = None  # your own prompts, chats or texts: a JSONL or text file, or a folder of them
+    text: Path | None = None  # what the model wrote before (a tuned folder's text.safetensors): read, none is written
     quantization: str | None = None  # the model's weights while it is tuned, as they will be served: int8_rows, or none
     train: tuple[str, ...] = ("eagle",)  # learns to draft: eagle, medusa, parallel, draft_model (repeatable), or none
     cpu_minutes: float | None = None  # processor time that each learns for, its start included; none: a share of hours
@@ -43,6 +44,10 @@ class TuneConfig:
         if unknown:
             able = ", ".join(TRAINED)
             raise ConfigError(f"nothing called {unknown[0]!r} is trained: choose among {able}, or none alone")
+        if self.text is not None and not self.text.is_file():
+            raise ConfigError(f"there is no text in {self.text}")
+        if self.text is not None and not self.train:
+            raise ConfigError("text is to be learnt from, and with train none nothing learns: leave one of them out")
         if self.cpu_minutes is not None and not self.train:
             raise ConfigError("cpu_minutes is time to learn, and with train none nothing learns: leave one of them out")
         if self.cpu_minutes is not None and not 0 < self.cpu_minutes < math.inf:
@@ -60,4 +65,11 @@ class TuneConfig:
     @property
     def writing(self) -> float:
         """Share of the time in which the model writes."""
+        if self.text is not None:
+            return 0.0
         return SHARES["write"] + (0.0 if self.train else SHARES["train"])
+
+    @property
+    def learning(self) -> float:
+        """Share of the time in which drafts learn."""
+        return SHARES["write"] + SHARES["train"] - self.writing if self.train else 0.0

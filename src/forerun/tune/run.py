@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, one_line
 from forerun.engine import tuned
 from forerun.engine.llm import LLM
 from forerun.models import sanity
@@ -69,6 +71,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
         "rows": config.rows,
         "seed": config.seed,
         "training": "some" if config.train else "none",
+        "text": None if config.text is None else hashlib.sha256(config.text.read_bytes()).hexdigest()[:16],
     }
     run = config.out / "run"
     state = State(run, marks)
@@ -137,8 +140,10 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     held = writer.held_out_prompts()
     budget = config.writing * config.seconds
     bytes_each = 2 * len(which) * text.hidden_size + 4
+    given = _given(config, llm)
     with state.stage("load"):
-        planned = min(config.max_tokens, round(writer.speed(held) * budget))
+        planned = sum(map(len, given)) if given else round(writer.speed(held) * budget)
+        planned = min(config.max_tokens, planned)
     if not held:
         raise ConfigError(f"an answer of {config.answer} tokens leaves no room for a prompt: lower --answer")
     little = bool(config.train) and planned < min(config.min_tokens, config.max_tokens)
@@ -161,14 +166,32 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
         for number in range(1_000_000):
             path = run / "text" / f"{number:05d}.pt"
             if not path.exists():
-                if number and (state.seconds["write"] >= budget or total >= config.max_tokens):
+                answers = given[number * ROWS : (number + 1) * ROWS]
+                over = not answers if given else number and state.seconds["write"] >= budget
+                if over or total >= config.max_tokens:
                     break
                 with state.stage("write"):
-                    save_part(writer.part(config.seed * 1_000_003 + number, float(number % 2)), path)
+                    seed = config.seed * 1_000_003 + number
+                    save_part(writer.read(answers) if given else writer.part(seed, float(number % 2)), path)
             total += int(torch.load(path, mmap=True, weights_only=True)["lengths"].sum())
             bar.update(round(state.seconds.get("write", 0)), f"{total:,} tokens")
     llm.close()
     state.keep("write", {"tokens": total, "bytes": total * bytes_each, "chats": writer.chats})
+
+
+def _given(config: TuneConfig, llm: LLM) -> list[list[int]]:
+    """The answers of ``config.text``, in an order of their own; none without. Raises ConfigError for what is none of
+    the model's."""
+    if config.text is None:
+        return []
+    try:
+        answers = [answer.tolist() for answer in datastore.read(config.text) if len(answer)]
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {config.text}: {one_line(error)}") from error
+    if not 0 <= min(map(min, answers), default=-1) <= max(map(max, answers), default=-1) < llm.model.info.vocab_size:
+        raise ConfigError(f"{config.text} holds no text of this model: it has none, or other tokens")
+    random.Random(config.seed).shuffle(answers)
+    return answers
 
 
 def _asked(config: TuneConfig) -> list[float]:
@@ -210,9 +233,10 @@ def _room(
     """Says what it will need, and raises ConfigError where the disk lacks it."""
     most = planned * bytes_each
     free = shutil.disk_usage(run).free
-    training = f"{SHARES['train']:.0%} to train {' and '.join(config.train)}, " if config.train else ""
+    written = "text to read" if config.text is not None else f"{config.writing:.0%} to write text"
+    training = f"{config.learning:.0%} to train {' and '.join(config.train)}, " if config.train else ""
     say(
-        f"{config.hours * 60:.0f} minutes: {config.writing:.0%} to write text, about {planned:,} tokens, {training}"
+        f"{config.hours * 60:.0f} minutes: {written}, about {planned:,} tokens, {training}"
         f"the rest to choose and to check; about {memory / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB of disk in "
         f"{run}, to be removed afterwards"
     )
@@ -260,7 +284,7 @@ def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Calla
 
 def _each(config: TuneConfig) -> float:
     """Seconds that each draft learns for."""
-    return 60 * config.cpu_minutes if config.cpu_minutes else SHARES["train"] * config.seconds / len(config.train)
+    return 60 * config.cpu_minutes if config.cpu_minutes else config.learning * config.seconds / len(config.train)
 
 
 def _settings(config: TuneConfig, kind: Kind, seconds: float, out: Path) -> LoopSettings:

@@ -71,6 +71,15 @@ class Writer:
         found += [(ids, count) for ids, count, _ in self._answered(again, temperature, draw)]
         return self._packed(found)
 
+    def read(self, answers: Seq[Seq[int]]) -> dict[str, Any]:
+        """What the model sees in answers of its own, behind a turn that says nothing; ``part``'s form."""
+        lead = self._rendered([{"role": "user", "content": ""}]) if self.chats else []
+        most = self.prompt + self.answer - 1
+        prompts = [[*lead, *answer][:most] for answer in answers]
+        said = self.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        each = zip(prompts, said, strict=True)
+        return self._packed([([*prompt, *one.outputs[0].token_ids], len(lead)) for prompt, one in each])
+
     def held_out(self, prompts: Seq[list[int]]) -> dict[str, Any]:
         """The same behind held-out prompts, at temperatures 0 and 1."""
         found = []

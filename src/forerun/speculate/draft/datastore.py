@@ -51,7 +51,7 @@ class Datastore:
         for no text at all, and for tokens that are not among the model's ``vocab_size``."""
         try:
             place = path.expanduser()
-            texts = _read(place) if path.suffix == SUFFIX else [_encoded(place, tokenizer)]
+            texts = read(place) if path.suffix == SUFFIX else [_encoded(place, tokenizer)]
         except ForerunError:
             raise
         except (OSError, SafetensorError, RuntimeError, ValueError, TypeError) as error:
@@ -152,7 +152,8 @@ def _encoded(path: Path, tokenizer: Any) -> np.ndarray:
     return np.array(tokenizer.encode(text, add_special_tokens=False, verbose=False), np.int64)
 
 
-def _read(path: Path) -> list[np.ndarray]:
+def read(path: Path) -> list[np.ndarray]:
+    """Token ids of the texts that ``save`` wrote. Raises ConfigError for another file, and what safetensors raises."""
     with safe_open(path, framework="numpy") as file:
         if (file.metadata() or {}).get("format") != FORMAT:
             raise ConfigError(f"{path} is no datastore: forerun tune writes one")

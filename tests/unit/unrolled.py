@@ -1,0 +1,28 @@
+"""An EAGLE head's drafts by one dense pass over the whole text."""
+
+from __future__ import annotations
+
+import torch
+
+
+def scramble(head: torch.nn.Module) -> None:
+    """Random weights everywhere: a fresh head starts with zeros that would hide mistakes."""
+    torch.manual_seed(3)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+
+
+def unrolled(head, features, embedded, first, steps):
+    """[steps, hidden size]: what ``head`` says behind the features before ``first``, its own outputs appended to them,
+    by dense causal attention over all of it."""
+    said = []
+    for step in range(steps):
+        count = first + step
+        stream = head.enter(embedded[1 : count + 1], features[:count])
+        q, k, v = head.qkv(embedded[1 : count + 1], stream, torch.arange(count))
+        scores = torch.einsum("qhw,khw->hqk", q, k.repeat_interleave(2, 1)) / head.width**0.5
+        scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), float("-inf"))
+        seen = torch.einsum("hqk,khw->qhw", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
+        said.append(head.finish(stream, seen)[-1])
+        features = torch.cat([features[:count], said[-1][None]])
+    return torch.stack(said)
