@@ -28,7 +28,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def expected(plain: Callable[..., Any]) -> dict[str, Any]:
     """Plain decodes, made before the server's thread owns the engine."""
     chat = {"prompt": "<system>be brief\n<user>hi\n<assistant>"}

@@ -219,8 +219,9 @@ def test_others_lose_nothing(server: Running, plain: Callable[..., Any], good_te
     assert [answer.json()["choices"][0]["text"] for answer in answers] == [good_text] * 6
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def good_text(plain: Callable[..., Any]) -> str:
+    """Answered before a server has the engine, which would run the same rounds beside."""
     return plain("def parse(", SamplingParams(temperature=0.9, seed=11, max_tokens=40)).text
 
 

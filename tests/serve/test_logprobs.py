@@ -22,7 +22,7 @@ WIDE = "x = '日本🙂' and not self"
 SAMPLED = {"prompt": "def parse(", "temperature": 0.8, "seed": 7, "max_tokens": 24}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def text(plain: Callable[..., Any]) -> str:
     return plain("def parse(", SamplingParams(temperature=0.8, seed=7, max_tokens=24)).text
 

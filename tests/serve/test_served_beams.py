@@ -17,7 +17,7 @@ CHAT = "<system>be brief\n<user>hi\n<assistant>"
 SEARCH = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def expected(served: LLM, plain: Callable[..., Any]) -> dict[str, Any]:
     """Plain searches and a plain decode, made before the server's thread owns the engine."""
     params = BeamSearchParams(3, 12, length_penalty=0.5, early_stopping="never")
