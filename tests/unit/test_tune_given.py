@@ -39,14 +39,17 @@ def test_text_that_is_there_is_read_and_none_is_written(folder: Path, model: str
     assert (out / "eagle" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("kind", ["absent", "foreign", "empty", "untrained"])
+@pytest.mark.parametrize("kind", ["absent", "foreign", "empty", "untrained", "both"])
 def test_text_that_cannot_be_learnt_from_is_said(kind: str, model: str, tmp_path: Path) -> None:
     path, more = tmp_path / "text.safetensors", {}
     if kind == "foreign":
         datastore.save(path, [[10**6]])
     elif kind == "empty":
         datastore.save(path, [])
+    elif kind == "both":
+        path.write_bytes(b"")
+        more = {"data": path}
     elif kind == "untrained":
         more = {"train": ("none",)}
-    with pytest.raises(ConfigError, match=r"there is no text|no text of this model|nothing learns"):
+    with pytest.raises(ConfigError, match=r"there is no text|no text of this model|nothing learns|no use"):
         stages.tune(TuneConfig(model=model, out=tmp_path / "out", text=path, **{**QUICK, **more}))

@@ -46,6 +46,8 @@ class TuneConfig:
             raise ConfigError(f"nothing called {unknown[0]!r} is trained: choose among {able}, or none alone")
         if self.text is not None and not self.text.is_file():
             raise ConfigError(f"there is no text in {self.text}")
+        if self.text is not None and self.data is not None:
+            raise ConfigError("nothing is written beside a given text, so data has no use: leave one of them out")
         if self.text is not None and not self.train:
             raise ConfigError("text is to be learnt from, and with train none nothing learns: leave one of them out")
         if self.cpu_minutes is not None and not self.train:
