@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from chat_model import save_chat_model
-from pages import DESKTOP, SECONDS, visit
+from pages import DESKTOP, SECONDS, Hold, visit
 from running import Running, run_server
 
 from forerun import LLM
@@ -69,6 +70,20 @@ def no_template() -> Iterator[Running]:
     options = ServerOptions(model_name="tiny", api_key="secret")
     with run_server(LLM(max_num_seqs=2, max_model_len=512), options) as running:
         yield running
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
+    """``hold(server)``: its rounds run only as far as what that gives is released, on a machine of any speed."""
+
+    def holding(running: Running) -> threading.Semaphore:
+        engine, rounds = running.engine.engine, threading.Semaphore(0)
+        step = engine.step
+        # What was made is published between steps, so that a step which may not run must end, too.
+        monkeypatch.setattr(engine, "step", lambda: step() if rounds.acquire(timeout=0.02) else [])
+        return rounds
+
+    return holding
 
 
 @pytest.fixture

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from threading import Semaphore
+from typing import Any, TypeAlias
 
 from playwright.sync_api import Browser, Page, expect
+from running import Running
 
+Hold: TypeAlias = Callable[[Running], Semaphore]
 SECONDS = 1000
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
-from pages import DESKTOP, PHONE, SECONDS, ask, ended, screenshot, shown, visit
+from pages import DESKTOP, PHONE, SECONDS, Hold, ask, ended, screenshot, shown, visit
 from playwright.sync_api import Browser, Page, expect
 from running import Running
 
@@ -72,11 +71,9 @@ def test_the_answer_comes_before_the_options(talk: Page) -> None:
 
 
 @pytest.mark.parametrize("how", ["button", "Escape"])
-def test_a_stopped_answer_stays_as_far_as_it_came(
-    talk: Page, talking: Running, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    step = talking.engine.engine.step
-    monkeypatch.setattr(talking.engine.engine, "step", lambda: (time.sleep(0.03), step())[1])
+def test_a_stopped_answer_stays_as_far_as_it_came(talk: Page, talking: Running, hold: Hold, how: str) -> None:
+    rounds = hold(talking)
+    rounds.release(8)
     talk.fill("#max_tokens", "2000")
     talk.fill("#message", "Go on and on")
     talk.keyboard.press("Enter")
@@ -84,7 +81,7 @@ def test_a_stopped_answer_stays_as_far_as_it_came(
     expect(talk.locator("#composer .run")).to_be_hidden()
     talk.keyboard.press("Escape") if how == "Escape" else talk.locator("#composer .stop").click()
     expect(talk.locator(".verdict")).to_contain_text("· stopped", timeout=20 * SECONDS)
-    monkeypatch.undo()
+    rounds.release(1000)
     talk.fill("#max_tokens", "4")
     text = "".join(token for token, _ in shown(talk))
     assert ask(talk, "More")["messages"][1] == {"role": "assistant", "content": text}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 import pytest
-from pages import DESKTOP, PHONE, SECONDS, ask, ended, run, screenshot, shown
+from pages import DESKTOP, PHONE, SECONDS, Hold, ask, ended, run, screenshot, shown
 from playwright.sync_api import Page, Route, expect
 from running import Running
 
@@ -94,7 +93,7 @@ def test_what_is_too_short_is_not_timed(page: Page) -> None:
 
 
 @pytest.mark.parametrize("page", [DESKTOP, PHONE], indirect=True, ids=["desktop", "phone"])
-def test_a_real_comparison_and_one_that_is_stopped(page: Page) -> None:
+def test_a_real_comparison_and_one_that_is_stopped(page: Page, bundled: Running, hold: Hold) -> None:
     page.fill("#max_tokens", "12")
     page.fill("#temperature", "0.8")
     page.fill("#seed", "")
@@ -102,6 +101,7 @@ def test_a_real_comparison_and_one_that_is_stopped(page: Page) -> None:
     # No seed was given: the one that was drawn is asked for again, so that the texts are the same.
     assert compared(page).endswith("All 11 answers are identical.")
     expect(page.locator(".comparison")).to_be_in_viewport(ratio=1)
+    hold(bundled)
     page.get_by_role("button", name="Compare with plain decoding").click()
     page.locator("#continuing .stop").click()
     expect(page.locator("#status")).to_have_text("Stopped.")
@@ -109,20 +109,17 @@ def test_a_real_comparison_and_one_that_is_stopped(page: Page) -> None:
     ended(page)
 
 
-def test_a_conversation_goes_on_from_a_comparison(
-    talk: Page, talking: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_goes_on_from_a_comparison(talk: Page, talking: Running, hold: Hold) -> None:
     ask(talk, "compare this")
-    with monkeypatch.context() as slowly:
-        step = talking.engine.engine.step
-        slowly.setattr(talking.engine.engine, "step", lambda: (time.sleep(0.1), step())[1])
-        talk.get_by_role("button", name="Compare with plain decoding").click()
-        expect(talk.locator(".comparison")).to_contain_text("pair 1 of 5")
-        talk.fill("#message", "interrupted")
-        talk.keyboard.press("Enter")
-        expect(talk.locator(".answer")).to_have_count(2)
-        talk.keyboard.press("Escape")
-        ended(talk)
+    rounds = hold(talking)
+    talk.get_by_role("button", name="Compare with plain decoding").click()
+    expect(talk.locator(".comparison")).to_contain_text("pair 1 of 5")
+    talk.fill("#message", "interrupted")
+    talk.keyboard.press("Enter")
+    expect(talk.locator(".answer")).to_have_count(2)
+    talk.keyboard.press("Escape")
+    ended(talk)
+    rounds.release(1000)
     ask(talk, "and now this")
     expect(talk.locator(".comparison").first).to_be_hidden()
     talk.get_by_role("button", name="Compare with plain decoding").last.click()

@@ -162,7 +162,8 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
         if config.train and not (run / "held" / "held.pt").exists():
             save_part(writer.held_out(state.results["held"]), run / "held" / "held.pt")
     total = 0
-    with progress("writing text, seconds", round(budget), config.progress) as bar:
+    title = "reading text, tokens" if given else "writing text, seconds"
+    with progress(title, sum(map(len, given)) or round(budget), config.progress) as bar:
         for number in range(1_000_000):
             path = run / "text" / f"{number:05d}.pt"
             if not path.exists():
@@ -174,7 +175,7 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
                     seed = config.seed * 1_000_003 + number
                     save_part(writer.read(answers) if given else writer.part(seed, float(number % 2)), path)
             total += int(torch.load(path, mmap=True, weights_only=True)["lengths"].sum())
-            bar.update(round(state.seconds.get("write", 0)), f"{total:,} tokens")
+            bar.update(total if given else round(state.seconds.get("write", 0)), "" if given else f"{total:,} tokens")
     llm.close()
     state.keep("write", {"tokens": total, "bytes": total * bytes_each, "chats": writer.chats})
 
