@@ -11,6 +11,7 @@ from time import perf_counter
 import pytest
 
 from forerun import SamplingParams
+from forerun.bench import environment
 from forerun.bench.config import BenchConfig
 from forerun.bench.contenders import EngineContender
 from forerun.bench.methods import method_configs, runnable, shape, with_trees
@@ -79,6 +80,23 @@ def test_rows_say_what_was_measured(bench, tiny_draft):
             assert len(peers) == (3 if batch == 1 else 0)
     assert result["environment"]["model_path"].startswith("native")
     assert result["environment"]["threads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "runtime", "wanted"), [(1, 950_000, 0.05), (2, 900_000, 0.1), (1, -1, 0.0), (0, 950_000, 0.0)]
+)
+def test_a_real_time_process_is_told_that_it_is_stopped(monkeypatch, tmp_path, policy, runtime, wanted):
+    (tmp_path / "sched_rt_period_us").write_text("1000000\n")
+    (tmp_path / "sched_rt_runtime_us").write_text(f"{runtime}\n")
+    monkeypatch.setattr(environment, "KERNEL", tmp_path)
+    monkeypatch.setattr(environment.os, "sched_getscheduler", lambda process: policy)
+    assert environment.stopped() == pytest.approx(wanted)
+
+
+def test_the_table_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(environment, "stopped", lambda: 0.05)
+    assert run(["bench", *SMALL, "--methods", "none", "--temperature", "0", "--no-fastest"]) == 0
+    assert "for 50 ms in every second" in capsys.readouterr().err
 
 
 def test_synthetic_acceptance_is_marked_and_reached(bench):

@@ -20,6 +20,7 @@ UNITS = {
     "amx_tile": "AMX",
 }  # fmt: skip
 """What arithmetic is made of, by the flags in /proc/cpuinfo."""
+KERNEL = Path("/proc/sys/kernel")
 
 
 def processor() -> str:
@@ -32,6 +33,19 @@ def processor() -> str:
     flags = facts.get("flags", "").split()
     units = ", ".join(name for flag, name in UNITS.items() if flag in flags)
     return facts.get("model name", platform.machine()) + (f" ({units})" if units else "")
+
+
+def stopped() -> float:
+    """Seconds in every second for which Linux stops this process if its policy is a real-time one (``chrt -f``), as it
+    does unless told otherwise (sched(7), ``sched_rt_runtime_us``); 0 for all others. An answer that takes a third of a
+    second then comes now and again a seventh late."""
+    if not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) not in (os.SCHED_FIFO, os.SCHED_RR):
+        return 0.0
+    try:
+        period, runs = (int((KERNEL / f"sched_rt_{name}_us").read_text()) for name in ("period", "runtime"))
+    except OSError:
+        return 0.0
+    return 0.0 if runs < 0 else (period - runs) / period
 
 
 def read_bandwidth(device: torch.device, megabytes: int = 512) -> float:
@@ -57,6 +71,7 @@ def environment(llm: LLM, engine: Mapping[str, Any]) -> dict[str, Any]:
         "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "real_time_stop": stopped(),
         "device": str(info.device),
         "model": info.name,
         "architecture": info.architecture,

@@ -230,6 +230,11 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
         warn(f"the peers ({', '.join(about['peers'])}) run {about['dtype']} weights, not {target['quantization']}")
     if about["prompts_left_out"]:
         warn(f"{about['prompts_left_out']} prompts were left out: with their answers they do not fit into the context")
+    if about["real_time_stop"]:
+        warn(
+            f"Linux stops a real-time process for {1000 * about['real_time_stop']:.0f} ms in every second, and times"
+            " jump by as much: use nice in the place of chrt"
+        )
     if about["synthetic"] is not None:
         warn(f"synthetic acceptance ({about['synthetic']}): drafts are accepted at given rates, whatever their tokens")
     if about["offline"] is False:
