@@ -47,6 +47,12 @@ def test_lk():
     assert compute(lk) == pytest.approx(expected, abs=1e-12)
 
 
+def test_lk_of_no_places():
+    q = torch.zeros(0, 7, requires_grad=True)
+    lk(torch.zeros(0, 7), q).sum().backward()
+    assert q.grad.shape == (0, 7)
+
+
 def test_lks_gradient_is_that_of_its_formula(monkeypatch):
     """By torch's own gradients of the formula, piece by piece of five rows."""
     monkeypatch.setattr(losses, "CACHED", 60)

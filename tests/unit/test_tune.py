@@ -223,7 +223,7 @@ def test_learning_ends_when_its_processor_time_is_over(folder: Path, model: str,
 def test_a_time_too_short_to_train_says_so_and_measures_history(model: str, tmp_path: Path) -> None:
     """One line before anything is written; with more time the same command trains."""
     said: list[str] = []
-    short = {**QUICK, "min_tokens": 10**9, "max_tokens": 10**9}
+    short = {**QUICK, "min_tokens": 10**9, "max_tokens": 10**9, "cpu_minutes": 1.0}
     out = stages.tune(TuneConfig(model=model, out=tmp_path, **short), said.append)
     assert "are too few" in said[0]
     assert "1,000,000,000 (--min-tokens)" in said[0]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_tune import QUICK, few_turns, folder, model
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +18,11 @@ from forerun.core.errors import ConfigError
 from forerun.speculate.draft import datastore
 from forerun.tune import run as stages
 from forerun.tune.config import TuneConfig
+from forerun.tune.data import Data
 from forerun.tune.features import Features
+from forerun.tune.head import AHEAD
+from forerun.tune.state import State
+from forerun.tune.text import Writer
 
 __all__ = ["few_turns", "folder", "model"]
 
@@ -24,10 +32,13 @@ pytestmark = pytest.mark.slow
 def test_text_that_is_there_is_read_and_none_is_written(folder: Path, model: str, tmp_path: Path) -> None:
     """What one tuning wrote is what another learns from, behind an empty turn, with what transformers sees there."""
     out = tmp_path / "again"
-    stages.tune(TuneConfig(model=model, out=out, text=folder / "text.safetensors", **QUICK))
+    settings = {**QUICK, "hours": 20 / 3600, "cpu_minutes": 0.03}
+    stages.tune(TuneConfig(model=model, out=out, text=folder / "text.safetensors", **settings))
     given = {tuple(answer.tolist()) for answer in datastore.read(folder / "text.safetensors")}
     found = Features(out / "run" / "text")
-    assert {tuple(answer.tolist()[:-1]) for answer in found.answers()} == {answer for answer in given if answer}
+    assert {tuple(answer.tolist()[:-1]) for answer in found.answers()} == {
+        answer for answer in given if len(answer) >= AHEAD
+    }
     part, start, length, prompt = next(found.each())
     ids = part["tokens"][start : start + length].long()
     assert LLM(model).tokenizer.decode(ids[:prompt]).replace(" ", "") == "u:;a:"
@@ -39,17 +50,65 @@ def test_text_that_is_there_is_read_and_none_is_written(folder: Path, model: str
     assert (out / "eagle" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("kind", ["absent", "foreign", "empty", "untrained", "both"])
+REFUSED = {
+    "absent": "there is no text in",
+    "foreign": "with tokens it has not",
+    "empty": "none of at least 4 tokens",
+    "short": "none of at least 4 tokens",
+    "bfloat16": "cannot read",
+    "few": r"makes [\d,]+ tokens to read, and from fewer than 1,000,000 \(--min-tokens\)",
+    "untrained": "nothing learns",
+    "both": "no use",
+    "own": "choose another --out, or copy it",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
 def test_text_that_cannot_be_learnt_from_is_said(kind: str, model: str, tmp_path: Path) -> None:
     path, more = tmp_path / "text.safetensors", {}
-    if kind == "foreign":
-        datastore.save(path, [[10**6]])
-    elif kind == "empty":
-        datastore.save(path, [])
+    texts = {"foreign": [[10**6] * 9], "short": [[5, 6, 7]] * 9, "few": [[5, 6, 7, 8, 9]] * 9}
+    if kind != "absent":
+        datastore.save(path, texts.get(kind, []))
+    if kind == "bfloat16":
+        numbers = torch.zeros(3, dtype=torch.bfloat16)
+        save_file({"tokens": numbers, "lengths": numbers.clone()}, path, metadata={"format": datastore.FORMAT})
+    elif kind == "few":
+        more = {"min_tokens": 10**6}
     elif kind == "both":
-        path.write_bytes(b"")
         more = {"data": path}
     elif kind == "untrained":
         more = {"train": ("none",)}
-    with pytest.raises(ConfigError, match=r"there is no text|no text of this model|nothing learns|no use"):
-        stages.tune(TuneConfig(model=model, out=tmp_path / "out", text=path, **{**QUICK, **more}))
+    before = path.read_bytes() if path.exists() else None
+    out = tmp_path if kind == "own" else tmp_path / "out"
+    with pytest.raises(ConfigError, match=REFUSED[kind]):
+        stages.tune(TuneConfig(model=model, out=out, text=path, **{**QUICK, **more}))
+    assert before is None or path.read_bytes() == before
+
+
+def test_a_text_is_read_for_its_share_of_the_time(
+    folder: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reading takes is not left to learn in, and the whole text is looked things up in all the same."""
+    monkeypatch.setattr(stages, "ROWS", 4)
+    seconds = []
+    settings = stages._settings
+    monkeypatch.setattr(stages, "_settings", lambda *given: seconds.append(given[2]) or settings(*given))
+    text = folder / "text.safetensors"
+    out = stages.tune(TuneConfig(model=model, out=tmp_path / "out", text=text, **{**QUICK, "hours": 0.01 / 3600}))
+    assert len(list((out / "run" / "text").iterdir())) == 1
+    assert (out / "text.safetensors").read_bytes() == text.read_bytes()
+    assert seconds == [1.0]
+    state = State(out / "run", json.loads((out / "run" / "state.json").read_text("utf-8"))["marks"])
+    state.seconds["write"] = 3.0
+    config = TuneConfig(model=model, out=out, text=tmp_path / "out" / "tuned.json", **{**QUICK, "hours": 8 / 3600})
+    assert stages._each(config, state) == pytest.approx(3.0)
+    assert stages._each(replace(config, text=None), state) == pytest.approx(0.35 * 8)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_text_begins_as_the_models_texts_do(begins: bool) -> None:
+    """Of a model without a template."""
+    llm = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=2), encode=lambda text: (text, [2] if begins else []))
+    writer = Writer(llm, SimpleNamespace(), Data())  # type: ignore[arg-type]
+    assert writer.lead == ([2] if begins else [])
+    assert writer.reads([[5] * 10, [5] * 10**4]) == 11 + begins + 700 + 256

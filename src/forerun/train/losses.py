@@ -79,7 +79,7 @@ class _Compared(torch.autograd.Function):
         (slopes,) = ctx.saved_tensors
         by_divergence, by_alpha = (part.reshape(-1, 1).to(slopes.dtype) for part in slopes_of_loss)
         out = (slopes[0] * by_divergence).addcmul_(slopes[1], by_alpha)
-        return None, out.view(*slopes_of_loss[0].shape, -1)
+        return None, out.view(*slopes_of_loss[0].shape, slopes.shape[-1])
 
 
 LOSSES: dict[str, DistillationLoss] = {"kl": kl, "lk": lk, "tv_ce": tv_ce}

@@ -11,6 +11,9 @@ from forerun.core.errors import ConfigError
 SHARES = {"write": 0.4, "train": 0.35, "choose": 0.15}
 """Of the time: the rest is for loading and checking. Where nothing is trained, that is for writing, too."""
 
+TEXTS = "text.safetensors"
+"""What the model wrote, in the folder of a tuning."""
+
 TRAINED = ("eagle", "medusa", "parallel", "draft_model")
 NOTHING = ("none",)
 
@@ -46,6 +49,8 @@ class TuneConfig:
             raise ConfigError(f"nothing called {unknown[0]!r} is trained: choose among {able}, or none alone")
         if self.text is not None and not self.text.is_file():
             raise ConfigError(f"there is no text in {self.text}")
+        if self.text is not None and self.text.resolve() == (self.out / TEXTS).resolve():
+            raise ConfigError(f"{self.text} is what a tuning into {self.out} writes: choose another --out, or copy it")
         if self.text is not None and self.data is not None:
             raise ConfigError("nothing is written beside a given text, so data has no use: leave one of them out")
         if self.text is not None and not self.train:
@@ -66,12 +71,10 @@ class TuneConfig:
 
     @property
     def writing(self) -> float:
-        """Share of the time in which the model writes."""
-        if self.text is not None:
-            return 0.0
+        """Share of the time in which the model writes; a text that is given is read in no more."""
         return SHARES["write"] + (0.0 if self.train else SHARES["train"])
 
     @property
     def learning(self) -> float:
-        """Share of the time in which drafts learn."""
-        return SHARES["write"] + SHARES["train"] - self.writing if self.train else 0.0
+        """Share of the time in which drafts learn, and read a text that is given."""
+        return SHARES["train"] + (SHARES["write"] if self.text is not None else 0.0) if self.train else 0.0

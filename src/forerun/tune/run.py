@@ -29,7 +29,7 @@ from forerun.train.material import load_target
 from forerun.train.progress import progress
 from forerun.train.settings import LoopSettings
 from forerun.tune import choose
-from forerun.tune.config import SHARES, TuneConfig
+from forerun.tune.config import SHARES, TEXTS, TuneConfig
 from forerun.tune.data import Data, read
 from forerun.tune.features import Features
 from forerun.tune.head import AHEAD, LENGTH, MEANING, Trainer, drafted, layers
@@ -50,7 +50,6 @@ HELD = 0.15
 FITTED = 200_000
 """Tokens that a start is fitted to, at most."""
 REPORT = "report.html"
-TEXTS = "text.safetensors"
 
 
 def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> Path:
@@ -81,7 +80,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
         _write(config, data, state, run, say)
     if "alone" in state.results:
         say(state.results["alone"]["why"])
-        config = replace(config, train=())
+        config = replace(config, train=(), cpu_minutes=None)
     elif state.lacking(config.train):
         _train(config, folder, state, run, say)
     compared = [list(config.train), str(config.out)]
@@ -115,6 +114,8 @@ def _drafts(config: TuneConfig, llm: LLM) -> list[dict[str, Any]]:
 
 def _texts(config: TuneConfig, run: Path) -> Path | None:
     """The answers that the model wrote, as a datastore; None if it wrote none."""
+    if config.text is not None:
+        return Path(shutil.copyfile(config.text, config.out / TEXTS))
     answers = list(Features(run / "text").answers()) if (run / "text").is_dir() else []
     if not answers:
         return None
@@ -142,12 +143,17 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
     bytes_each = 2 * len(which) * text.hidden_size + 4
     given = _given(config, llm)
     with state.stage("load"):
-        planned = sum(map(len, given)) if given else round(writer.speed(held) * budget)
+        planned = writer.reads(given) if given else round(writer.speed(held) * budget)
         planned = min(config.max_tokens, planned)
     if not held:
         raise ConfigError(f"an answer of {config.answer} tokens leaves no room for a prompt: lower --answer")
     little = bool(config.train) and planned < min(config.min_tokens, config.max_tokens)
     alone = little and not any((run / "text").glob("*.pt"))
+    if alone and given:
+        raise ConfigError(
+            f"{config.text} makes {planned:,} tokens to read, and from fewer than {config.min_tokens:,} (--min-tokens) "
+            "nothing learns to draft well enough to pay: give more, or let the model write"
+        )
     if "held" not in state.results:
         some = config.probe if alone else max(choose.FEWEST, round(HELD * planned / (2 * config.answer)))
         state.keep("held", held[:: -(-len(held) // some)])
@@ -163,12 +169,12 @@ def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callabl
             save_part(writer.held_out(state.results["held"]), run / "held" / "held.pt")
     total = 0
     title = "reading text, tokens" if given else "writing text, seconds"
-    with progress(title, sum(map(len, given)) or round(budget), config.progress) as bar:
+    with progress(title, planned if given else round(budget), config.progress) as bar:
         for number in range(1_000_000):
             path = run / "text" / f"{number:05d}.pt"
             if not path.exists():
                 answers = given[number * ROWS : (number + 1) * ROWS]
-                over = not answers if given else number and state.seconds["write"] >= budget
+                over = (number and state.seconds["write"] >= budget) or (given and not answers)
                 if over or total >= config.max_tokens:
                     break
                 with state.stage("write"):
@@ -186,11 +192,13 @@ def _given(config: TuneConfig, llm: LLM) -> list[list[int]]:
     if config.text is None:
         return []
     try:
-        answers = [answer.tolist() for answer in datastore.read(config.text) if len(answer)]
-    except (OSError, SafetensorError) as error:
+        answers = [answer.tolist() for answer in datastore.read(config.text) if len(answer) >= AHEAD]
+    except (OSError, SafetensorError, TypeError) as error:  # of another file, or of numbers that numpy has not
         raise ConfigError(f"cannot read {config.text}: {one_line(error)}") from error
     if not 0 <= min(map(min, answers), default=-1) <= max(map(max, answers), default=-1) < llm.model.info.vocab_size:
-        raise ConfigError(f"{config.text} holds no text of this model: it has none, or other tokens")
+        raise ConfigError(
+            f"{config.text} holds no text of this model: none of at least {AHEAD} tokens, or with tokens it has not"
+        )
     random.Random(config.seed).shuffle(answers)
     return answers
 
@@ -224,7 +232,7 @@ def _memory(llm: LLM, longest: int, config: Any, rows: int, learns: bool) -> flo
     layer = sum(part.numel() for part in target.get_decoder().layers[0].parameters())
     inner = getattr(config, "intermediate_size", 0)
     training = 2 * target.num_parameters() + 48 * layer + 20 * inner**2
-    training += 24 * LENGTH * info.vocab_size + 20 * AHEAD * BATCH * rows
+    training += 24 * LENGTH * info.vocab_size + 27 * AHEAD * BATCH * rows
     return PROGRAM + max(writing, training if learns else 0)
 
 
@@ -234,10 +242,14 @@ def _room(
     """Says what it will need, and raises ConfigError where the disk lacks it."""
     most = planned * bytes_each
     free = shutil.disk_usage(run).free
-    written = "text to read" if config.text is not None else f"{config.writing:.0%} to write text"
-    training = f"{config.learning:.0%} to train {' and '.join(config.train)}, " if config.train else ""
+    drafts, learning = " and ".join(config.train), f"{config.learning:.0%}"
+    if config.text is not None:
+        work = f"{learning} to read about {planned:,} tokens and to train {drafts}, "
+    else:
+        work = f"{config.writing:.0%} to write text, about {planned:,} tokens, "
+        work += f"{learning} to train {drafts}, " if drafts else ""
     say(
-        f"{config.hours * 60:.0f} minutes: {written}, about {planned:,} tokens, {training}"
+        f"{config.hours * 60:.0f} minutes: {work}"
         f"the rest to choose and to check; about {memory / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB of disk in "
         f"{run}, to be removed afterwards"
     )
@@ -272,7 +284,8 @@ def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Calla
                 save_start(draft, first)
                 state.keep(f"{name} fitted", {**loop.looked_at(trainer.evaluate, draft), "seconds": seconds})
             fitted = state.results[f"{name} fitted"]
-            settings = _settings(config, kind, max(1.0, _each(config) - fitted["seconds"]), run / f"training {name}")
+            seconds = max(1.0, _each(config, state) - fitted["seconds"])
+            settings = _settings(config, kind, seconds, run / f"training {name}")
             done = loop.run(draft, train, trainer.loss, settings, trainer.evaluate, MEANING)
             learnt = loop.looked_at(trainer.evaluate, draft)
             better = sum(learnt["accepted_at_0"]) >= sum(fitted["accepted_at_0"])
@@ -283,9 +296,12 @@ def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Calla
             state.trained(name, {**figures, "fitted": fitted, "kept": "learnt" if better else "fitted"})
 
 
-def _each(config: TuneConfig) -> float:
+def _each(config: TuneConfig, state: State) -> float:
     """Seconds that each draft learns for."""
-    return 60 * config.cpu_minutes if config.cpu_minutes else config.learning * config.seconds / len(config.train)
+    if config.cpu_minutes:
+        return 60 * config.cpu_minutes
+    read = state.seconds["write"] if config.text is not None else 0.0
+    return (config.learning * config.seconds - read) / len(config.train)
 
 
 def _settings(config: TuneConfig, kind: Kind, seconds: float, out: Path) -> LoopSettings:

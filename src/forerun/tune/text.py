@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,28 @@ class Writer:
 
     def read(self, answers: Seq[Seq[int]]) -> dict[str, Any]:
         """What the model sees in answers of its own, behind a turn that says nothing; ``part``'s form."""
-        lead = self._rendered([{"role": "user", "content": ""}]) if self.chats else []
-        most = self.prompt + self.answer - 1
-        prompts = [[*lead, *answer][:most] for answer in answers]
+        prompts = [[*self.lead, *answer][: self.reach] for answer in answers]
         said = self.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         each = zip(prompts, said, strict=True)
-        return self._packed([([*prompt, *one.outputs[0].token_ids], len(lead)) for prompt, one in each])
+        return self._packed([([*prompt, *one.outputs[0].token_ids], len(self.lead)) for prompt, one in each])
+
+    @cached_property
+    def lead(self) -> list[int]:
+        """What is before an answer that is read: a turn that says nothing, or the token that begins a text, if one
+        does."""
+        if self.chats:
+            return self._rendered([{"role": "user", "content": ""}])
+        begun = self.llm.encode("")[1]
+        return begun[:1] if begun[:1] == [self.llm.tokenizer.bos_token_id] else []
+
+    @property
+    def reach(self) -> int:
+        """Tokens of a text that are read at most; one follows them."""
+        return self.prompt + self.answer - 1
+
+    def reads(self, answers: Seq[Seq[int]]) -> int:
+        """Tokens of the texts that ``read`` makes of these."""
+        return sum(min(len(self.lead) + len(answer), self.reach) + 1 for answer in answers)
 
     def held_out(self, prompts: Seq[list[int]]) -> dict[str, Any]:
         """The same behind held-out prompts, at temperatures 0 and 1."""

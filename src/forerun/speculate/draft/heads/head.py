@@ -183,7 +183,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def guesses(self, lesson: Lesson) -> Iterator[Guess]:
-        """What it says of every token ahead, the nearest first, all in the same places."""
+        """What it says of every token ahead, the nearest first, in the same places unless it learns."""
 
     def loss(self, lesson: Lesson) -> torch.Tensor:
         """Mean training loss of a batch, a scalar: the cross entropies of all tokens ahead, each with its weight."""
