@@ -151,13 +151,31 @@ def test_options_of_drafters_inside_drafters() -> None:
         parse({"method": "suffix", "tree_nodes": 5, "accept": "token"})
     with pytest.raises(ConfigError, match="must list the options of 2 to 15"):
         parse({"method": "cascade", "drafters": [{"method": "ngram"}]})
-    with pytest.raises(ConfigError, match="a mapping with a 'method'"):
+    with pytest.raises(ConfigError, match=r"a mapping like \{'method': 'suffix'\}"):
         parse({"method": "staged", "drafter": {"num_speculative_tokens": 2}})
     for method in ("prompt_lookup", "suffix", "token_recycling", "random", "ngram", "merged"):
         with pytest.raises(ConfigError, match="draft_temperature"):
             parse({"method": method, "draft_temperature": 0.5})
     with pytest.raises(ConfigError, match="remove one of them"):
         parse({"method": "suffix", "tree": [2, 1], "tree_nodes": 4})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"method": "ngram", "max_order": None}, "max_order must be an integer, not None"),
+        ({"method": "cascade", "min_confidence": None}, "min_confidence must be a number, not None"),
+        ({"method": "cascade", "drafters": None}, "must list the options of 2 to 15"),
+        ({"method": "merged", "drafters": 5}, "must list the options of 2 to 15"),
+        ({"method": "draft_model", "quantization": []}, r"quantization must be text, not \[\]"),
+        ({"method": "table", "table_file": 5}, "table_file must be text, not 5"),
+        ({"method": "layerskip", "layers": 5}, "layers must be ascending layer numbers from 0, not 5"),
+        ({"method": "ngram", "num_speculative_tokens": 10**9}, "num_speculative_tokens must be at most 4096"),
+    ],
+)
+def test_options_of_another_kind_are_told(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SpeculativeConfig.parse(options)
 
 
 def test_a_grammar_inside_a_staged_draft_counts_from_the_committed_tokens() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +48,22 @@ def test_text_that_is_there_is_read_and_none_is_written(folder: Path, model: str
         states = reference(ids[None], output_hidden_states=True).hidden_states[-1][0, :-1]
     kept = part["hidden"][start : start + length - 1, -states.shape[1] :].float()
     assert float((kept - states).abs().max()) < 0.05 * float(states.abs().max())
-    assert (out / "eagle" / "model.safetensors").exists()
+    mask = os.umask(0)
+    os.umask(mask)
+    for name in ("eagle/model.safetensors", "text.safetensors"):
+        assert (folder / name).stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_what_was_refused_leaves_nothing_in_the_way(folder: Path, model: str, tmp_path: Path) -> None:
+    path, out = tmp_path / "text", tmp_path / "out"
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match="cannot read"):
+        stages.tune(TuneConfig(model=model, out=out, text=path, **QUICK))
+    with pytest.raises(ConfigError, match="quantization 'bogus' is not one of"):
+        stages.tune(TuneConfig(model=model, out=out, quantization="bogus", **QUICK))
+    text = folder / "text.safetensors"
+    stages.tune(TuneConfig(model=model, out=out, text=text, quantization="none", **QUICK))
+    stages.tune(TuneConfig(model=model, out=out, text=text, **QUICK))
 
 
 REFUSED = {

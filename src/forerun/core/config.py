@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from os import PathLike
 from typing import Any
 
 from forerun.core.errors import ConfigError, shown
@@ -12,6 +13,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
     "int": ((int,), "an integer"),
     "float": ((int, float), "a number"),
+    "str": ((str, PathLike), "text"),
 }
 
 
@@ -24,14 +26,17 @@ def check_seed(seed: Any) -> None:
 
 
 def check_types(kind: type, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that is annotated as a number or a flag in the dataclass ``kind`` and is not one.
+    """Raise ConfigError for an option that is annotated as a number, a flag or text in the dataclass ``kind`` and is
+    none.
 
     JSON and command lines bring strings where numbers belong; a comparison deep inside would say less.
     """
     for field in fields(kind):
         names = [name.strip() for name in str(field.type).split("|")]
-        value = options.get(field.name)
-        if value is None or names[0] not in _KINDS or set(names[1:]) - {"None"}:
+        if field.name not in options or names[0] not in _KINDS or set(names[1:]) - {"None"}:
+            continue
+        value = options[field.name]
+        if value is None and "None" in names:
             continue
         types, wanted = _KINDS[names[0]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from forerun.core.errors import ConfigError, ModelError
+from forerun.core.folders import let_read
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.load import resolve
 from forerun.speculate.draft.heads.eagle import EagleHead
@@ -52,6 +53,7 @@ def export_head(head: str, target: str, out: Path, form: str) -> str:
     weights = _weights(made, folder, "midlayer." if form == SGLANG else "layers.0.")
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    let_read(out / "model.safetensors")
     written = _sglang(made, config) if form == SGLANG else _speculators(made, config, str(folder))
     (out / CONFIG).write_text(json.dumps(written, indent=1) + "\n", encoding="utf8")
     if form == SGLANG:

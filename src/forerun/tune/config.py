@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.core.errors import ConfigError
+from forerun.models.kinds import UNQUANTIZED
 
 SHARES = {"write": 0.4, "train": 0.35, "choose": 0.15}
 """Of the time: the rest is for loading and checking. Where nothing is trained, that is for writing, too."""
@@ -47,6 +48,8 @@ class TuneConfig:
         if unknown:
             able = ", ".join(TRAINED)
             raise ConfigError(f"nothing called {unknown[0]!r} is trained: choose among {able}, or none alone")
+        if self.quantization == UNQUANTIZED:
+            object.__setattr__(self, "quantization", None)
         if self.text is not None and not self.text.is_file():
             raise ConfigError(f"there is no text in {self.text}")
         if self.text is not None and self.text.resolve() == (self.out / TEXTS).resolve():

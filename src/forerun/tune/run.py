@@ -249,7 +249,7 @@ def _room(
         work = f"{config.writing:.0%} to write text, about {planned:,} tokens, "
         work += f"{learning} to train {drafts}, " if drafts else ""
     say(
-        f"{config.hours * 60:.0f} minutes: {work}"
+        f"{config.hours * 60:.3g} minutes: {work}"
         f"the rest to choose and to check; about {memory / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB of disk in "
         f"{run}, to be removed afterwards"
     )

@@ -32,6 +32,8 @@ class State:
             self.marks, self.seconds, self.results = found["marks"], found["seconds"], found["results"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.path} cannot be read ({error}): name another --out, or remove it") from error
+        if not self.results:  # nothing was begun but to look at what was asked for
+            self.marks = marks
         for name, value in marks.items():
             if self.marks.get(name) != value:
                 raise ConfigError(

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from forerun.speculate.accept.base import Rule
     from forerun.speculate.verify.score import Verification
 
+DEEPEST = 4096
+"""Tokens of a draft, more than any forward verifies."""
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -44,6 +47,8 @@ class DrafterConfig:
         k = self.num_speculative_tokens
         if not isinstance(k, int) or isinstance(k, bool) or k < 1:
             raise ConfigError(f"num_speculative_tokens must be an integer of at least 1, not {k!r}")
+        if k > DEEPEST:
+            raise ConfigError(f"num_speculative_tokens must be at most {DEEPEST}, not {k}")
         if self.tree is not None:
             shape = tuple(self.tree) if isinstance(self.tree, Seq) else ()
             if not shape or any(not isinstance(w, int) or w < 1 for w in shape):

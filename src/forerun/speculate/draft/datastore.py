@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from forerun.core.errors import ConfigError, ForerunError
+from forerun.core.folders import let_read
 
 REACH = 32
 COUNTED = 64
@@ -172,3 +173,4 @@ def save(path: Path, texts: Seq[ArrayLike]) -> None:
     kind = np.uint16 if tokens.max(initial=0) < 1 << 16 else np.int32
     lengths = np.array([len(part) for part in parts], np.int32)
     save_file({"tokens": tokens.astype(kind), "lengths": lengths}, path, metadata={"format": FORMAT})
+    let_read(path)

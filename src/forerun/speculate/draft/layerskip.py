@@ -35,7 +35,7 @@ class LayerskipConfig(StepsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers is not None:
-            layers = tuple(self.layers)
+            layers = tuple(self.layers) if isinstance(self.layers, (list, tuple)) else ()
             if self.exit_layer is not None:
                 raise ConfigError("give exit_layer or layers, not both")
             if (

@@ -29,7 +29,7 @@ class Part:
         if isinstance(options, Part):
             return options
         if not isinstance(options, Mapping) or "method" not in options:
-            raise ConfigError(f"a drafter inside a drafter is a mapping with a 'method', not {options!r}")
+            raise ConfigError(f"a drafter inside a drafter is a mapping like {{'method': 'suffix'}}, not {options!r}")
         rest = {key: value for key, value in options.items() if key != "method"}
         config = drafters[options["method"]].config_class
         if "tree" not in rest:
@@ -54,7 +54,7 @@ class PartsConfig(DrafterConfig):
             raise ConfigError("give 'tree' to the drafters inside, not to the one that holds them")
         if self.draft_temperature is not None:
             raise ConfigError("give 'draft_temperature' to the drafters inside, not to the one that holds them")
-        if isinstance(self.drafters, (str, Mapping)) or not 2 <= len(self.drafters) <= 15:
+        if not isinstance(self.drafters, (list, tuple)) or not 2 <= len(self.drafters) <= 15:
             raise ConfigError("'drafters' must list the options of 2 to 15 drafters")
         parts = tuple(Part.parse(options, self.num_speculative_tokens) for options in self.drafters)
         object.__setattr__(self, "drafters", parts)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from forerun.core.errors import ModelError, one_line, shown
+from forerun.core.folders import let_read
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.formats import ON_CPU
 from forerun.models.kinds import BLOCKS
@@ -219,6 +220,7 @@ class Head(nn.Module, ABC):
             for name, tensor in self.state_dict().items()
         }
         save_file(weights, folder / "model.safetensors")
+        let_read(folder / "model.safetensors")
 
     @classmethod
     def load(cls, folder: Path, num_layers: int = 0) -> Head:
