@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams, SpeculativeConfig
 from forerun.engine import memory
@@ -34,6 +36,19 @@ def test_what_is_so_anyway_is_accepted_and_changes_nothing(llm, tiny_target):
         "pipeline_parallel_size", "enforce_eager", "trust_remote_code", "swap_space", "kv_cache_dtype"
     }  # fmt: skip
     assert understood({name: accepted[0] for name, (accepted, _) in SAID.items()}) == {}
+
+
+def test_objects_stand_for_their_names(llm, tiny_target):
+    wanted = llm().generate("the cat", COLD)[0].outputs[0]
+    for habits in (
+        {"dtype": torch.float32, "device": torch.device("cpu")},
+        {"dtype": None},
+        {"tokenizer": Path(tiny_target)},
+    ):
+        assert LLM(tiny_target, **habits).generate("the cat", COLD)[0].outputs[0] == wanted
+    for habits in ({"dtype": 32}, {"device": []}, {"max_num_seqs": None}):
+        with pytest.raises(ConfigError, match="must be"):
+            LLM(tiny_target, **habits)
 
 
 @pytest.mark.parametrize("name", sorted({*SAID, *INSTEAD} - {"enforce_eager"}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from os import PathLike
 from typing import Any
 
 from forerun.core.errors import ConfigError, shown
@@ -13,8 +12,10 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
     "int": ((int,), "an integer"),
     "float": ((int, float), "a number"),
-    "str": ((str, PathLike), "text"),
 }
+
+NO_TEXT = (int, float, list, tuple, dict)
+"""What JSON has beside text; from Python a path, a dtype or a device may stand for its name."""
 
 
 def check_seed(seed: Any) -> None:
@@ -33,10 +34,12 @@ def check_types(kind: type, options: Mapping[str, Any]) -> None:
     """
     for field in fields(kind):
         names = [name.strip() for name in str(field.type).split("|")]
-        if field.name not in options or names[0] not in _KINDS or set(names[1:]) - {"None"}:
+        if field.name not in options or set(names[1:]) - {"None"}:
             continue
         value = options[field.name]
-        if value is None and "None" in names:
+        if names[0] == "str" and isinstance(value, NO_TEXT):
+            raise ConfigError(f"{field.name} must be text, not {shown(value)}")
+        if names[0] not in _KINDS or (value is None and "None" in names):
             continue
         types, wanted = _KINDS[names[0]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
