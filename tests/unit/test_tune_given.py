@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,13 @@ def test_what_was_refused_leaves_nothing_in_the_way(folder: Path, model: str, tm
     text = folder / "text.safetensors"
     stages.tune(TuneConfig(model=model, out=out, text=text, quantization="none", **QUICK))
     stages.tune(TuneConfig(model=model, out=out, text=text, **QUICK))
+    datastore.save(tmp_path / "other", [[5, 6, 7, 8, 9]])
+    for other in (tmp_path / "other", None):
+        with pytest.raises(ConfigError, match="holds a tuning with another text; name another --out"):
+            stages.tune(TuneConfig(model=model, out=out, text=other, **QUICK))
+    shutil.copytree(folder, tmp_path / "written")
+    with pytest.raises(ConfigError, match="holds a tuning with no text; name another --out"):
+        stages.tune(TuneConfig(model=model, out=tmp_path / "written", text=text, **QUICK))
 
 
 REFUSED = {

@@ -35,11 +35,12 @@ class State:
         if not self.results:  # nothing was begun but to look at what was asked for
             self.marks = marks
         for name, value in marks.items():
-            if self.marks.get(name) != value:
-                raise ConfigError(
-                    f"{folder.parent} holds a tuning with another {name}: {self.marks.get(name)}, not {value}; name "
-                    "another --out, or remove it"
-                )
+            known = self.marks.get(name)
+            if known != value:
+                hashed = name in ("data", "text")  # says nothing to anybody
+                which = f"another {name}" + ("" if hashed else f": {known}, not {value}")
+                which = f"no {name}" if hashed and known is None else which
+                raise ConfigError(f"{folder.parent} holds a tuning with {which}; name another --out, or remove it")
 
     def _save(self) -> None:
         content = {"marks": self.marks, "seconds": self.seconds, "results": self.results}
