@@ -161,7 +161,7 @@ def test_a_file_of_text_is_read_in_the_models_tokens(tmp_path: Path) -> None:
         Datastore.load(tmp_path / "song.txt", 20, LETTERS)
     with pytest.raises(ConfigError, match="there is no tokenizer"):
         Datastore.load(tmp_path / "song.txt", 20, None)
-    with pytest.raises(ConfigError, match="must be a file's path, not 5"):
+    with pytest.raises(ConfigError, match="datastore must be text, not 5"):
         build("suffix", datastore=5)
 
 

@@ -123,7 +123,7 @@ def test_the_command_on_paper(costs_file, tmp_path, capsys):
         (lambda found: found["limits"].update(colour=3), "cannot read a plan's costs"),
         (lambda found: found["limits"].update(seats="8"), "cannot read a plan's costs"),
         (lambda found: found["limits"].update(page=0), "a replica's page must be a whole number, 1 or more, not 0"),
-        (lambda found: found["limits"].update(seats=None), "a replica's seats must be"),
+        (lambda found: found["limits"].update(seats=None), "seats must be an integer, not None"),
         (lambda found: found["limits"].update(rows=-1), "a replica's rows must be"),
         (lambda found: found["limits"].update(chunk=0), "a replica's chunk must be"),
         (lambda found: found.update(limits=[1]), "cannot read a plan's costs"),

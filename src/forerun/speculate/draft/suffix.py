@@ -58,8 +58,6 @@ class SuffixConfig(TreeConfig):
             raise ConfigError("suffix_decoding_max_spec_factor must be above 0")
         if not 0 <= self.suffix_decoding_min_token_prob <= 1:
             raise ConfigError("suffix_decoding_min_token_prob must be from 0 to 1")
-        if not isinstance(self.datastore, (str, type(None))):
-            raise ConfigError(f"datastore must be a file's path, not {self.datastore!r}")
 
 
 class Match(NamedTuple):
