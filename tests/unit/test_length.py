@@ -11,9 +11,8 @@ from forerun import SamplingParams
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length import Seconds, Setting, policies
-from forerun.speculate.length.beliefs import Belief, MethodBelief
-from forerun.speculate.length.costs import CostCurve, DraftCost, drafting, verification
-from forerun.speculate.length.prices import Drafting, Prices
+from forerun.speculate.length.acceptance import Acceptance
+from forerun.speculate.length.costs import Costs, Curve, Drafted
 
 COUNTS = (1, 4, 8, 16)
 LOOKUP = {"draft": 0.03, "per_level": 0.0, "per_draft_token": 0.005, "per_token_behind": 0.0}
@@ -183,84 +182,122 @@ def test_rows_that_are_not_planned_are_not_reserved() -> None:
     wanted = {policy.longest_nodes(sequence)}
     assert wanted <= {0, 3}
     policy.release(sequence)
-    assert not policy.beliefs.own
-    assert not policy.seen
+    assert not policy.own
 
 
 def test_a_curve_gives_back_what_it_measured_and_extends_it() -> None:
-    curve = CostCurve(verification, (1.0, 0.05, 0.03))
-    assert curve.estimate(1, 1) is None
-    for n, u in [(1, 1), (1, 4), (4, 4), (4, 16), (8, 8)]:
+    curve = Curve(slope=0.1)
+    assert curve.at(1) is None
+    for count in (1, 4, 16):
         for _ in range(9):
-            curve.add(n, u, 3.0 + 0.2 * n + 0.1 * u)
-    for n, u in [(1, 1), (4, 16), (6, 12), (8, 32)]:
-        assert curve.estimate(n, u) == pytest.approx(3.0 + 0.2 * n + 0.1 * u, rel=0.02)
+            curve.add(count, 3.0 + 0.3 * count)
+    for count in (1, 4, 7, 16, 32):
+        assert curve.at(count) == pytest.approx(3.0 + 0.3 * count, rel=0.02)
 
 
 def test_a_curve_bends_where_a_price_jumps() -> None:
-    curve = CostCurve(verification, (1.0, 0.05, 0.03), grain=4)
-    for u, price in [(4, 1.0), (8, 1.05), (12, 2.0), (16, 2.05)]:
+    curve = Curve(slope=0.06)
+    for count, price in [(4, 1.0), (8, 1.05), (12, 2.0), (16, 2.05)]:
         for _ in range(9):
-            curve.add(1, u, price)
-    for u, price in [(4, 1.0), (8, 1.05), (12, 2.0), (16, 2.05)]:
-        assert curve.estimate(1, u) == pytest.approx(price, rel=0.1)
+            curve.add(count, price)
+    for count, price in [(4, 1.0), (8, 1.05), (12, 2.0), (16, 2.05)]:
+        assert curve.at(count) == pytest.approx(price, rel=0.01)
 
 
 def test_a_curve_is_not_moved_by_one_slow_measurement_nor_made_to_fall() -> None:
-    curve = CostCurve(drafting, (0.3, 0.6, 0.1))
-    for units, price in [(1, 1.0), (1, 1.0), (1, 50.0), (1, 1.0), (1, 1.0), (2, 0.5), (2, 0.5), (2, 0.5)]:
-        curve.add(1, units, price)
-    assert curve.estimate(1, 1) == pytest.approx(1.0, rel=0.3)
-    assert curve.estimate(1, 9) > curve.estimate(1, 5)
+    curve = Curve(slope=0.8)
+    for count, price in [(1, 1.0), (1, 1.0), (1, 50.0), (1, 1.0), (1, 1.0), (2, 0.5), (2, 0.5), (2, 0.5)]:
+        curve.add(count, price)
+    assert curve.at(1) == pytest.approx(1.0, rel=0.3)
+    assert curve.at(9) > curve.at(5) > 0.0
 
 
-def test_catching_up_has_a_price_of_its_own() -> None:
-    cost = DraftCost()
+def settle(costs: Costs, seconds: float) -> None:
+    """Plain rounds after drafts, until they are as fast as any."""
+    for since in range(1, 15):
+        costs.plain(1, seconds, since)
+
+
+def test_reading_has_a_price_of_its_own() -> None:
+    costs = Costs({"m": [0, 1, 2, 3]})
+    settle(costs, 1.0)
+    for behind, seconds in [(0, 0.5), (0, 0.5), (100, 2.5)]:
+        costs.drafted(4, seconds, 1.2, [Drafted("m", 1, 3, behind)])
+    settle(costs, 1.0)
+    assert costs.draft("m", 1, 3) == pytest.approx(0.5, rel=0.06)
+    assert costs.read("m", 50) == pytest.approx(1.0, rel=0.06)
+
+
+@pytest.mark.parametrize("now", [1.0, 0.6])
+def test_drafts_get_their_price_from_the_plain_rounds_around_them(now: float) -> None:
+    """Plain rounds took 1.0 when they were first measured and take ``now`` since: a draft of 0.5 then costs more."""
+    costs = Costs({"m": [0, 1, 2, 3]})
+    settle(costs, 1.0)
+    for _ in range(20):
+        settle(costs, now)
+        for _ in range(6):
+            costs.drafted(4, 0.5, 1.2 * now, [Drafted("m", 1, 3, 0)])
+    settle(costs, now)
+    assert costs.pace == pytest.approx(now)
+    assert costs.verify(1) == pytest.approx(1.0, rel=0.06)
+    assert costs.verify(4) == pytest.approx(1.2, rel=0.06)
+    assert costs.draft("m", 1, 3) == pytest.approx(0.5 / now, rel=0.06)
+
+
+def test_what_was_learnt_goes_on_in_another_engine() -> None:
+    """Also on a machine where everything takes twice as long."""
+    costs = Costs({"m": [0, 1, 2, 3]})
+    settle(costs, 1.0)
     for _ in range(3):
-        cost.add(2, 3, 0, 0.0, 1.0)
-    cost.add(2, 3, 100, 1.0, 3.0)
-    assert cost.per_token == pytest.approx(0.02)
-    assert cost.curve.estimate(2, 3) == pytest.approx(1.0)
+        for _ in range(5):
+            costs.drafted(4, 0.5, 1.2, [Drafted("m", 1, 3, 0)])
+        settle(costs, 1.0)
+    other = Costs({"m": [0, 1, 2, 3]})
+    other.restore(costs.state())
+    settle(other, 2.0)
+    for rows, over in [(1, 1.0), (4, 1.2)]:
+        assert other.verify(rows) / other.verify(1) == pytest.approx(over, rel=0.06)
+    assert other.draft("m", 1, 3) / other.verify(1) == pytest.approx(0.5, rel=0.06)
 
 
-@pytest.mark.parametrize("unseen", [0, 5])
-def test_drafts_get_their_price_from_the_plain_rounds_after_them(unseen: int) -> None:
-    """Also where a prompt was read right after them, so that the first of these rounds were no plain ones."""
-    prices = Prices(Setting({"m": [0, 1, 2, 3]}, 1))
-    for _ in range(12):
-        prices.streak += 1
-        prices.plain(1, 1.0)
-    for _ in range(6):
-        prices.drafted(1, 4, Seconds(0.5, 1.5, 0.1), [Drafting("m", 1, 3, 0)])
-    assert prices.round(1, 4) != pytest.approx(1.6, rel=0.01)
-    prices.streak = unseen
-    for _ in range(14 - unseen):
-        prices.streak += 1
-        prices.plain(1, 1.0)
-    assert not prices.wait
-    assert prices.round(1, 4) == pytest.approx(1.6, rel=0.01)
-    assert prices.drafting("m", 1, 3) == pytest.approx(0.5, rel=0.01)
+def test_acceptance_by_depth() -> None:
+    method = Acceptance(3, fade=0.999)
+    assert method.rates() == pytest.approx([0.6, 0.6, 0.6])
+    for _ in range(500):
+        for made, kept in [(1, 0), (1, 0), (3, 3), (0, 0)]:
+            method.learn(3, made, kept)
+    first, second, third = method.rates()
+    assert first == pytest.approx(0.25, abs=0.03)
+    assert second > 0.85
+    assert third > 0.85
+    assert method.existence()[:2] == pytest.approx([0.75, 1 / 3], abs=0.05)
+    method.loosen(3.0)
+    for _ in range(3):
+        method.learn(1, 1, 1)
+    assert method.rates()[0] == pytest.approx((3 * 0.25 + 3 + 3 * 0.6) / 9, abs=0.02)
 
 
-def test_beliefs_follow_what_was_tested() -> None:
-    own = Belief(3)
-    for _ in range(200):
-        own.learn(tested=2, matched=1)
-    assert own.tested == [200.0, 200.0, 0.0]
-    assert own.rates([0.5, 0.5, 0.5], weight=100.0) == pytest.approx([250 / 300, 50 / 300, 0.5])
-    method = MethodBelief(3, rate=0.6, weight=3.0)
-    assert method.acceptance() == pytest.approx([0.6, 0.6, 0.6])
-    for _ in range(10):
-        method.learn(tested=3, matched=2)
-        method.learn_made(asked=3, made=2)
-    first = (10 + 3 * 0.6) / 13
-    second = (10 + 3 * first) / 13
-    assert method.acceptance() == pytest.approx([first, second, 3 * second / 13])
-    assert method.existence() == pytest.approx([1.0, 1.0, 1 / 11])
-    method.loosen(6.5)
-    assert method.acceptance()[0] == pytest.approx(first)
-    method.learn(tested=1, matched=0)
-    assert method.acceptance()[0] == pytest.approx(6.5 * first / 7.5)
+def test_deep_positions_are_worth_what_they_bring_though_most_drafts_are_short() -> None:
+    """A drafter that copies: of four drafts two are one token, and wrong, one has four tokens that are all right, and
+    one time there is nothing to copy. Each depth of the long one brings a quarter of a token."""
+    method = Acceptance(4, fade=0.999)
+    for made, kept in [(1, 0), (1, 0), (4, 4), (0, 0)] * 200:
+        method.learn(4, made, kept)
+    rates, chance = method.rates(), 1.0
+    for rate in rates:
+        chance *= rate
+        assert chance == pytest.approx(0.25, rel=0.06)
+
+
+def test_a_sequence_moves_what_is_expected_of_its_method() -> None:
+    own = Acceptance(2, weight=8.0, fade=0.93)
+    assert own.rates([0.5, 0.8]) == pytest.approx([0.5, 0.8])
+    for _ in range(40):
+        own.learn(2, 2, 2)
+    assert min(own.rates([0.5, 0.5])) > 0.75
+    for _ in range(80):
+        own.learn(2, 2, 0)
+    assert own.rates([0.5, 0.5])[0] < 0.3
 
 
 def test_newcomers_draft_as_soon_as_their_prompt_is_read() -> None:
@@ -279,6 +316,7 @@ def test_newcomers_draft_as_soon_as_their_prompt_is_read() -> None:
             reads = sequence.id == 4 and turn < 63
             sequence.scheduled = 4 if reads else 1
             sequence.cached = 0 if reads else len(sequence.tokens) - 1
+            sequence.room = None  # as the scheduler does it
             sequence.room = None if reads else policy.longest_nodes(sequence)
         budgets = policy.budgets(sequences)
         verdicts = [

@@ -14,7 +14,6 @@ from statistics import mean
 
 from simulated import Machine, play
 
-from forerun.speculate.length.account import Account
 from forerun.speculate.length.adaptive import Adaptive
 
 SEEDS = 14
@@ -73,8 +72,7 @@ def best_fixed(count: int, rate: float, length: int) -> float:
 def main() -> None:
     for given in sys.argv[1:]:
         name, value = given.split("=")
-        owner = next(owner for owner in (Account, Adaptive) if hasattr(owner, name))
-        setattr(owner, name, type(getattr(owner, name))(float(value)))
+        setattr(Adaptive, name, type(getattr(Adaptive, name))(float(value)))
     count_plans()
     print(f"{'tokens':>6} {'at once':>7} {'rate':>4} {'best fixed':>10} {'adaptive':>8} {'worst run':>9}")
     regrets, means = [], []

@@ -93,6 +93,14 @@ class PrefixTree:
             self.pages.adopt(key, pages, length)
         return length
 
+    def find(self, tokens: Sequence[int], limit: int, source: tuple[int, ...] | None = None) -> int:
+        """How many of ``tokens[:limit]`` under ``source`` stand in known full pages."""
+        size, node, length = self.pages.page_size, self.roots.get(source), 0
+        while node is not None and length + size <= limit:
+            node = node.children.get(tuple(tokens[length : length + size]))
+            length += size if node is not None else 0
+        return length
+
     @staticmethod
     def _inside(node: _Node, rest: Sequence[int]) -> tuple[int, _Node | None]:
         """The child that shares the most leading tokens with ``rest``, and how many."""

@@ -215,6 +215,10 @@ class Drafter(ABC, Generic[C]):
         hidden states wants them of every token, so none, unless it has kept them."""
         return 0 if self.needs.hidden else len(sequence.tokens)
 
+    def behind(self, sequence: Sequence) -> int:
+        """How many committed tokens it would have to read, at a price, before it can draft for this sequence."""
+        return 0
+
     def cached_tokens(self, sequence: Sequence) -> list[int] | None:
         """The tokens this drafter has state for; None if it keeps none. Always a prefix of the committed ones."""
         return None

@@ -87,6 +87,8 @@ class DraftModel(Drafter[DraftModelConfig]):
         self._check_vocabulary(path)
         self.joins = source and self.model.info.encoder is None
         """It reads the source before the text, as one text."""
+        self.windows = not self.joins and not config.use_heterogeneous_vocab
+        """It can leave out the beginning of a text."""
         longest = context.max_model_len * (2 if self.joins else 1)
         self.max_len = min(self.model.info.max_len, config.max_model_len or longest)
         self.attention = new_attention(
@@ -98,6 +100,8 @@ class DraftModel(Drafter[DraftModelConfig]):
         )
         self.tree = PrefixTree(self.attention.pool) if context.prefix_caching else None
         self.nodes = config.rows_by_depth()
+        self.begins: dict[int, int] = {}
+        """Per sequence of which it reads the last tokens only: how many it leaves out. Their positions count from 0."""
         self.places: dict[int, list[int]] = {}
         """Per sequence: where each node of its draft is among those that this model has read, or -1."""
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
@@ -133,11 +137,14 @@ class DraftModel(Drafter[DraftModelConfig]):
     def _read(self, sequence: Sequence) -> list[int]:
         """What this model reads of a sequence: its committed tokens in the draft's ids. A decoder that drafts for an
         encoder-decoder reads the source in the place of the token that begins an answer."""
-        return [*(sequence.source or ()), *sequence.tokens[1:]] if self.joins else sequence.tokens
+        if self.joins:
+            return [*(sequence.source or ()), *sequence.tokens[1:]]
+        begin = self.begins.get(sequence.id, 0)
+        return sequence.tokens[begin:] if begin else sequence.tokens
 
     def _shift(self, sequence: Sequence) -> int:
         """How many tokens more than the sequence's that is."""
-        return len(sequence.source or ()) - 1 if self.joins else 0
+        return len(sequence.source or ()) - 1 if self.joins else -self.begins.get(sequence.id, 0)
 
     def _root(self, sequence: Sequence) -> tuple[int, ...] | None:
         """What cached prefixes depend on beside what is read."""
@@ -221,14 +228,16 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def _has_room(self, sequence: Sequence, depth: int) -> bool:
         """Whether there are pages for its tokens and a draft; a sequence that is new here starts on a known prefix."""
-        pool, known = self.attention.pool, self._read(sequence)
-        new = sequence.id not in pool.tables
+        pool, new = self.attention.pool, sequence.id not in self.attention.pool.tables
+        if new and sequence.reads is not None and self.windows:
+            self.begins[sequence.id] = max(0, len(sequence.tokens) - sequence.reads)
+        known = self._read(sequence)
         if new and self.tree is not None:
             self.tree.start(sequence.id, known, len(known) - 1, source=self._root(sequence))
         if pool.try_reserve(sequence.id, len(known) + self.nodes[depth] * sequence.spread):
             return True
         if new:
-            pool.free(sequence.id)
+            self.release(sequence)
         return False
 
     def _newest(self, sequences: Seq[Sequence], frontier: Frontier, drafts: Seq[Draft]) -> list[Span]:
@@ -269,17 +278,27 @@ class DraftModel(Drafter[DraftModelConfig]):
         pool = self.attention.pool
         if source.id in pool.tables:
             pool.fork(source.id, sequence.id, pool.length(source.id))
+        if source.id in self.begins:
+            self.begins[sequence.id] = self.begins[source.id]
         if source.id in self.places:
             self.places[sequence.id] = self.places[source.id]
 
     def release(self, sequence: Sequence) -> None:
         self.attention.pool.free(sequence.id)
+        self.begins.pop(sequence.id, None)
         self.places.pop(sequence.id, None)
 
     def rewind(self, sequence: Sequence) -> None:
         pool, length = self.attention.pool, len(sequence.tokens) + self._shift(sequence)
         if pool.length(sequence.id) > length:
             pool.truncate(sequence.id, length)
+
+    def behind(self, sequence: Sequence) -> int:
+        known, pool = self._read(sequence), self.attention.pool
+        if sequence.id in pool.tables:
+            return len(known) - pool.length(sequence.id)
+        found = self.tree.find(known, len(known) - 1, self._root(sequence)) if self.tree is not None else 0
+        return len(known) - found
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]

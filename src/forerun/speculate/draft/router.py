@@ -103,6 +103,10 @@ class Router:
             return len(sequence.tokens)
         return self.drafters[sequence.drafter].reusable(sequence)
 
+    def behind(self, sequence: Sequence) -> int:
+        """How many committed tokens its drafter has to read before it can draft."""
+        return 0 if sequence.drafter is None else self.drafters[sequence.drafter].behind(sequence)
+
     def close(self) -> None:
         for drafter in self.drafters.values():
             drafter.close()

@@ -1,398 +1,397 @@
 """``adaptive``: each sequence drafts as far as recent acceptance and measured cost say it pays, 0 included.
 
-The budgets maximise expected tokens per second of the coming round: positions are admitted in the order of their
-chance of being reached and accepted (the prefix scheduler of DSpark, deepseek-ai/DeepSpec, algorithm 1, with the
-best of all prefixes instead of the first drop, because rows are padded and cost comes in steps). They depend on
-earlier rounds alone, so rules that compare p with q stay exact.
+The budgets maximise the expected tokens per second of the coming rounds: positions are admitted in the order of their
+chance of being reached and accepted, and the best of all prefixes of that order is taken (the scheduler of DSpark,
+deepseek-ai/DeepSpec, algorithm 1). They depend on earlier rounds alone, so rules that compare p with q stay exact.
 """
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import log
+from operator import mul
 from time import perf_counter
+from typing import Any, NamedTuple
 
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
+from forerun.speculate.length.acceptance import Acceptance
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting, policies
-from forerun.speculate.length.beliefs import Beliefs, MethodBelief, News
-from forerun.speculate.length.ledger import Entry, Ledger
-from forerun.speculate.length.plan import Coasting, Doubt, Plan, decodes, nobody
-from forerun.speculate.length.prices import Drafting, Prices
+from forerun.speculate.length.costs import Costs, Drafted
+
+
+class Lengths:
+    """How many tokens answers have, for what is invested in one: half of them are longer than ``HALF`` and their rest
+    is as long as they already are (a Lomax distribution of shape 1), until answers were seen."""
+
+    HALF = 32
+    WEIGHT = 4.0
+
+    def __init__(self) -> None:
+        self.seen: deque[int] = deque(maxlen=64)
+
+    def rest(self, sequence: Sequence) -> float:
+        """Expected tokens that are still to come of an answer."""
+        so_far, most = sequence.num_output, sequence.remaining
+        start = self.HALF + so_far
+        prior = start * log((start + most) / start) if most > 0 else 0.0
+        longer = [min(length - so_far, most) for length in self.seen if length > so_far]
+        return (self.WEIGHT * prior + sum(longer)) / (self.WEIGHT + len(longer))
+
+
+class Entry(NamedTuple):
+    """A round with drafts, until it is learnt from."""
+
+    drafts: list[tuple[int, str, int, int, int]]
+    """Per sequence that was asked for a draft: its id, the method, depths that were asked, made and kept."""
+    sequences: int
+    rows: int
+    tokens: int
+    draft: float
+    verify: float
+    behind: dict[str, int]
+    measured: bool
+
+
+@dataclass
+class Plan:
+    """Who drafts how far, for how many rounds."""
+
+    budgets: Mapping[int, int] = field(default_factory=dict)
+    """By sequence; empty: nobody drafts."""
+    left: int = 0
+    promise: float = 1.0
+    """Expected speed over plain decoding."""
+    known: frozenset[int] = frozenset()
+    """The sequences that it was made for."""
+    expected: float = 0.0
+    """Tokens of a round."""
+    brought: float = 0.0
+    """How many tokens more than that there were so far, over ``rounds``."""
+    rounds: int = 0
+
+    def disappoints(self, tokens: int) -> bool:
+        """See a round; whether they bring so much less than expected that it is time to look again."""
+        self.rounds += 1
+        self.brought += tokens - self.expected
+        return self.rounds >= 6 and self.brought < -0.3 * self.rounds * self.expected
 
 
 @policies.register("adaptive")
 class Adaptive(LengthPolicy):
-    """Whatever is believed of drafts, they need a balance of the account that covers their price: errors of the
-    estimates cost a bounded share of the time."""
+    """Errors of the estimates cost a bounded share of the time: rounds with drafts draw on a balance, in plain rounds,
+    that plain rounds and tokens fill."""
 
     reproducible = False
-    RATE = 0.6
-    """What is expected of a drafter before anything is known, with the weight of ``METHOD_WEIGHT`` tests."""
-    METHOD_WEIGHT = 3.0
-    METHOD_FADE = 0.97
-    """What a round with drafts leaves of the evidence before it."""
-    SEQUENCE_WEIGHT = 8.0
-    """Tests that the method's rate counts for among a sequence's own."""
-    SEQUENCE_FADE = 0.93
-    SILENT_FADE = 0.98
-    """What a plan that leaves a sequence out keeps of the evidence about it: in the end it is tried again."""
-    OPEN = 8.0
-    """Tests that everything known about a method counts for while nobody drafts with it: what a trial finds is news."""
-    SEQUENCE_OPEN = 2.0
-    """And about a sequence, while nobody drafts."""
-    UNTRIED = 7
-    """Rows that drafts get in a round while a method has not been tested as often, or its price is not known."""
-    MARGIN = 1.04
-    """A draft must promise this much more than plain decoding; where it has been kept up, anything more."""
-    REPLAN = 16
-    """Rounds that a plan with drafts holds: planning costs host time, and beliefs move slowly."""
-    COASTING = 32
-    """And where it pays so well that most of them need not be watched."""
-    LUCK = -0.5
-    """Which power of the number of sequences the account's limits follow: luck evens out over them."""
-    LOAN = 0.5
-    """How far below zero the account may be taken by a plan that goes on, for one sequence."""
-    TOGETHER = 8
-    """Rounds with drafts that are accounted for at once, no more than the account could pay for."""
-    TRIAL = 4
-    """Rounds that a trial lasts, unless the account says no before."""
-    BETWEEN = (8, 64)
-    """Plain rounds before the next trial; each one in vain doubles them, unless drafts have earned what it takes."""
+    MARGIN, KEEP = 1.06, 1.03
+    """What a plan must promise to begin, and to go on."""
+    ROUNDS = 32
+    """Rounds that a plan with drafts holds."""
+    TRIAL = 3
+    """Rounds of a trial, and of a plan whose method is little known."""
+    SPEND = 0.005
+    """What a plain round pays into the balance."""
+    START, MOST, DEBT = 0.8, 12.0, -0.5
+    """The first balance, which plain rounds fill again; most that is kept; what ends a plan."""
+    WAITS = (16, 64)
+    """Plain rounds before the next trial: at first, and at most. A trial in vain doubles them."""
+    CLEAR = 1.15
+    """A promise that stands whatever the caches do."""
+    CHECK = 3
+    """Plain rounds of a check: the first one after drafts finds other data in the caches."""
+    CHECKS = (16, 256)
+    """Rounds with drafts between plain ones that are measured: at first, and at most."""
     REST = 256
-    """Most rounds without a thought of drafts."""
-    LITTLE = 8
-    """Fewer tokens to catch up on than so many are not counted."""
-    GOOD = 1.1
-    """What the best plan must promise to be left for deeper drafts, for the sake of their price."""
-    CHECKS = (4, 128)
-    """Drafts are interrupted by two plain rounds after so many at first, and after so many at last."""
+    """Most plain rounds without a thought of drafts."""
+    OPEN = 6.0
+    """Tests that all evidence about a method counts for while nobody drafts."""
+    OWN_WEIGHT, OWN_FADE, OWN_OPEN = 8.0, 0.93, 2.0
+    """The same of one sequence: how many drafts its method's rates count for, and what is kept of its own evidence."""
+    DEEPER = 64
+    """Rounds after which deeper drafts than planned are tried, and twice as many the next time."""
+    WINDOWS = (64, 128, 256)
+    """How many of the last tokens a drafter may begin with, instead of all."""
+    BLUR = 12.0
+    """A drafter that reads the last n tokens keeps n / (n + BLUR) of the gain (measured: 0.85 at 64, 0.89 at 128)."""
     clock = staticmethod(perf_counter)
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.prices = Prices(setting)
-        methods = {
-            method: MethodBelief(len(nodes) - 1, self.RATE, self.METHOD_WEIGHT)
-            for method, nodes in setting.nodes.items()
-        }
-        self.beliefs = Beliefs(methods, self.METHOD_FADE, self.SEQUENCE_FADE)
-        self.seen: dict[int, int] = {}
-        """Committed tokens of each sequence that its drafter has been shown."""
-        self.ledger = Ledger(self.prices)
-        self.account = self.ledger.account
-        self._took = 0.0
-        """Seconds of its own that were not counted yet."""
+        self.costs = Costs(setting.nodes, setting.row_multiple)
+        self.methods = {method: Acceptance(len(nodes) - 1) for method, nodes in setting.nodes.items()}
+        self.own: dict[int, Acceptance] = {}
+        self.lengths = Lengths()
+        self.balance = self.START
         self._plan = Plan()
-        self._check = self.CHECKS[0]
-        self._settling = False
-        """Whether plain rounds go on until what was measured before them is priced."""
-        self._wait, self._between = 0, self.BETWEEN[0]
-        """Plain rounds until a trial, and how many the last one was worth."""
-        self._doubts: dict[int, Doubt] = {}
-        """By number of sequences."""
+        self._entries: list[Entry] = []
         self._asked: list[int] = []
-        self._groups: list[Drafting] = []
-        self._steady: list[int] = []
-        """Sequences for which the last round's budgets hold unless the plan ends; empty: look again."""
-        self._news: list[tuple[list[str], list[News]]] = []
-        """Rounds with drafts that nothing was learnt from yet."""
-        self._coasting = Coasting()
-
-    def budgets(self, sequences: Seq[Sequence]) -> list[int]:
-        plan = self._plan
-        repeats = plan.left > 0 and bool(self._steady) and self._repeats(sequences)
-        if (self._coasting.left or self._coasting.gone) and not (repeats and self._coasting.left):
-            self._wake(sequences)
-        if repeats:
-            plan.left -= 1
-        elif plan.rests:
-            # When all of them left, there are no rows for drafts in this round, but the next one is planned.
-            plan.left = plan.left - 1 if plan.still(sequences) else 0
-            self._asked, self._groups = [0] * len(sequences), []
-        else:
-            began = self.clock()
-            self._asked = self._choose(sequences)
-            asked = {sequence.id: depth for sequence, depth in zip(sequences, self._asked) if depth}
-            self._groups = self._drafting(sequences, asked) if asked else []
-            self._took += self.clock() - began
-        return self._asked
-
-    def _wake(self, sequences: Seq[Sequence]) -> None:
-        """Watch again: drafters have seen what those got for whom they drafted meanwhile."""
-        drafted = {key for key, asked in zip(self._steady, self._asked) if asked}
-        for sequence in sequences:
-            if sequence.id in drafted:
-                self.seen[sequence.id] = len(sequence.tokens)
-        self.prices.since += self._coasting.gone
-        self._coasting = Coasting()
+        self._behind: dict[str, int] = {}
+        self._streak = 0
+        """Plain rounds since the last one with drafts."""
+        self._rested = 0
+        """Plain rounds since rest was last thought about."""
+        self._since = 0
+        """Rounds with drafts since a plain one was measured."""
+        self._check = self.CHECKS[0]
+        self._wait, self._next_wait = 0, self.WAITS[0]
+        self._deeper, self._next_deeper = self.DEEPER, 2 * self.DEEPER
+        self._took = 0.0
+        """Seconds of its own that were not booked yet."""
 
     def longest_nodes(self, sequence: Sequence) -> int:
-        """Where the plan holds, what it wants: rows and pages that are not going to be used are not reserved."""
+        """No more than the plan wants: rows and pages that are not going to be used are not reserved."""
         plan = self._plan
-        if plan.rests or sequence.drafter is None:
+        if sequence.drafter is None or (plan.left and not plan.budgets and sequence.id in plan.known):
             return 0
         depth = self.longest(sequence)
         if plan.left:
             depth = min(depth, plan.budgets.get(sequence.id, depth))
         return self.setting.nodes[sequence.drafter][depth]
 
-    def _choose(self, sequences: Seq[Sequence]) -> list[int]:
-        longest = [self.longest(sequence) for sequence in sequences]
-        if not any(longest):
-            return longest
+    def budgets(self, sequences: Seq[Sequence]) -> list[int]:
         plan = self._plan
-        if plan.left and not plan.fits(sequences):
-            plan.left = 0  # rows of this round were reserved for it: as far as newcomers like, as it says for others
-            longest = [min(cap, plan.budgets.get(s.id, cap)) for cap, s in zip(longest, sequences)]
-        if not plan.left:
-            self._digest()
-            if self._calibrates(sequences):
-                return [0] * len(sequences)
-            plan = self._plan = self._decide(sequences, longest)
-            if plan.rests:
-                return [0] * len(sequences)
-        plan.left -= 1
-        return [min(cap, plan.budgets.get(s.id, 0)) for cap, s in zip(longest, sequences)]
-
-    def _calibrates(self, sequences: Seq[Sequence]) -> bool:
-        """Whether plain decoding is to be measured: at first, and beside drafts as often as costs a hundredth of what
-        they promise."""
-        prices = self.prices
-        if any(sequence.scheduled > 1 for sequence in sequences):
-            return False
-        if self._settling and prices.wait:
-            return True
-        probed = self._plan.probes and prices.since > 0
-        checks = prices.since >= self._until_check()
-        self._settling = probed or checks or not prices.sure(len(sequences))
-        if checks and not probed and self._plan.promise > 1.0:
-            self._check = min(2 * self._check, self.CHECKS[1])
-        return self._settling
-
-    def _until_check(self) -> int:
-        """How many rounds with drafts may follow each other; a trial ends with plain rounds."""
-        promised = self._plan.promise - 1.0
-        return min(self._check, max(2 * self.CHECKS[0], int(200 * promised))) if promised > 0.0 else 1
-
-    def _lag(self, sequence: Sequence) -> int:
-        """Committed tokens that its drafter has to catch up on, beyond what the last rounds gave it."""
-        lag = len(sequence.tokens) - self.seen.get(sequence.id, 0)
-        return lag if lag >= self.LITTLE else 0
-
-    def _decide(self, sequences: Seq[Sequence], longest: Seq[int]) -> Plan:
-        """The best plan if the account covers it, else a small trial, else rest until there is enough for one."""
-        self.beliefs.learn(self._news, self.seen)
-        self._news.clear()
-        self._wait -= self.ledger.rest()
-        account, luck = self.account, len(sequences) ** self.LUCK
-        account.open(luck)
-        best = self._best(sequences, self._affordable(sequences, longest))
-        goes_on = self._plan.promise > 1.0
-        pays = best.promise > (1.0 if goes_on else self.MARGIN)
-        needed = -self.LOAN * luck if goes_on else self._excess(sequences, best.budgets)
-        if len(sequences) > 1:
-            needed = min(needed, luck * account.START)
-        if pays and account.balance >= needed:
-            best.promise = max(best.promise, self.MARGIN)
-            rounds = self.COASTING if self._rich(best.promise) else self.REPLAN
-            due = self._check - self.prices.since  # a check may be overdue while prompts are read
-            best.left = min(rounds, due if due > 0 else self.TOGETHER)
-            if goes_on and (deeper := self._deeper(sequences, longest, best)) is not None:
-                return deeper
-            return best
-        if goes_on:
-            self._wait = self._between = self.BETWEEN[0]
-        if pays and not goes_on and len(sequences) > 1:
-            return self._rest(sequences, needed)  # a trial would spend what it takes
-        trial = best.budgets if len(sequences) == 1 and any(best.budgets.values()) else self._trial(sequences, longest)
-        price = self.TRIAL * self._excess(sequences, trial) - (self.TRIAL - 1) * self.ledger.aftermath()
-        price = min(price, luck * account.START)
-        if account.balance < price or self._wait > 0:
-            return self._rest(sequences, price)
-        most = self.BETWEEN[account.balance <= account.START]
-        self._wait = self._between = min(2 * self._between, most)
-        return Plan(trial, self.TRIAL)
-
-    def _rest(self, sequences: Seq[Sequence], price: float) -> Plan:
-        """Nobody drafts until the account covers this price and enough rounds have passed since the last trial."""
-        self.beliefs.loosen(math.inf, self.SEQUENCE_OPEN)
-        self._check = self.CHECKS[0]
-        rounds = max(int((price - self.account.balance) / self.account.SPEND) + 1, self._wait)
-        return Plan.rest(min(rounds, self.REST), sequences)
-
-    def _deeper(self, sequences: Seq[Sequence], longest: Seq[int], best: Plan) -> Plan | None:
-        """The deepest drafts instead of the best plan, now and then, where the account is well filled."""
-        deepest = {s.id: cap for s, cap in zip(sequences, longest) if s.scheduled == 1}
-        doubt = self._doubts.setdefault(len(sequences), Doubt())
-        if best.budgets == deepest:
-            doubt.calm()
-            return None
-        may = best.promise > self.GOOD and self.account.balance >= self.account.START
-        if not doubt.due(best.left, may and not any(map(self._lag, sequences))):
-            return None
-        return Plan(deepest, self.TRIAL, best.promise, probes=True)
-
-    def _affordable(self, sequences: Seq[Sequence], longest: Seq[int]) -> list[int]:
-        """How deep each may draft where the account has to cover what their drafters must catch up on."""
-        left = self.account.balance * self.prices.round(len(sequences), len(sequences))
-        depths = list(longest)
-        for index in sorted(range(len(depths)), key=lambda i: self._lag(sequences[i])):
-            lag, method = self._lag(sequences[index]), sequences[index].drafter
-            if depths[index] and lag and method is not None:
-                left -= self.prices.draft[method].per_token * lag
-                depths[index] *= left > 0.0
-        return depths
-
-    def _drafting(self, sequences: Seq[Sequence], budgets: Mapping[int, int]) -> list[Drafting]:
-        """What each method does in a round with these budgets."""
-        groups: dict[str, list[Sequence]] = {}
-        for sequence in sequences:
-            if budgets.get(sequence.id) and sequence.drafter is not None:
-                groups.setdefault(sequence.drafter, []).append(sequence)
-        return [
-            Drafting(method, len(group), max(budgets[s.id] for s in group), sum(map(self._lag, group)))
-            for method, group in groups.items()
-        ]
-
-    def _excess(self, sequences: Seq[Sequence], budgets: Mapping[int, int]) -> float:
-        """What a round with these budgets costs beyond a plain one if no draft is accepted, in plain rounds; at most
-        what can be saved."""
-        rows = float(sum(sequence.scheduled for sequence in sequences))
-        plain = self.prices.round(len(sequences), rows)
-        for sequence in sequences:
-            depth = budgets.get(sequence.id)
-            if depth and sequence.drafter is not None:
-                made = self.beliefs.methods[sequence.drafter].existence()[depth - 1]
-                rows += made * self.setting.nodes[sequence.drafter][depth]
-        cost = self.prices.round(len(sequences), rows)
-        cost += sum(self.prices.drafting(*part) for part in self._drafting(sequences, budgets))
-        excess = max(cost + self.ledger.host / self.prices.pace, plain) / plain - 1.0
-        return min(excess + self.ledger.aftermath(), self.account.SAVED)
-
-    def _trial(self, sequences: Seq[Sequence], longest: Seq[int]) -> dict[int, int]:
-        """A short draft for one sequence: of those whose drafters have least to catch up on, the least known."""
-
-        def rank(index: int) -> tuple[int, float]:
-            own = self.beliefs.own.get(sequences[index].id)
-            return self._lag(sequences[index]), own.tested[0] if own is not None else 0.0
-
-        budgets = nobody(sequences)
-        budgets[sequences[min((i for i, cap in enumerate(longest) if cap), key=rank)].id] = 1
-        return budgets
-
-    def _best(self, sequences: Seq[Sequence], longest: Seq[int]) -> Plan:
-        """The admission prefix with the most expected tokens per second among those that are not empty."""
-        count, rows = len(sequences), float(sum(sequence.scheduled for sequence in sequences))
-        offers = self.beliefs.offers(sequences, longest, self.setting.nodes, self.SEQUENCE_WEIGHT)
-        plain = self.prices.round(count, rows)
-        best, chosen = 0.0, 0
-        tokens, extra = float(count), self.ledger.host / self.prices.pace
-        drafting: dict[str, tuple[int, int]] = {}
-        costs: dict[str, float] = {}
-        untried = any(self._untried(sequence.drafter) for sequence in sequences if sequence.drafter is not None)
-        for place, (gain, depth, index, added) in enumerate(offers[: self.UNTRIED] if untried else offers, start=1):
-            sequence = sequences[index]
-            method = sequence.drafter
-            assert method is not None
-            tokens, rows = tokens + gain, rows + added
-            drafters, levels = drafting.get(method, (0, 0))
-            drafting[method] = drafters, levels = drafters + (depth == 1), max(levels, depth)
-            costs[method] = self.prices.drafting(method, drafters, levels)
-            if depth == 1:
-                extra += self.prices.draft[method].per_token * self._lag(sequence) / self.account.HORIZON
-            speed = tokens / (self.prices.round(count, rows) + sum(costs.values()) + extra)
-            if speed > best:
-                best, chosen = speed, place
-        budgets = nobody(sequences)
-        for _, depth, index, _ in offers[:chosen]:
-            budgets[sequences[index].id] = depth
-        promise = best * plain / count
-        pays = promise > self.MARGIN
-        active = {sequences[index].drafter for _, _, index, _ in offers[:chosen] if pays}
-        self.beliefs.forget(budgets if pays else {}, active, self.SILENT_FADE, self.OPEN)
-        return Plan(budgets, self.REPLAN, promise)
-
-    def _untried(self, method: str) -> bool:
-        return self.beliefs.methods[method].tested[0] < self.UNTRIED or self.prices.untried(method)
+        if plan.left and not plan.budgets and not plan.known.isdisjoint([sequence.id for sequence in sequences]):
+            plan.left -= 1
+            self._asked = [0] * len(sequences)
+            return self._asked
+        longest = [self.longest(sequence) for sequence in sequences]
+        if any(longest):
+            if not plan.left or not all(s.id in plan.known or not cap for s, cap in zip(sequences, longest)):
+                began = self.clock()
+                plan = self._plan = self._decide(sequences, longest)
+                self._took += self.clock() - began
+            plan.left -= 1
+            longest = [min(cap, plan.budgets.get(s.id, 0)) for s, cap in zip(sequences, longest)]
+        self._asked = longest
+        self._behind = {}
+        for sequence, depth in zip(sequences, longest):
+            if depth and sequence.drafter is not None and (behind := self.setting.behind(sequence)) > depth + 1:
+                self._behind[sequence.drafter] = self._behind.get(sequence.drafter, 0) + behind
+        return longest
 
     def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
-        if self._coasting.left:
-            self._coasting.see(sum([len(verdict.tokens) for verdict in verdicts]))
-            if self._coasting.slack < 0.0:
-                self._plan.left = 0
-                self.beliefs.loosen(self.OPEN, self.SEQUENCE_OPEN)
+        decoding = all(verdict.fed == 1 for verdict in verdicts)
+        count = len(sequences)
+        if not any(self._asked):
+            self._streak, self._rested = self._streak + 1, self._rested + 1
+            if decoding:
+                self._since = 0 if self._streak == self.CHECK else self._since
+                if self._streak <= self.costs.SETTLED + 2 or not self.costs.sure(count):
+                    self.costs.plain(count, seconds.verify + seconds.accept, self._streak)
             return
-        if not self._groups:
-            self._digest()
-            self.ledger.idle += 1
-            self.prices.streak += 1
-            # In a long rest only the last rounds are looked at: this costs host time too.
-            if self._plan.left < self.prices.RECENT or self.prices.wait:
-                self._observe_plain(verdicts, seconds)
-            return
-        news, steady = [], decodes(verdicts)
-        for asked, sequence, draft, verdict in zip(self._asked, sequences, drafts, verdicts):
-            if asked:
-                known = self.seen.get(sequence.id, 0)
-                if len(draft) or len(sequence.tokens) - len(verdict.tokens) - known < self.LITTLE:
-                    self.seen[sequence.id] = len(sequence.tokens)
-                    news.append(News(sequence, asked, draft, verdict))
-                else:
-                    steady = False
-        self.ledger.entries.append(Entry(self._groups, drafts, verdicts, seconds))
-        self._news.append(([part.method for part in self._groups], news))
-        if steady and any(part.behind for part in self._groups):
-            self._groups = [part._replace(behind=0) for part in self._groups]
-        self._steady = [sequence.id for sequence in sequences] if steady else []
-        if len(self.ledger.entries) >= min(self.TOGETHER, self.account.balance):
-            before = self.account.balance
-            brought = self._digest()
-            if self.account.balance < before:
-                self._plan.left = min(self._plan.left, self.REPLAN)
-            elif steady and self._rich(self._plan.promise):
-                self._coasting = Coasting.over(self._plan.left, len(sequences), brought)
-
-    def _repeats(self, sequences: Seq[Sequence]) -> bool:
-        """Whether the last round's budgets are the plan's for this one."""
-        if [sequence.id for sequence in sequences] != self._steady:
-            return False
-        return all(self.longest(sequence) >= asked for asked, sequence in zip(self._asked, sequences))
-
-    def _digest(self) -> float:
-        """Account for rounds with drafts; returns their tokens per round."""
-        ledger = self.ledger
-        count = len(ledger.entries)
-        if not count:
-            return 0.0
-        began = self.clock()
-        sequences = len(ledger.entries[-1].verdicts)
-        self._wait -= ledger.rest()
-        brought = ledger.settle()
-        took = (self._took + self.clock() - began) / count
-        ledger.host += 0.2 * (min(took, 2.0 * ledger.host) - ledger.host) if ledger.host else took / self.REPLAN
-        self._took = 0.0
-        if self.account.balance < -self.LOAN * sequences**self.LUCK:
+        self._streak = 0
+        self._since += 1
+        made = [
+            (s.id, s.drafter or "", asked, draft.depth, verdict.matched)
+            for s, asked, draft, verdict in zip(sequences, self._asked, drafts, verdicts)
+            if asked
+        ]
+        rows, tokens = count + sum(map(len, drafts)), sum([len(verdict.tokens) for verdict in verdicts])
+        verify = seconds.verify + seconds.accept
+        if self._plan.disappoints(tokens):
             self._plan.left = 0
-        return brought / count
-
-    def _rich(self, promise: float) -> bool:
-        """Whether drafts pay so well that not every round need be watched."""
-        return promise > self.GOOD and self.account.balance > 0.75 * self.account.SAVED
-
-    def _observe_plain(self, verdicts: Seq[Verdict], seconds: Seconds) -> None:
-        if decodes(verdicts):
-            self.prices.plain(len(verdicts), seconds.verify + seconds.accept)
-        else:
-            self.prices.streak -= 1
+        self._entries.append(Entry(made, count, rows, tokens, seconds.draft, verify, self._behind, decoding))
 
     def fork(self, source: Sequence, sequence: Sequence) -> None:
-        if source.id in self.seen:
-            self.seen[sequence.id] = self.seen[source.id]
-        if source.id in self.beliefs.own:
-            self.beliefs.own[sequence.id] = self.beliefs.own[source.id]
+        self._plan.known |= {sequence.id} if source.id in self._plan.known else set()
+        if source.id in self._plan.budgets:
+            self._plan.budgets = {**self._plan.budgets, sequence.id: self._plan.budgets[source.id]}
 
     def release(self, sequence: Sequence) -> None:
-        self.beliefs.own.pop(sequence.id, None)
-        self.seen.pop(sequence.id, None)
+        self.own.pop(sequence.id, None)
+        if sequence.num_output:
+            self.lengths.seen.append(sequence.num_output)
+
+    def _learn(self, sequences: Seq[Sequence]) -> None:
+        """Learn from the rounds with drafts since the last plan, and book them. Nothing is kept about who has left."""
+        entries, self._entries = self._entries, []
+        costs, took = self.costs, self._took / max(1, len(entries))
+        self._took, here = 0.0, {sequence.id for sequence in sequences}
+        for entry in entries:
+            parts: dict[str, list[int]] = {}
+            for key, method, asked, made, kept in entry.drafts:
+                belief = self.methods[method]
+                if key in here:
+                    self._own(key, method).learn(asked, made, kept)
+                belief.learn(asked, made, kept)
+                parts.setdefault(method, []).append(made)
+            if not entry.measured:
+                continue
+            drafted = [Drafted(m, len(made), max(made), entry.behind.get(m, 0)) for m, made in parts.items()]
+            costs.drafted(entry.rows, entry.draft, entry.verify, drafted)
+            plain = costs.verify(entry.sequences)
+            expected = costs.verify(entry.rows) + sum(costs.draft(d.method, d.sequences, d.depth) for d in drafted)
+            cost = expected + took
+            gain = entry.tokens / entry.sequences - cost / plain
+            self.balance = max(min(self.balance + gain, self.MOST), -self.MOST)
+
+    def _decide(self, sequences: Seq[Sequence], longest: list[int]) -> Plan:
+        """The best plan if the balance covers it, else a short trial, else rest until there is enough for one."""
+        self._learn(sequences)
+        known = frozenset([sequence.id for sequence in sequences])
+        nobody = Plan({}, 1, known=known)
+        if any(sequence.scheduled > 1 for sequence in sequences) and not self.costs.sure(len(sequences)):
+            return nobody
+        if not self.costs.sure(len(sequences)):
+            return Plan({}, self.costs.SURE, self._plan.promise, known)
+        if self._since >= self._check:
+            self._check = min(2 * self._check, self.CHECKS[1]) if self._plan.promise > 1.0 else self.CHECKS[0]
+            sure = self.costs.cold_known or self._plan.promise > self.CLEAR
+            return Plan({}, self.CHECK if sure else self.costs.SETTLED + 3, self._plan.promise, known)
+        goes_on = self._plan.promise > 1.0
+        self._invest(sequences, longest)
+        best = self._best(sequences, longest)
+        pays = best.promise > (self.KEEP if goes_on else self.MARGIN)
+        if pays and self.balance > (self.DEBT if goes_on else 0.0):
+            if self._untried(sequences, longest):
+                return Plan(self._few(sequences, longest), self.TRIAL, 1.0, best.known)
+            self._next_wait = self.WAITS[0]
+            due = self._check - self._since  # a check may be overdue while prompts are read
+            best.left = min(self.ROUNDS, due if due > 0 else self.TRIAL * 3)
+            best.promise = max(best.promise, self.MARGIN)
+            best.expected = self._tokens(sequences, best.budgets)
+            return self._explore(sequences, longest, best)
+        if goes_on:
+            self._wait = self._next_wait
+        return self._rest_or_try(sequences, longest, best)
+
+    def _untried(self, sequences: Seq[Sequence], longest: list[int]) -> bool:
+        """Whether hardly anything is known of the drafts of somebody who would get some."""
+        methods = {s.drafter for s, cap in zip(sequences, longest) if cap and s.drafter is not None}
+        return any(self.methods[method].reached[0] < self.TRIAL for method in methods)
+
+    def _few(self, sequences: Seq[Sequence], longest: list[int]) -> dict[int, int]:
+        """Short drafts for those two who are likeliest to get them accepted."""
+        depth = 2 if len(sequences) == 1 else 1
+        likely = sorted((-self._rates(s)[0], s.id, min(cap, depth)) for s, cap in zip(sequences, longest) if cap)
+        return {key: depth for _, key, depth in likely[:2]}
+
+    def _explore(self, sequences: Seq[Sequence], longest: list[int], best: Plan) -> Plan:
+        """Now and then the deepest drafts, for the sake of their price and acceptance."""
+        self._deeper -= best.left
+        if self._deeper > 0 or self.balance < self.START:
+            return best
+        self._deeper, self._next_deeper = self._next_deeper, 2 * self._next_deeper
+        budgets = {s.id: cap for s, cap in zip(sequences, longest) if best.budgets.get(s.id)}
+        return Plan(budgets, min(best.left, self.TRIAL), best.promise, best.known)
+
+    def _rest_or_try(self, sequences: Seq[Sequence], longest: list[int], best: Plan) -> Plan:
+        aftermath = self.costs.aftermath()
+        if not self._streak:
+            self.balance -= aftermath
+        self.balance = max(self.balance, min(self.balance + self._rested * self.SPEND, self.START))
+        self._wait, self._rested = self._wait - self._rested, 0
+        trial = best.budgets if len(sequences) == 1 and best.budgets else self._few(sequences, longest)
+        price = self.TRIAL * max(0.0, 1.0 - self._speed(sequences, trial)) + aftermath
+        short = max(0.0, min(price, self.START) - self.balance)
+        known = frozenset([sequence.id for sequence in sequences])
+        if trial and self._wait <= 0 and not short:
+            self._wait = self._next_wait
+            rich = self.balance > self.START
+            for beliefs, most in ((self.methods, self.OPEN), (self.own, self.OWN_OPEN)):
+                for belief in beliefs.values():
+                    belief.loosen(most)
+            self._next_wait = self.WAITS[0] if rich else min(2 * self._next_wait, self.WAITS[1])
+            return Plan(trial, self.TRIAL, 1.0, known)
+        self._check = self.CHECKS[0]
+        return Plan({}, min(max(int(short / self.SPEND), self._wait, 1), self.REST), known=known)
+
+    def _rates(self, sequence: Sequence) -> list[float]:
+        rates = self.methods[sequence.drafter or ""].rates()
+        own = self.own.get(sequence.id)
+        return own.rates(rates) if own is not None else rates
+
+    def _own(self, key: int, method: str) -> Acceptance:
+        if key not in self.own:
+            self.own[key] = Acceptance(len(self.methods[method].asked), self.OWN_WEIGHT, self.OWN_FADE)
+        return self.own[key]
+
+    def _best(self, sequences: Seq[Sequence], longest: list[int]) -> Plan:
+        """The budgets with the most expected tokens per second."""
+        chances: list[tuple[float, int, int]] = []
+        for index, (sequence, cap) in enumerate(zip(sequences, longest)):
+            if cap:
+                rates = accumulate(self._rates(sequence)[:cap], mul)
+                chances += [(chance, index, depth) for depth, chance in enumerate(rates, 1)]
+        chances.sort(key=lambda each: -each[0])
+        depths, best, speed = [0] * len(sequences), [0] * len(sequences), 1.0
+        step = max(1, len(sequences) // 2)
+        for number, (_, index, depth) in enumerate(chances, 1):
+            depths[index] = depth
+            if number % step and number < len(chances):
+                continue
+            found = self._speed(sequences, {s.id: d for s, d in zip(sequences, depths) if d})
+            if found > speed:
+                best, speed = list(depths), found
+        known = frozenset([sequence.id for sequence, cap in zip(sequences, longest) if cap])
+        return Plan({s.id: d for s, d in zip(sequences, best) if d}, 0, speed, known)
+
+    def _tokens(self, sequences: Seq[Sequence], budgets: Mapping[int, int]) -> float:
+        """Expected tokens of a round with ``budgets``."""
+        depths = [(sequence, budgets.get(sequence.id, 0)) for sequence in sequences]
+        return len(sequences) + sum(sum(accumulate(self._rates(s)[:depth], mul)) for s, depth in depths if depth)
+
+    def _speed(self, sequences: Seq[Sequence], budgets: Mapping[int, int]) -> float:
+        """Expected tokens per second with ``budgets`` over those of plain decoding."""
+        count, tokens, rows = len(sequences), self._tokens(sequences, budgets), float(len(sequences))
+        drafting: dict[str, tuple[int, float]] = {}
+        costs, seconds = self.costs, 0.0
+        for sequence in sequences:
+            depth, method = budgets.get(sequence.id, 0), sequence.drafter
+            if not depth or method is None:
+                continue
+            nodes, exists = self.setting.nodes[method], list(accumulate(self.methods[method].existence()[:depth], mul))
+            ends = [here - after for here, after in zip([1.0, *exists], [*exists, 0.0])]  # by length
+            made = sum(exists)
+            if count == 1:
+                seconds = sum(share * costs.verify(1 + nodes[length]) for length, share in enumerate(ends) if share)
+            rows += sum(share * nodes[length] for length, share in enumerate(ends))
+            number, deepest = drafting.get(method, (0, 0.0))
+            drafting[method] = number + 1, max(deepest, made)
+        seconds = seconds or costs.verify(rows)
+        seconds += sum(costs.draft(method, number, depth) for method, (number, depth) in drafting.items())
+        return tokens / count * costs.verify(count) / seconds
+
+    def _invest(self, sequences: Seq[Sequence], longest: list[int]) -> None:
+        """Who has a drafter that must read first what it missed: whether that pays, and how much of it. Sets
+        ``sequence.reads`` and the caps of those who wait to 0."""
+        for index, sequence in enumerate(sequences):
+            method = sequence.drafter
+            if not longest[index] or method is None:
+                continue
+            behind = self.setting.behind(sequence)
+            if behind <= self.setting.nodes[method][-1] + 1:
+                continue
+            gain = self._best([sequence], [longest[index]]).promise - 1.0
+            each = self.costs.verify(len(sequences)) / len(sequences)  # what one token of this sequence takes
+            rest = self.lengths.rest(sequence) * each
+            options = [(behind, None, 1.0), *((n, n, n / (n + self.BLUR)) for n in self.WINDOWS if n < behind)]
+            worth, reads = max(
+                (rest * (1.0 - 1.0 / (1.0 + gain * quality)) - self.costs.read(method, tokens), window or 0)
+                for tokens, window, quality in options
+            )
+            if worth <= 0.0:
+                longest[index] = 0
+            else:
+                sequence.reads = reads or None
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt, for the next engine of the same kind on this machine."""
+        beliefs = {
+            method: [[round(value, 3) for value in values] for values in (b.reached, b.kept, b.asked, b.made)]
+            for method, b in self.methods.items()
+        }
+        return {"costs": self.costs.state(), "acceptance": beliefs, "lengths": list(self.lengths.seen)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over another's ``state``."""
+        self.costs.restore(state["costs"])
+        for method, (reached, kept, asked, made) in state["acceptance"].items():
+            belief = self.methods[method]
+            belief.reached, belief.kept, belief.asked, belief.made = reached, kept, asked, made
+            belief.loosen(self.OPEN)
+        self.lengths.seen.extend(int(length) for length in state["lengths"])

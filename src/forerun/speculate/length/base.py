@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -17,11 +17,13 @@ class Setting:
     """What a policy may know of the engine.
 
     ``nodes[method][depth]`` is how many rows a draft of that depth adds to a verification; rows of one forward are
-    padded to a multiple of ``row_multiple``.
+    padded to a multiple of ``row_multiple``. ``behind`` says how many committed tokens of a sequence its drafter must
+    read before it can draft, at most so many of the last ones.
     """
 
     nodes: Mapping[str, Seq[int]] = field(default_factory=dict)
     row_multiple: int = 1
+    behind: Callable[[Sequence], int] = lambda sequence: 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,154 +1,234 @@
-"""The measured price of a round: seconds of a verification by sequences and rows, of drafting by sequences and
-levels."""
+"""What rounds cost: what was measured, on a machine that is faster and slower at different times."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from math import exp
-
-Features = Callable[[float, float], tuple[float, float, float]]
-
-
-def verification(sequences: float, rows: float) -> tuple[float, float, float]:
-    """A forward has a price, each of its sequences and each of its rows."""
-    return 1.0, sequences, rows
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 
-def drafting(sequences: float, levels: float) -> tuple[float, float, float]:
-    """Drafting has a price, each of its levels and each sequence of a level."""
-    return 1.0, levels, sequences * levels
+def quartile(times: Collection[float]) -> float:
+    """The lower quartile."""
+    return sorted(times)[(len(times) - 1) // 4]
 
 
-class CostCurve:
-    """Seconds as a function of (sequences, units), from recent measurements.
+class Curve:
+    """Seconds by a count (of rows, of drafted tokens). At a count that was measured: the lower quartile of the last
+    times there, as what disturbs a measurement makes it longer. Between: a straight line. It never falls.
 
-    A point that was measured often enough is worth its lower quartile, because what disturbs a measurement only
-    lengthens it. An estimate is the least-squares plane in ``features`` through such points, corrected by how far
-    the points near the one asked for are off it. ``prior`` gives the plane's coefficients, as shares of the cheapest
-    point, where nothing else is known; units come in multiples of ``grain``.
+    ``slope`` is how much of the seconds at count 1 a further unit is expected to cost before two counts are known.
     """
 
     WINDOW = 9
-    ENOUGH = 3
-    REFIT = 8
-    """Measurements after which estimates are made anew; these cost host time, and prices move slowly."""
 
-    def __init__(self, features: Features, prior: Seq[float], grain: int = 1) -> None:
-        self.features = features
-        self.prior = prior
-        self.grain = grain
-        self.points: dict[tuple[int, int], deque[float]] = {}
-        self._new = 0
-        self._plane: list[float] | None = None
-        self._near: dict[int, list[tuple[int, float, float]]] = {}
-        """Sequences -> (units, weight, distance from the plane) of the points that are sure."""
-        self._estimates: dict[tuple[int, int], float] = {}
-        self._lowest = 0.0
+    def __init__(self, slope: float) -> None:
+        self.slope = slope
+        self.points: dict[int, deque[float]] = {}
+        self._line: tuple[list[int], list[float]] | None = None
 
-    def add(self, sequences: int, units: int, seconds: float) -> None:
-        recent = self.points.setdefault((sequences, units), deque(maxlen=self.WINDOW))
-        recent.append(seconds)
-        self._new += 1 if len(recent) != self.ENOUGH else self.REFIT
+    def add(self, count: int, seconds: float) -> None:
+        self.points.setdefault(count, deque(maxlen=self.WINDOW)).append(seconds)
+        self._line = None
 
-    def known(self, sequences: int, units: int) -> int:
-        """How many measurements are kept of exactly this point."""
-        return len(self.points.get((sequences, units), ()))
+    def known(self, count: int) -> int:
+        """How often this count was measured, up to ``WINDOW``."""
+        return len(self.points.get(count, ()))
 
-    def estimate(self, sequences: int, units: int) -> float | None:
-        """Seconds; None while no point has been measured often enough."""
-        if self._new >= self.REFIT:
-            self._fit()
-        found = self._estimates.get((sequences, units))
-        if found is not None or self._plane is None:
-            return found
-        width_n, width_u = 0.5 + 0.05 * sequences, 0.35 * self.grain + 0.03 * units
-        total, bend = 1.0, 0.0
-        for n, points in self._near.items():
-            off = ((n - sequences) / width_n) ** 2
-            if off < 9.0:
-                for u, weight, residual in points:
-                    share = weight * exp(-0.5 * (off + ((u - units) / width_u) ** 2))
-                    total += share
-                    bend += share * residual
-        plane = _dot(self._plane, self.features(sequences, units))
-        found = self._estimates[sequences, units] = max(plane + bend / total, 0.25 * self._lowest)
-        return found
+    def at(self, count: float) -> float | None:
+        """Expected seconds; None before anything was measured."""
+        if not self.points:
+            return None
+        counts, seconds = self._line or self._fit()
+        place = bisect_left(counts, count)
+        if place < len(counts) and counts[place] == count:
+            return seconds[place]
+        if 0 < place < len(counts):
+            left, right = counts[place - 1], counts[place]
+            share = (count - left) / (right - left)
+            return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+        end = min(place, len(counts) - 1)  # beyond what is known: the expected slope
+        unit = seconds[end] * self.slope / max(1.0 + self.slope * (counts[end] - 1), self.slope)
+        return max(seconds[end] + unit * (count - counts[end]), 0.05 * seconds[end])
 
-    def _fit(self) -> None:
-        self._new = 0
-        sure = {point: sorted(recent) for point, recent in self.points.items() if len(recent) >= self.ENOUGH}
-        if not sure:
-            return
-        values = [recent[(len(recent) - 1) // 4] for recent in sure.values()]
-        design = [self.features(*point) for point in sure]
-        self._lowest = min(values)
-        scale = min(value / _dot(row, self.prior) for value, row in zip(values, design))
-        prior = [scale * share for share in self.prior]
-        # What the measurements leave open follows the prior's slopes, with the level that was measured; and noise
-        # must not make more work look cheaper.
-        squares = [[1e-4, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
-        sums = [0.0, 0.0, 0.0]
-        total = 0.0
-        weights = [float(len(recent)) for recent in sure.values()]
-        for row, value, weight in zip(design, values, weights):
-            total += weight
-            residual = weight * weight * (value - _dot(row, prior))
-            for i in range(3):
-                sums[i] += residual * row[i]
-                for j in range(3):
-                    squares[i][j] += weight * weight * row[i] * row[j]
-        plane = [p + step for p, step in zip(prior, _solve(squares, sums))]
-        plane[1:] = [max(slope, 0.1 * p) for slope, p in zip(plane[1:], prior[1:])]
-        plane[0] = sum(w * (v - _dot(r[1:], plane[1:])) for r, v, w in zip(design, values, weights)) / total
-        self._plane = plane
-        self._near, self._estimates = {}, {}
-        for (n, u), row, value, weight in zip(sure, design, values, weights):
-            self._near.setdefault(n, []).append((u, weight, value - _dot(row, plane)))
+    def _fit(self) -> tuple[list[int], list[float]]:
+        """Quartiles, where a lower one behind a higher one shares their weighted mean."""
+        blocks: list[list[float]] = []  # seconds, weight, counts in the block
+        counts = sorted(self.points)
+        for count in counts:
+            blocks.append([quartile(self.points[count]), float(len(self.points[count])), 1.0])
+            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+                (high, many, some), (low, few, more) = blocks[-2], blocks[-1]
+                blocks[-2:] = [[(high * many + low * few) / (many + few), many + few, some + more]]
+        seconds = [value for value, _, size in blocks for _ in range(int(size))]
+        self._line = counts, seconds
+        return self._line
 
 
-def _dot(row: Seq[float], coefficients: Seq[float]) -> float:
-    return sum([a * b for a, b in zip(row, coefficients)])
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What one method did in a round."""
+
+    method: str
+    sequences: int
+    depth: int
+    """Tokens of the longest draft."""
+    behind: int
+    """Committed tokens that it had to read first, all sequences together."""
 
 
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """The solution of a small system with a positive definite matrix; both arguments are overwritten."""
-    size = len(right)
-    for i in range(size):
-        for k in range(i + 1, size):
-            share = matrix[k][i] / matrix[i][i]
-            for j in range(i, size):
-                matrix[k][j] -= share * matrix[i][j]
-            right[k] -= share * right[i]
-    for i in reversed(range(size)):
-        right[i] = (right[i] - _dot(matrix[i][i + 1 :], right[i + 1 :])) / matrix[i][i]
-    return right
+class Costs:
+    """Seconds of a round's parts, as if the machine were always as fast as when plain decoding was first measured.
 
+    A round with drafts is compared with the plain rounds around it: its times count once a plain one has followed, and
+    not if the machine has changed in between. Rounds with drafts alone cannot tell a slow machine from a dear draft.
+    """
 
-class DraftCost:
-    """What drafting with one method costs: a curve, and a price for each token it has to catch up on first."""
-
-    MANY = 32
-    """From so many tokens on catching up is measured; fewer drown in what disturbs a measurement."""
     SURE = 3
-    """Measurements of it that are believed whatever they say."""
-    DEAR = 0.03
-    """Before, a token costs at most this share of the shortest draft's price."""
+    """Plain rounds to be measured before the first draft."""
+    BLOCK = 8
+    """So many of the rounds with drafts between two plain ones count: the last ones."""
+    AGREE = (0.6, 1.7)
+    """How the machine's pace after them may compare with the pace before."""
+    SETTLED = 9
+    """The plain round after drafts that is as fast as any: a drafter leaves its own data in the processor's caches."""
+    MOST_COLD = 1.5
 
-    def __init__(self) -> None:
-        self.curve = CostCurve(drafting, (0.3, 0.6, 0.1))
-        self.per_token = 0.0
-        self._extras: deque[float] = deque(maxlen=9)
+    def __init__(self, nodes: Mapping[str, Seq[int]], row_multiple: int = 1) -> None:
+        self.multiple = row_multiple
+        self.rows = Curve(0.06)
+        """By rows of the target's forward, acceptance included."""
+        self.drafts: dict[tuple[str, int], Curve] = {}
+        """By method and sequences that draft (rounded to a power of two): by depth."""
+        self.reading: dict[str, deque[float]] = {method: deque(maxlen=5) for method in nodes}
+        """By method: seconds for each token that a drafter has to read first."""
+        self.pace = 1.0
+        """How slow the machine is at present."""
+        self.cold = 1.1
+        """How much slower the plain rounds right after drafts are than settled ones."""
+        self._colds: deque[float] = deque([self.cold], maxlen=7)
+        self._recent: deque[float] = deque(maxlen=3)
+        self._after_drafts = 0.0
+        self._restored = False
+        """Prices are another engine's, and the pace is not known yet."""
+        self._before = 1.0
+        self._block: list[tuple[int, float, float, Seq[Drafted]]] = []
 
-    def add(self, sequences: int, levels: int, behind: int, guess: float, seconds: float) -> None:
-        """A measurement. ``behind``: committed tokens that were new to the drafter beyond the last round's; ``guess``:
-        the price without them."""
-        if not behind:
-            self.curve.add(sequences, levels, seconds)
-        elif behind >= self.MANY:
-            self._extras.append(max(0.0, seconds - guess) / behind)
-            # The first ones may have had to build things, or to wake them.
-            self.per_token = sorted(self._extras)[(len(self._extras) - 1) // 4]
-            if len(self._extras) < self.SURE:
-                self.per_token = min(self.per_token, self.DEAR * guess)
+    @property
+    def cold_known(self) -> bool:
+        return len(self._colds) > 2
+
+    def aftermath(self) -> float:
+        """Plain rounds that the caches cost after drafts end."""
+        return (self.cold - 1.0) * self.SETTLED / 2
+
+    def padded(self, rows: float) -> int:
+        return int(-(-rows // self.multiple) * self.multiple)
+
+    def verify(self, rows: float) -> float:
+        """Expected seconds of a target forward over so many rows and of their acceptance."""
+        return self.rows.at(self.padded(rows)) or 1.0
+
+    def draft(self, method: str, sequences: int, depth: float) -> float:
+        """Expected seconds of drafting so deep."""
+        if depth <= 0 or not sequences:
+            return 0.0
+        size = sequences.bit_length()
+        near = sorted((abs(size - known), known) for name, known in self.drafts if name == method)
+        for _, known in near:
+            seconds = self.drafts[method, known].at(depth)
+            if seconds is not None:
+                return seconds * (1.0 + 0.2 * (size - known)) if size > known else seconds
+        return 0.1 * depth * self.verify(1)
+
+    def read(self, method: str, tokens: int) -> float:
+        """Expected seconds of a drafter that reads so many tokens before it drafts."""
+        known = self.reading[method]
+        return tokens * (median(known) if known else 0.05 * self.verify(1))
+
+    def sure(self, rows: int) -> bool:
+        """Whether plain decoding of about so many sequences was measured."""
+        near = range(rows - rows // 4, rows + rows // 4 + 1)
+        return sum(self.rows.known(n) for n in {self.padded(row) for row in near}) >= self.SURE
+
+    def plain(self, sequences: int, seconds: float, since: int) -> None:
+        """A plain round was measured; it is the ``since``-th after one with drafts."""
+        rows = self.padded(sequences)
+        known = self.rows.known(rows)
+        if self._restored and known:
+            self.pace, self._restored = seconds / self.verify(rows), False
+        elif known and since > 1:
+            if since in (2, self.SETTLED):
+                self._recent.clear()
+            self._recent.append(seconds / self.verify(rows))
+            if since == 3:
+                low, high = sorted(self._recent)[-2:] if len(self._recent) > 1 else [*self._recent] * 2
+                self._after_drafts = (low * high) ** 0.5 if high < 1.3 * low else low
+                self.pace = self._after_drafts / self.cold
+                self._count()
+            elif since >= self.SETTLED:
+                self.pace = median(self._recent)
+                if since == self.SETTLED + 2 and self._after_drafts:
+                    cold = min(max(self._after_drafts / self.pace, 1.0), self.MOST_COLD)
+                    self._colds.append(cold)
+                    self.cold, self._after_drafts = median(self._colds), 0.0
+        if known < self.SURE or (known < Curve.WINDOW and since > self.SETTLED):
+            self.rows.add(rows, seconds / self.pace)
+
+    def drafted(self, rows: int, draft: float, verify: float, parts: Seq[Drafted]) -> None:
+        """A round with drafts was measured."""
+        if not self._block:
+            self._before = self.pace
+        self._block.append((self.padded(rows), draft, verify, parts))
+        if len(self._block) > 2 * self.BLOCK:
+            del self._block[: self.BLOCK]
+
+    def _count(self) -> None:
+        block, self._block = self._block[-self.BLOCK :], []
+        if not self.AGREE[0] <= self.pace / self._before <= self.AGREE[1]:
+            return
+        pace = (self.pace * self._before) ** 0.5
+        for rows, draft, verify, parts in block:
+            self.rows.add(rows, max(verify / pace, self.verify(1)))
+            for part in parts if len(parts) == 1 else ():
+                self._learn(part, draft / pace)
+
+    def _learn(self, part: Drafted, seconds: float) -> None:
+        key = part.method, part.sequences.bit_length()
+        if part.behind:
+            if key in self.drafts:
+                excess = seconds - self.draft(part.method, part.sequences, part.depth)
+                self.reading[part.method].append(max(excess, 0.0) / part.behind)
+            return
+        self.drafts.setdefault(key, Curve(0.8)).add(max(part.depth, 1), seconds)
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt, over the seconds of a plain round of one sequence: for the next engine of the same kind."""
+        unit = self.verify(1)
+        return {
+            "rows": {str(rows): quartile(times) / unit for rows, times in self.rows.points.items()},
+            "drafts": [
+                [method, size, {str(depth): quartile(times) / unit for depth, times in curve.points.items()}]
+                for (method, size), curve in self.drafts.items()
+            ],
+            "reading": {method: median(times) / unit for method, times in self.reading.items() if times},
+            "cold": self.cold if self.cold_known else None,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over ``state``: prices in plain rounds; the first plain round that is measured says what that is."""
+        self._restored = True
+        for rows, seconds in state["rows"].items():
+            self.rows.add(int(rows), float(seconds))
+        for method, size, points in state["drafts"]:
+            curve = self.drafts.setdefault((method, int(size)), Curve(0.8))
+            for depth, seconds in points.items():
+                curve.add(int(depth), float(seconds))
+        for method, seconds in state["reading"].items():
+            self.reading[method].append(float(seconds))
+        if state["cold"] is not None:
+            self.cold = float(state["cold"])
+            self._colds.extend([self.cold] * self.SURE)

@@ -1,0 +1,63 @@
+"""How many tokens a draft is expected to bring, by depth: of a method, and of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+
+class Acceptance:
+    """What drafts bring by depth, from recent rounds.
+
+    ``rates``: given that all before was kept, the chance that the draft has a token at this depth and that it is kept.
+    ``existence``: given that the draft got there, kept or not, the chance that it has a token there, which costs a row.
+    Expectations count for ``weight`` drafts; a draft leaves ``fade`` of the evidence before it, expectations included.
+    """
+
+    FIRST = 0.6
+    """The rate of a drafter that nothing is known about."""
+    LEAST = 0.5
+    """What an expectation counts for at least."""
+
+    def __init__(self, depth: int, weight: float = 3.0, fade: float = 0.95) -> None:
+        self.weight = weight
+        self.fade = fade
+        self._first = weight
+        self.reached = [0.0] * depth
+        self.kept = [0.0] * depth
+        self.asked = [0.0] * depth
+        self.made = [0.0] * depth
+
+    def learn(self, asked: int, made: int, kept: int) -> None:
+        """One draft: ``asked`` tokens deep, ``made`` deep, of which ``kept`` were accepted."""
+        fade = self.fade
+        self._first = max(fade * self._first, self.LEAST)
+        for depth in range(min(asked, made + 1, len(self.asked))):
+            self.asked[depth] = fade * self.asked[depth] + 1.0
+            self.made[depth] = fade * self.made[depth] + (depth < made)
+            if depth <= kept:
+                self.reached[depth] = fade * self.reached[depth] + 1.0
+                self.kept[depth] = fade * self.kept[depth] + (depth < kept)
+
+    def loosen(self, most: float) -> None:
+        """Let the evidence count for at most so many drafts, so that new results change the expectation."""
+        for counts, hits in ((self.reached, self.kept), (self.asked, self.made)):
+            for depth, count in enumerate(counts):
+                if count > most:
+                    counts[depth], hits[depth] = most, hits[depth] * most / count
+
+    def rates(self, expected: Seq[float] | None = None) -> list[float]:
+        """``expected``: the rates without evidence; None: at every depth that of the depth before."""
+        if expected is not None:
+            weight = self.weight
+            return [(hit + weight * rate) / (n + weight) for hit, n, rate in zip(self.kept, self.reached, expected)]
+        return self._follow(self.reached, self.kept, self.FIRST)
+
+    def existence(self) -> list[float]:
+        return self._follow(self.asked, self.made, 1.0)
+
+    def _follow(self, counts: Seq[float], hits: Seq[float], before: float) -> list[float]:
+        chances = []
+        for count, hit in zip(counts, hits):
+            before = (hit + self._first * before) / (count + self._first)
+            chances.append(before)
+        return chances
