@@ -62,6 +62,7 @@ class EngineContender:
         self.engine = self._new_engine()
         if fresh:
             return
+        policy.setting = self.engine.policy.setting
         self.engine.policy = policy
         self.engine.scheduler.draft_rows = policy.longest_nodes
 

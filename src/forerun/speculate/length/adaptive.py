@@ -95,7 +95,7 @@ class Adaptive(LengthPolicy):
     """Rounds of a trial, and of a plan whose method is little known."""
     SPEND = 0.005
     """What a plain round pays into the balance."""
-    START, MOST, DEBT = 0.8, 12.0, -0.5
+    START, MOST, DEBT = 0.9, 12.0, -0.5
     """The first balance, which plain rounds fill again; most that is kept; what ends a plan."""
     WAITS = (16, 64)
     """Plain rounds before the next trial: at first, and at most. A trial in vain doubles them."""
