@@ -18,7 +18,7 @@ from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.train.checkpoint import save_model
 from forerun.train.loop import UNFIT
-from forerun.train.rollout import replace_with
+from forerun.core.folders import replace_with
 from forerun.tune.distilled import DistilledDraft
 from forerun.tune.features import Features
 from forerun.tune.head import AHEAD, export, learnable, new_head
