@@ -109,6 +109,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     ),
     "id2label": (3,),
     "text_config": (3,),
+    "configuration_files": (["config.4.0.0.json"], ["../config.4.0.0.json"]),
     "transformers_weights": ("weights.bin", "adapter_model.bin", "part.safetensors", 3),
 }  # fmt: skip
 SCHEMES: dict[str, Any] = {

@@ -60,8 +60,12 @@ def test_nothing_is_compiled_where_they_are_carried(carried, monkeypatch):
 def test_kernels_of_other_sources_or_damaged_ones_are_left(carried, monkeypatch, caplog):
     monkeypatch.setattr(kernels, "_written", lambda: ["other sources"])
     assert chosen() == ""
-    for name in kernels.CARRIABLE:
-        kernels.carried(name).write_bytes(b"no library")
-    with caplog.at_level(logging.WARNING):
-        assert chosen() == ""
-    assert "cannot be loaded, they are compiled instead" in caplog.text
+    whole = next(carried.iterdir()).read_bytes()
+    for content in (b"no library", b"", whole[: len(whole) // 2], whole[:-1]):
+        for name in kernels.CARRIABLE:
+            kernels.carried(name).write_bytes(content)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert chosen() == ""
+        assert "is damaged" in caplog.text
+        assert "cannot be loaded, they are compiled instead" in caplog.text

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from forerun.core.errors import ConfigError
-from forerun.core.loading import Advance, watch
+from forerun.core.loading import Advance, watch, watch_parts
 
 WORTH_A_BAR = 64 << 20
 """Bytes of a model's files."""
@@ -161,7 +161,17 @@ def loading(title: str, total: int) -> Iterator[Advance]:
         yield lambda done: bar.advance(task, done)
 
 
+@contextlib.contextmanager
+def in_parts(title: str, total: int) -> Iterator[Advance]:
+    """A bar on stderr of what takes long, or a line where that is no terminal."""
+    if not sys.stderr.isatty():
+        print(title, file=sys.stderr, flush=True)
+    with progress(title, total) as advance:
+        yield lambda done: advance()
+
+
 def watch_loading() -> None:
-    """Show that bar whenever this process loads a model, if stderr is a terminal."""
+    """Show those bars whenever this process compiles kernels or, if stderr is a terminal, loads a model."""
+    watch_parts.set(in_parts)
     if sys.stderr.isatty():
         watch.set(loading)

@@ -1,18 +1,122 @@
-"""Folders and files: where Forerun keeps what it can make or fetch again, and who may read what it writes."""
+"""Folders and files: where Forerun keeps what it can make or fetch again, who can have written it, and who may read
+what it writes."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+
+log = logging.getLogger(__name__)
+POSIX = hasattr(os, "geteuid")
+"""Elsewhere users are kept apart by other means than owners and modes."""
 
 
 def cache_folder() -> Path:
-    """``FORERUN_CACHE``, or ``forerun`` in the user's cache folder. Raises RuntimeError where the user has no home."""
-    named = os.environ.get("FORERUN_CACHE")
+    """``FORERUN_CACHE``, or ``forerun`` in the user's cache folder. Where others can write there, a folder of this
+    user's own. Raises OSError where there is none."""
+    named, *others = _places()
+    reason = distrust(named)
+    if reason is None:
+        return named.resolve()
+    for place in others:
+        try:
+            found = make_folder(place)
+        except OSError:
+            continue
+        _warn(f"{reason}, so {named} is not used as the cache folder: {found} is. FORERUN_CACHE names another")
+        return found
+    raise PermissionError(errno.EACCES, f"{reason}, and there is no other cache folder", str(named))
+
+
+def _places() -> Iterator[Path]:
+    """Cache folders, the one that is asked for first."""
+    named, base = os.environ.get("FORERUN_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "forerun"
+        yield Path(named).expanduser()
+    if base:
+        yield Path(base) / "forerun"
+    user = _name(os.geteuid()) if POSIX else ""
+    for home in ("~", f"~{user}"):  # under sudo the first is often another user's
+        try:
+            yield Path(home).expanduser() / ".cache" / "forerun"
+        except RuntimeError:  # nobody's home
+            continue
+    yield Path(tempfile.gettempdir()) / f"forerun-{user}"
+
+
+@cache
+def _warn(message: str) -> None:
+    """Once."""
+    log.warning("%s", message)
+
+
+def distrust(path: Path) -> str | None:
+    """Why somebody else can have written what is at ``path``, or can replace it; None for nobody but this user and
+    root. Counts who owns it and the folders above, and who may write there; in a folder above, a sticky bit helps."""
+    if not POSIX:
+        return None
+    place = path.resolve()
+    for part in (place, *place.parents):
+        try:
+            found = part.lstat()
+        except OSError:  # not there yet
+            continue
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{part} belongs to {_name(found.st_uid)}"
+        if _others_write(found) and (part == place or not found.st_mode & stat.S_ISVTX):
+            return f"others may write to {part}"
+    return None
+
+
+def _others_write(found: os.stat_result) -> bool:
+    import grp
+
+    if not found.st_mode & stat.S_IWGRP or found.st_mode & stat.S_IWOTH:
+        return bool(found.st_mode & stat.S_IWOTH)
+    try:
+        group, owner = grp.getgrgid(found.st_gid), _name(found.st_uid)
+    except KeyError:
+        return True
+    return group.gr_name != owner or not set(group.gr_mem) <= {owner}  # a user's own group has the user's name
+
+
+def _name(user: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user-{user}"
+
+
+def make_folder(path: Path) -> Path:
+    """Makes a folder, and those above it, that nobody but this user and root can write to. Raises OSError where that
+    cannot be."""
+    path = path.resolve()
+    for part in (*reversed(path.parents), path):
+        if not part.is_dir():
+            part.mkdir(mode=0o755, exist_ok=True)
+    if (reason := distrust(path)) is not None:
+        raise PermissionError(errno.EACCES, reason)
+    return path
+
+
+def replace_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets ``write`` make a file, which then takes the place of ``path``: whole, or not at all, whatever ends the
+    process or the machine. Nobody else may write to it."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as work:
+        made = Path(work) / path.name
+        write(made)
+        made.chmod(made.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(made, path)
 
 
 def let_read(path: Path) -> None:

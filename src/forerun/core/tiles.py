@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from forerun import kernels
-from forerun.core.folders import cache_folder
+from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
 
 log = logging.getLogger(__name__)
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)
@@ -97,22 +96,23 @@ def remembered(what: str, find: Callable[[], T], good: Callable[[object], T | No
     key = hashlib.sha256("\0".join([what, *circumstances()]).encode()).hexdigest()[:24]
     try:
         path = cache_folder() / "tiles" / f"{key}.json"
-    except RuntimeError:  # nobody's home
+    except (OSError, RuntimeError):  # there is none
         return find()
     found = good(_read(path))
     if found is None:
         found = find()
         try:
-            _write(path, json.dumps(found))
+            make_folder(path.parent)
+            replace_with(path, lambda made: made.write_text(json.dumps(found), encoding="utf-8"))
         except OSError as error:
             log.info("what was found about row counts cannot be kept: %s", error)
     return found
 
 
 def _read(path: Path) -> object:
-    """None if the file is not there or damaged."""
+    """None if the file is not there or damaged, or others can have written it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return None if distrust(path) else json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
@@ -123,10 +123,3 @@ def groups_of(value: object) -> Groups | None:
         return None
     good = all(type(size) is int and size in SIZES for group in value for size in group)
     return value if good and all(group == sorted(set(group)) for group in value) else None
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)

@@ -1,7 +1,8 @@
 """What ``forerun tune`` found for a model: a folder with ``tuned.json`` and the weights that it names.
 
 ``tuned.json`` says for which weights it was made, by their fingerprint, and is sealed: a hash over itself and the files
-that it names. So it is never used for another model, and never after somebody has changed a part of it.
+that it names. So it is never used for another model, and never after somebody has changed a part of it. The seal has no
+key: whoever writes a folder can seal it, so that it names no place to write, and nothing outside itself.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from forerun import pretrained
-from forerun.core.errors import ConfigError, ModelError
+from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.models.checkpoint import read_object
 from forerun.models.fingerprint import fingerprint
 from forerun.models.load import resolve
+from forerun.speculate.names import KEYS
 
 FILE = "tuned.json"
 FORMAT = "forerun_tuned"
 VERSION = 1
 FIELDS = {"target": str, "fingerprint": str, "speculative_config": dict, "files": list, "seal": str}
+READ = ("model", "datastore", "table_file", "exit_head")
+"""Keys of ``speculative_config`` that name files and folders to read."""
+WRITTEN = ("adapt_save", "save")
+"""And those, of ``adapt`` too, that name places to write."""
 
 
 def save(folder: Path, target: str, speculative_config: Mapping[str, Any], files: list[str], **figures: Any) -> None:
@@ -65,7 +71,7 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
             f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), and the weights of "
             f"{model} are others ({found}): tune it for them"
         )
-    return _placed(content["speculative_config"], folder)
+    return placed(content["speculative_config"], folder)
 
 
 def has_bundled(model: str) -> bool:
@@ -81,16 +87,34 @@ def _bundled(model: str) -> Path:
     return Path(pretrained.__file__).parent / model
 
 
-def _placed(config: Any, folder: Path) -> Any:
-    """``config`` with the folders and files that it names made absolute, in drafters inside drafters too."""
-    if isinstance(config, Mapping):
-        return {
-            key: str((folder / value).resolve())
-            if key in ("model", "datastore") and isinstance(value, str)
-            else _placed(value, folder)
-            for key, value in config.items()
-        }
-    return [_placed(item, folder) for item in config] if isinstance(config, list) else config
+def placed(config: Any, folder: Path) -> Any:
+    """A ``speculative_config`` that was read in ``folder``, with the folders and files that it names made absolute, in
+    drafters inside drafters too. Raises ConfigError where it names a place to write, something outside the folder, or a
+    drafter of another package, whose keys may be anything."""
+    if isinstance(config, list):
+        return [placed(item, folder) for item in config]
+    if not isinstance(config, Mapping):
+        return config
+    if config.get("method", "none") not in (*KEYS, "none"):
+        raise ConfigError(f"{folder} names the method {shown(config['method'])}, which forerun tune does not write")
+    for key in WRITTEN:
+        if config.get(key) is not None:
+            raise ConfigError(f"{folder} names a place to write ({key}), which only you may do: it is not used")
+    return {
+        key: str(_inside(value, folder)) if key in READ and isinstance(value, str) else placed(value, folder)
+        for key, value in config.items()
+    }
+
+
+def _inside(name: str, folder: Path) -> Path:
+    """A file or folder of ``folder``, all of whose parts are really there. Raises ConfigError for any other."""
+    try:
+        place, within = (folder / name).resolve(), folder.resolve()
+        if place.is_relative_to(within) and all(part.resolve().is_relative_to(within) for part in place.rglob("*")):
+            return place
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{folder} names {shown(name)}, which cannot be used: {one_line(error)}") from error
+    raise ConfigError(f"{folder} names {shown(name)}, which leads out of it: it is not used")
 
 
 def _seal(folder: Path, content: Mapping[str, Any]) -> str:
@@ -98,8 +122,8 @@ def _seal(folder: Path, content: Mapping[str, Any]) -> str:
     plain = {key: value for key, value in content.items() if key != "seal"}
     digest.update(json.dumps(plain, sort_keys=True).encode())
     for name in content["files"]:
-        path = folder / str(name)
-        if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+        path = _inside(str(name), folder)
+        if not path.is_file():
             raise ConfigError(f"{folder} lacks {name!r}, which its {FILE} names")
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 
 from forerun.core.errors import ConfigError, ForerunError
-from forerun.core.folders import cache_folder
+from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
+from forerun.core.loading import watch_parts
 from forerun.kernels import structs
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,10 @@ CARRIABLE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 }  # fmt: skip
 """What a processor must have for each, as ``/proc/cpuinfo`` has it, and how it is compiled; the best first."""
 COMPILERS = ("c++", "g++", "clang++")
+SEAL = hashlib.sha256().digest_size
+"""Bytes at a library's end, behind all that a loader reads: the hash of what is before them, so that one that is cut
+short or changed is known before it is loaded."""
+ONCE = "Compiling the kernels for this processor: once, in half a minute to two minutes"
 PATIENCE = 600.0
 """Seconds that the compiler may take for a source; it takes ten, on a busy machine many times that."""
 
@@ -113,21 +118,28 @@ def processor() -> str:
 
 
 def _compile(compiler: str, to: Path, machine: Sequence[str] = ("-march=native",)) -> None:
-    """Raises OSError or a SubprocessError."""
-    to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Compile the kernels into the file ``to``, with their seal. Raises OSError or a SubprocessError."""
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's, or anyone's
-    with tempfile.TemporaryDirectory(dir=to.parent) as work:
+    with tempfile.TemporaryDirectory(dir=to.parent) as work, watch_parts.get()(ONCE, len(SOURCES) + 1) as advance:
 
         def run(*arguments: str) -> None:
             command = [compiler, *_flags(), *machine, *arguments]
             subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE, env=around)
+            advance(1)
 
         parts = {source: str(Path(work) / f"{source.stem}.o") for source in SOURCES}
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda source: run("-c", str(source), "-o", parts[source]), SOURCES))
         made = Path(work) / to.name
         run("-shared", *parts.values(), "-o", str(made))
-        os.replace(made, to)
+        content = made.read_bytes()
+        replace_with(to, lambda file: file.write_bytes(content + hashlib.sha256(content).digest()))
+
+
+def _whole(path: Path) -> bool:
+    """Whether a library is as it was compiled: the system ends a process that loads one that is cut short."""
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-SEAL]).digest() == content[-SEAL:]
 
 
 def _units() -> frozenset[str]:
@@ -159,6 +171,7 @@ def carry() -> None:
     if compiler is None:
         raise KernelError("there is no C++ compiler")
     shutil.rmtree(CARRIED, ignore_errors=True)
+    CARRIED.mkdir()
     for name, (_, machine) in CARRIABLE.items():
         _compile(compiler, carried(name), machine)
 
@@ -172,6 +185,8 @@ def _carried() -> ctypes.CDLL | None:
     if path is None or not path.is_file():
         return None
     try:
+        if not _whole(path):
+            raise OSError(f"{path} is damaged")
         found = ctypes.CDLL(str(path))
         _bind(found)
     except (OSError, RuntimeError, AttributeError) as error:
@@ -237,8 +252,9 @@ def library() -> ctypes.CDLL | None:
         )
         return None
     try:
-        path = cache_folder() / f"kernels-{_key([*_written(), compiler, *_flags(), processor()])}.so"
-        if not path.is_file():
+        folder = make_folder(cache_folder())
+        path = folder / f"kernels-{_key([*_written(), compiler, *_flags(), processor()])}.so"
+        if not path.is_file() or distrust(path) or not _whole(path):
             _compile(compiler, path)
         found = ctypes.CDLL(str(path))
         _bind(found)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from forerun.core.errors import ModelError
-from forerun.core.folders import cache_folder
+from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
 
 CHUNK = 1 << 20
 PATIENCE = 1800.0
@@ -58,10 +58,15 @@ def home(name: str) -> Path:
 
 
 def fetched(name: str) -> Path:
-    """The file of a model that was fetched. Raises ModelError, which names the command, if it was not."""
-    path = home(name) / SOURCES[name].file_name
+    """The file of a model that was fetched. Raises ModelError, which names the command, if it was not, and where it is
+    cut short or others can have written it. Its hash was looked at when it was fetched."""
+    source = SOURCES[name]
+    path = home(name) / source.file_name
     if not path.is_file():
         raise ModelError(f"{name} is not on this machine yet: run `forerun fetch {name}` once")
+    reason = distrust(path) or (None if path.stat().st_size == source.size else f"{path} is cut short")
+    if reason is not None:
+        raise ModelError(f"{name} cannot be used: {reason}; run `forerun fetch {name}` again")
     return path
 
 
@@ -76,15 +81,13 @@ def fetch(name: str, given: str | Path | None = None, say: Callable[[str], None]
         raise ModelError(f"no model is called {name!r}; there are: {', '.join(SOURCES)}")
     source, folder = SOURCES[name], home(name)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         kept = folder / source.file_name
-        if given is not None or not _holds(source, kept):
+        if given is not None or distrust(kept) or not _holds(source, kept):
             with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as work:
-                new = Path(work) / source.file_name
                 origin = Path(given).expanduser() if given is not None else _download(source, name, Path(work), say)
                 say(f"checking {origin.name}")
-                _extract(source, origin, new)
-                os.replace(new, kept)
+                replace_with(kept, lambda new: _extract(source, origin, new))
     except OSError as error:
         raise ModelError(
             f"cannot write to {folder}: {error.strerror or error}; FORERUN_CACHE names another folder"

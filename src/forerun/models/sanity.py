@@ -66,14 +66,23 @@ def check_given(given: Mapping[str, Any], path: Path) -> None:
         )
     if not isinstance(kind, str):
         raise ModelError(f"{path} cannot be used: model_type is {shown(kind)}, not the name of an architecture")
-    if given.get("transformers_weights") is not None:
-        raise ModelError(f"{path} names other weights (transformers_weights), which are not loaded: remove that key")
+    for key in ("transformers_weights", "configuration_files"):
+        if given.get(key) is not None:
+            raise ModelError(f"{path} names other files ({key}), which are not loaded: remove that key")
     for key in ("dtype", "torch_dtype"):
         if given.get(key) is not None and not isinstance(given[key], str):
             raise ModelError(f"{path} cannot be used: {key} must be a name, not {shown(given[key])}")
     names = given.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ModelError(f"{path} cannot be used: architectures is {shown(names)}, not a list of names")
+
+
+def check_tokenizer(given: Mapping[str, Any], path: Path) -> None:
+    """A file of a tokenizer's settings as it stands. Raises ModelError where it names files to read: they may be
+    anywhere, and those of a tokenizer have names that are known."""
+    for key in ("vocab", "merges", "init_inputs", "fast_tokenizer_files"):
+        if given.get(key):
+            raise ModelError(f"{path} names other files ({key}), which are not loaded: remove that key")
 
 
 def scheme(quantization: Any) -> str:

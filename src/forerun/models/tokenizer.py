@@ -12,9 +12,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forerun.core.errors import ConfigError, ModelError, RequestError, check_text
 from forerun.models.base import ModelInfo
-from forerun.models.checkpoint import library
+from forerun.models.checkpoint import library, read_object
 from forerun.models.gguf_model import is_gguf, open_gguf
 from forerun.models.gguf_tokenizer import make_tokenizer
+from forerun.models.sanity import check_tokenizer
 
 
 def load_tokenizer(path_or_id: str | Path) -> Any:
@@ -28,6 +29,9 @@ def load_tokenizer(path_or_id: str | Path) -> Any:
         if is_gguf(folder):
             tokenizer = make_tokenizer(open_gguf(folder).metadata, str(folder))
         else:
+            for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+                if path.is_file():
+                    check_tokenizer(read_object(path), path)
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         tokenizer.decode(tokenizer.encode(""))  # what comes before and after a text may be damaged too
         known = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}

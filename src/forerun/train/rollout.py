@@ -1,8 +1,6 @@
 """Text that a target writes, to distil from."""
 
 import inspect
-import os
-from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -11,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from forerun.core.errors import ConfigError
+from forerun.core.folders import replace_with
 from forerun.train.loop import wait_while_paused
 from forerun.train.progress import progress
 
@@ -81,13 +80,6 @@ def rollout_stream(
 def save(text: Tensor, path: Path) -> None:
     """Writes token ids, int32 [tokens]; the file is there whole or not at all."""
     replace_with(path, lambda temporary: torch.save(text, temporary))
-
-
-def replace_with(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets ``write`` make a file beside ``path``, which then takes its place."""
-    temporary = path.with_suffix(".tmp")
-    write(temporary)
-    os.replace(temporary, path)
 
 
 def read(path: Path) -> Tensor:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
+from forerun.core.folders import replace_with
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Head, Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.train.checkpoint import save_model
 from forerun.train.loop import UNFIT
-from forerun.train.rollout import replace_with
 from forerun.tune.distilled import DistilledDraft
 from forerun.tune.features import Features
 from forerun.tune.head import AHEAD, export, learnable, new_head

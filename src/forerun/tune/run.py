@@ -97,7 +97,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
             state.keep("choose", found)
     if "check" not in state.results:
         with state.stage("check"):
-            chosen = state.results["choose"]["chosen"]
+            chosen = tuned.placed(state.results["choose"]["chosen"], config.out)
             state.keep("check", choose.check(llm, chosen, held, config.probe_tokens, config.progress))
     llm.close()
     return _finish(config, state, say)

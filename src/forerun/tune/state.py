@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core.errors import ConfigError
-from forerun.train.rollout import replace_with
+from forerun.core.folders import replace_with
 
 
 class State:

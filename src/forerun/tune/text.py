@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from forerun.core.folders import replace_with
 from forerun.engine.llm import LLM
 from forerun.sampling.params import SamplingParams
-from forerun.train.rollout import replace_with
 from forerun.tune.data import Data
 from forerun.tune.record import Record
 from forerun.tune.turns import FOLLOW_UPS, held_out, machine_paragraphs, turns

@@ -1,0 +1,29 @@
+"""A compiler that takes no time: it hands over kernels that are compiled already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun import kernels
+
+SCRIPT = """#!/bin/sh
+echo "$@" >> "{log}"
+while [ $# -gt 0 ]; do [ "$1" = -o ] && to=$2; shift; done
+case $to in *.so) cat "{kernels}" > "$to";; *) : > "$to";; esac
+"""
+
+
+def install_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only compiler that is found from now on, by processes that begin too. Returns its log, a line a call."""
+    found = kernels.library()
+    assert found is not None
+    whole = Path(found._name).read_bytes()
+    folder.mkdir()
+    (folder / "kernels").write_bytes(whole[: -kernels.SEAL])
+    path, log = folder / "c++", folder / "log"
+    path.write_text(SCRIPT.format(log=log, kernels=folder / "kernels"), encoding="utf-8")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return log

@@ -1,0 +1,307 @@
+"""The cache folder: what others can have written there is neither read nor run, and what is damaged is made again."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from compiler import install_compiler
+from forerun import kernels
+from forerun.cli import console
+from forerun.core import folders, tiles
+from forerun.core.errors import ModelError
+from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
+from forerun.core.loading import Advance, watch, watch_parts
+from forerun.models import fetch as fetching
+from forerun.models.fetch import Source, fetched
+from here import where
+
+pytestmark = pytest.mark.slow
+
+NOBODY = 65534
+ROOT = "only root makes files of another user"
+RUNS = """
+import sys
+from forerun import kernels
+found = kernels.library()
+assert found is not None and found.forerun_layout()
+print(found._name)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user with an empty home."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("FORERUN_SANITIZE", raising=False)
+    folders._warn.cache_clear()
+    return folder
+
+
+def foreign(path: Path) -> None:
+    os.chown(path, NOBODY, NOBODY)
+
+
+def foreign_parent(path: Path) -> None:
+    os.chown(path.parent, NOBODY, NOBODY)
+
+
+def foreign_link(path: Path) -> None:
+    path.rmdir()
+    path.with_name("theirs").mkdir()
+    os.chown(path.with_name("theirs"), NOBODY, NOBODY)
+    path.symlink_to(path.with_name("theirs"))
+
+
+def mode(bits: int) -> Callable[[Path], None]:
+    return lambda path: path.chmod(bits)
+
+
+def open_parent(path: Path) -> None:
+    path.parent.chmod(0o777)
+
+
+def open_parent_of_nothing(path: Path) -> None:
+    path.rmdir()
+    path.parent.chmod(0o777)
+
+
+def another_group(path: Path) -> None:
+    os.chown(path, -1, NOBODY)
+    path.chmod(0o775)
+
+
+OPEN = {
+    "others may write": mode(0o757), "with a sticky bit": mode(0o1777), "the folder above": open_parent,
+    "a folder to come": open_parent_of_nothing,
+}  # fmt: skip
+FOREIGN = {
+    "another user's": foreign, "in another user's": foreign_parent, "a link to another's": foreign_link,
+    "another group's": another_group,
+}  # fmt: skip
+CASES = [*OPEN.items(), *where(os.geteuid() == 0, FOREIGN.items(), ROOT)]
+
+
+@pytest.mark.parametrize(("name", "spoil"), CASES)
+def test_a_cache_folder_of_others_is_not_used(tmp_path, home, monkeypatch, caplog, name, spoil):
+    named = tmp_path / "above" / "cache"
+    named.mkdir(parents=True)
+    monkeypatch.setenv("FORERUN_CACHE", str(named))
+    assert cache_folder() == named
+    spoil(named)
+    assert cache_folder() == cache_folder() == home / ".cache" / "forerun"
+    assert distrust(home / ".cache" / "forerun") is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"{named} is not used as the cache folder: {home}/.cache/forerun is" in line
+    with pytest.raises(PermissionError):
+        make_folder(named)
+
+
+def test_where_the_home_is_anothers_too_a_third_folder_is_used(tmp_path, home, monkeypatch):
+    """As under sudo, which keeps HOME."""
+    (home / ".cache").mkdir(mode=0o777)
+    (home / ".cache").chmod(0o777)
+    monkeypatch.setattr(folders, "_name", lambda user: "nobody-of-that-name")
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert cache_folder() == tmp_path / "forerun-nobody-of-that-name"
+    (tmp_path / "forerun-nobody-of-that-name").chmod(0o777)
+    with pytest.raises(PermissionError, match="there is no other cache folder"):
+        cache_folder()
+
+
+def test_a_private_folder_in_a_shared_one_is_used(tmp_path, home, monkeypatch):
+    """As in /tmp, whose sticky bit keeps others from replacing it; and what is made is private, whatever the mask."""
+    tmp_path.chmod(0o1777)
+    named = tmp_path / "one" / "two"
+    monkeypatch.setenv("FORERUN_CACHE", str(named))
+    before = os.umask(0)
+    try:
+        assert make_folder(cache_folder()) == named
+        replace_with(named / "file", lambda path: path.write_text("x"))
+    finally:
+        os.umask(before)
+    assert distrust(named / "file") is None
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_text("old")
+    steps: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda number: (steps.append("fsync"), fsync(number))[1])
+    monkeypatch.setattr(os, "replace", lambda *names: (steps.append("replace"), replace(*names))[1])
+
+    def half(made: Path) -> None:
+        made.write_text("ne")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        replace_with(path, half)
+    assert (path.read_text(), steps) == ("old", [])
+    replace_with(path, lambda made: made.write_text("new"))
+    assert (path.read_text(), steps) == ("new", ["fsync", "replace"])
+    assert [*tmp_path.iterdir()] == [path]
+
+
+EVIL = 'void __attribute__((constructor)) evil(void) { extern int system(const char *); system("touch %s"); }'
+PLANTED = [
+    *["not what was compiled", "writable by others"],
+    *where(os.geteuid() == 0, ["in another user's folder", "another user's"], ROOT),
+]
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_library_is_not_run(tmp_path, home, monkeypatch, case):
+    """A library whose constructor leaves a mark, under the name that the next start looks for; sealed as well."""
+    mark, cache = tmp_path / "mark", tmp_path / "cache"
+    subprocess.run(["cc", "-shared", "-x", "c", "-o", tmp_path / "evil", "-"], input=EVIL % mark, text=True, check=True)
+    log = install_compiler(tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("FORERUN_CACHE", str(cache))
+    found = kernels.library.__wrapped__()
+    assert found is not None
+    path = Path(found._name)
+    assert path.parent == cache
+    content = (tmp_path / "evil").read_bytes()
+    path.unlink()
+    path.write_bytes(content + (b"" if case == "not what was compiled" else kernels.hashlib.sha256(content).digest()))
+    if case == "writable by others":
+        path.chmod(0o666)
+    elif case != "not what was compiled":
+        os.chown(path if case == "another user's" else cache, NOBODY, NOBODY)
+    log.unlink()
+    done = subprocess.run([sys.executable, "-c", RUNS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not mark.exists()
+    assert Path(done.stdout.strip()).parent == (home / ".cache" / "forerun" if "folder" in case else cache)
+    assert log.exists(), "it was not compiled anew"
+
+
+def test_a_damaged_library_is_made_again(tmp_path, home, monkeypatch):
+    """The system ends a process that loads a library which is cut short, so that a process of its own tries."""
+    log = install_compiler(tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    found = kernels.library.__wrapped__()
+    assert found is not None
+    path = Path(found._name)
+    whole = path.read_bytes()
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 1
+    damages = [whole[:5000], b"", whole[: len(whole) // 2], whole[: -kernels.SEAL], whole[:-1], bytes(changed)]
+    for content in [*damages, bytes(len(whole))]:
+        path.unlink()
+        path.write_bytes(content)
+        log.unlink(missing_ok=True)
+        done = subprocess.run([sys.executable, "-c", RUNS], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (done.returncode, done.stderr)
+        assert path.read_bytes() == whole
+        assert log.exists()
+    log.unlink()
+    assert kernels.library.__wrapped__() is not None
+    assert not log.exists(), "what is whole is kept"
+
+
+def test_what_others_measured_is_not_believed(tmp_path, home, monkeypatch):
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+
+    def found(value: tiles.Groups) -> tiles.Groups:
+        return tiles.remembered("test", lambda: value, tiles.groups_of)
+
+    assert found([[1, 2]]) == found([[4]]) == [[1, 2]]
+    (record,) = (tmp_path / "cache" / "tiles").iterdir()
+    record.write_text("[[1, 128]]")
+    assert found([[4]]) == [[1, 128]]
+    record.chmod(0o646)
+    assert found([[4]]) == found([[8]]) == [[4]]
+
+
+def test_a_model_that_others_can_have_written_is_not_used(tmp_path, home, monkeypatch):
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    given = tmp_path / "given.gguf"
+    given.write_bytes(b"GGUF and more")
+    digest = kernels.hashlib.sha256(given.read_bytes()).hexdigest()
+    monkeypatch.setitem(fetching.SOURCES, "tiny", Source("tiny==1", "tiny/tiny.gguf", 13, digest, "none"))
+    path = fetching.fetch("tiny", given)
+    assert fetched("tiny") == path
+    for spoil, reason in ((lambda: path.chmod(0o666), "others may write to"), (lambda: os.truncate(path, 5), "short")):
+        spoil()
+        with pytest.raises(ModelError, match=rf"{reason}.*; run `forerun fetch tiny` again"):
+            fetched("tiny")
+        assert fetching.fetch("tiny", given) == fetched("tiny")
+    path.parent.chmod(0o777)
+    with pytest.raises(ModelError, match="others may write to"):
+        fetched("tiny")
+    with pytest.raises(ModelError, match=r"cannot write to .*others may write to .*FORERUN_CACHE names another folder"):
+        fetching.fetch("tiny", given)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def unwatched() -> Iterator[None]:
+    before, parts = watch.get(), watch_parts.get()
+    yield
+    watch.set(before)
+    watch_parts.set(parts)
+
+
+def test_compiling_is_told_part_by_part(tmp_path, home, monkeypatch, unwatched):
+    steps: list[int] = []
+    told: list[tuple[str, int]] = []
+
+    @contextmanager
+    def watcher(title: str, total: int) -> Iterator[Advance]:
+        told.append((title, total))
+        yield steps.append
+
+    watch_parts.set(watcher)
+    log = install_compiler(tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    for _ in range(2):
+        assert kernels.library.__wrapped__() is not None
+        assert told == [(kernels.ONCE, sum(steps))]
+        assert sum(steps) == len(log.read_text().splitlines()) == len(kernels.SOURCES) + 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_has_a_bar_and_a_file_a_line(monkeypatch, unwatched, terminal):
+    monkeypatch.setattr(sys, "stderr", Terminal() if terminal else io.StringIO())
+    console.watch_loading()
+    with watch_parts.get()("Doing it", 3) as advance:
+        advance(1)
+        advance(1)
+    said = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert ("2/3" in said and "Doing it" in said) if terminal else said == "Doing it\n"
+
+
+def test_a_program_that_only_imports_us_is_told_too(tmp_path, home, monkeypatch, caplog):
+    install_compiler(tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    with caplog.at_level(logging.WARNING):
+        assert kernels.library.__wrapped__() is not None
+    assert [record.getMessage() for record in caplog.records] == [kernels.ONCE]
+
+
+def test_a_first_start_says_that_it_compiles_and_prints_json_alone(tmp_path, home, monkeypatch, tiny_target):
+    install_compiler(tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    command = [sys.executable, "-m", "forerun", "generate", "x", "--model", tiny_target, "--max-tokens", "2", "--json"]
+    for said in (f"{kernels.ONCE}\n", ""):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert isinstance(json.loads(done.stdout), dict)
+        assert done.stderr == said
