@@ -9,10 +9,12 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from pydantic import ValidationError
 from running import TEMPLATE, Running, run_server
 
 from forerun import LLM
 from forerun.serve.app import ServerOptions
+from forerun.serve.fields import Body
 
 COMPLETION = {"prompt": "def parse(", "max_tokens": 12, "logprobs": 2, "stream_options": {"include_usage": True}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
@@ -65,6 +67,43 @@ def test_whole_and_streamed_answers(
         validate(description, chunk, json.loads(event))
     with pytest.raises(jsonschema_rs.ValidationError):
         validate(description, whole, {**answer.json(), "unheard_of": 1})
+
+
+def bodies(kind: type[Body] = Body) -> list[type[Body]]:
+    """All that request bodies are made of."""
+    return [found for each in kind.__subclasses__() for found in (each, *bodies(each))]
+
+
+def integers(kind: type[Body]) -> list[str]:
+    """Its fields that are described as integers."""
+    described = kind.model_json_schema()["properties"].items()
+    return [
+        name for name, field in described if {"integer"} & {each.get("type") for each in field.get("anyOf", [field])}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(kind, name, id=f"{kind.__name__}.{name}") for kind in bodies() for name in integers(kind)],
+)
+def test_integers_are_those_of_json(kind: type[Body], name: str) -> None:
+    """2.0 is one, as the description has it; 2.5 and true are none."""
+    schema = {"properties": {name: kind.model_json_schema()["properties"][name]}}
+    for value in (2, 2.0, 2.5, True, False, "2"):
+        try:
+            kind.model_validate({name: value})
+            wrong = False
+        except ValidationError as error:
+            wrong = any(each["loc"][:1] == (name,) for each in error.errors())
+        assert wrong != jsonschema_rs.is_valid(schema, {name: value}), value
+
+
+@pytest.mark.parametrize("ids", [[5.0, 6.0], [[5.0, 6.0]], [5, 6.0]])
+def test_token_ids_may_have_a_point(server: Running, ids: list[Any]) -> None:
+    body = {"max_tokens": 3.0, "seed": 7.0, "stop_token_ids": [9.0]}
+    (wanted,) = server.post("/v1/completions", {**body, "prompt": [5, 6]}).json()["choices"]
+    assert server.post("/v1/completions", {**body, "prompt": ids}).json()["choices"] == [wanted]
+    assert server.post("/v1/completions", {**body, "prompt": [5.0, 6.5]}).json()["error"]["param"] == "prompt.1"
 
 
 def test_errors_are_described(description: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, Tag, ValidationInfo, field_validator, model_validato
 from forerun.core.errors import ConfigError
 from forerun.sampling.beams import STEEPEST, BeamSearchParams
 from forerun.sampling.params import COLDEST, SamplingParams, StructuredOutputsParams
-from forerun.serve.fields import IGNORED, Absent, Body, Object, ObjectOrText, Replaced, Text, Whole, one_of
+from forerun.serve.fields import IGNORED, Absent, Body, Integer, Object, ObjectOrText, Replaced, Text, Whole, one_of
 from forerun.serve.messages import Chosen, Messages, Tool, ToolChoice, Tools
 
 MAX_CHOICES = 128
@@ -26,7 +26,7 @@ MAX_STOPS = 64
 
 SESSION = "requests with the same go to the same replica, where there are several; no difference else"
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31), Integer]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Regex = Annotated[str, Field(max_length=65536), Whole]
