@@ -7,11 +7,12 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Send
 
 from forerun import __version__
@@ -26,6 +27,7 @@ from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard, allowed_host
 from forerun.serve.log import RequestLog
 from forerun.serve.metrics import NAMES, Recorder
+from forerun.serve.names import allowed_origin, names
 from forerun.serve.openapi import BODY, GENERATION, responses
 from forerun.serve.replies import ChatReply, CompletionReply, Echo, ToolOptions
 from forerun.serve.schema import (
@@ -46,9 +48,14 @@ class ServerOptions:
     """How the server treats its clients. Times are in seconds."""
 
     model_name: str = "forerun"
+    """As answers say it."""
+    aliases: Seq[str] = ()
+    """What requests may call the model beside that."""
     api_key: str | None = None
     allowed_hosts: Seq[str] | None = ()
     """Names that a request may be sent to, beside loopback ones; None: any."""
+    allowed_origins: Seq[str] = ()
+    """Origins whose web pages may read answers; ``*``: any."""
     chat_template: str | None = None
     max_body_bytes: int = 4 << 20
     body_timeout: float = 60.0
@@ -62,11 +69,20 @@ class ServerOptions:
             raise ConfigError(f"metrics_names is {' or '.join(NAMES)}, not {self.metrics_names!r}")
         for name in self.allowed_hosts or ():
             allowed_host(name)
+        for origin in self.allowed_origins:
+            allowed_origin(origin)
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ConfigError(
                 "the API key is empty, or begins or ends with white space, which clients cannot send: "
                 "give another, or none to serve without"
             )
+
+    def serving(self, model: str) -> ServerOptions:
+        """The same for a model of this name or path, whose names are made of it where ``model_name`` is empty."""
+        if self.model_name:
+            return self
+        name, *aliases = names(model)
+        return replace(self, model_name=name, aliases=aliases)
 
 
 class Server:
@@ -84,7 +100,7 @@ class Server:
         return self.engine.max_model_len
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.options.model_name:
+        if name is not None and name not in (self.options.model_name, *self.options.aliases):
             raise ApiError(
                 404, f"there is no model {name!r} here; there is {self.options.model_name!r}", param="model",
                 code="model_not_found",
@@ -285,12 +301,20 @@ def create_app(engine: Answering, options: ServerOptions | None = None) -> FastA
         max_body_bytes=options.max_body_bytes,
         body_timeout=options.body_timeout,
     )
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[allowed_origin(origin) for origin in options.allowed_origins],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Forerun-Ignored", "Retry-After"],
+        )
     app.add_middleware(RequestLog)
     errors.install(app)
     page.install(app)
     openapi.install(
         app,
-        model=options.model_name,
+        names=(options.model_name, *options.aliases),
         methods=dict(engine.drafters),
         has_key=options.api_key is not None,
     )
@@ -310,6 +334,10 @@ def _answers(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", response_model=None, responses=conversation)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await server.answer(request, body, server.chat(body, request.state.request_id))
+
+    @app.post("/v1/embeddings", responses=responses(404))
+    async def embeddings() -> None:
+        raise ApiError(404, "there are no embeddings here: this server's model generates text", code="no_embeddings")
 
     @app.post("/tokenize", responses=responses(*BODY, good=answers.Tokens))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -48,8 +49,8 @@ def responses(*statuses: int, good: type[BaseModel] | None = None, chunk: type[B
     return found
 
 
-def install(app: FastAPI, *, model: str, methods: dict[str, int], has_key: bool) -> None:
-    """Describe ``app`` with its model's name and ``methods``, which draft so many tokens."""
+def install(app: FastAPI, *, names: Sequence[str], methods: dict[str, int], has_key: bool) -> None:
+    """Describe ``app`` with its model's names, the usual one first, and ``methods``, which draft so many tokens."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -63,7 +64,7 @@ def install(app: FastAPI, *, model: str, methods: dict[str, int], has_key: bool)
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
             schemas |= _more_schemas(answers.Error, answers.CompletionChunk, answers.ChatChunk)
-            _narrow(schemas, model, methods)
+            _narrow(schemas, names, methods)
             if has_key:
                 described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             app.openapi_schema = described
@@ -83,13 +84,13 @@ def _lock(operation: dict[str, Any]) -> None:
     operation["responses"]["401"] = {"description": STATUSES[401], "content": ERROR}
 
 
-def _narrow(schemas: dict[str, Any], model: str, methods: dict[str, int]) -> None:
+def _narrow(schemas: dict[str, Any], names: Sequence[str], methods: dict[str, int]) -> None:
     """Say which values this very server takes."""
     for schema in schemas.values():
         named = schema.get("properties", {}).get("model")
         if named is not None:
             optional = "model" not in schema.get("required", ())
-            schema["properties"]["model"] = {"title": "Model", "enum": [model, None] if optional else [model]}
+            schema["properties"]["model"] = {"title": "Model", "enum": [*names, None] if optional else [names[0]]}
     wish = schemas["Speculative"]["properties"]
     wish["method"] = {**_about(wish["method"]), "enum": [*methods, "none", None]}
     bounds = {"type": "integer", "minimum": 0, "maximum": max(methods.values(), default=0)}
