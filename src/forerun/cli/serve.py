@@ -84,6 +84,7 @@ def serve(
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores but one, for HTTP")] = None,
     no_request_log: NoRequestLog = False,
+    response_memory: Annotated[int, typer.Option(help="bytes of answers of /v1/responses to keep", min=0)] = 64 << 20,
     metrics_names: MetricsNames = "forerun",
     kv_events: Events = None,
     replicas: Replicated = None,
@@ -114,6 +115,7 @@ def serve(
         chat_template=None if chat_template is None else read_file(chat_template),
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
+        response_memory=response_memory,
         metrics_names=metrics_names,
     )
     _warn_if_open(host, options.api_key, local=local)

@@ -41,10 +41,10 @@ def responses(*statuses: int, good: type[BaseModel] | None = None, chunk: type[B
     if good is not None:
         found[200] = {"description": "The answer", "model": good}
     if chunk is not None:
-        events = (
-            f"Server-sent events if stream is true: each data is a {chunk.__name__}, or an Error that ends the answer; "
-            "the last is [DONE]"
-        )
+        ends = "or an Error that ends the answer; the last is [DONE]"
+        if chunk is answers.ResponseEvent:
+            ends = "the last of which ends the answer"
+        events = f"Server-sent events if stream is true: each data is a {chunk.__name__}, {ends}"
         found[200]["content"] = {"text/event-stream": {"schema": {"type": "string", "description": events}}}
     return found
 
@@ -63,7 +63,7 @@ def install(app: FastAPI, *, names: Sequence[str], methods: dict[str, int], has_
             schemas = described["components"]["schemas"]
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            schemas |= _more_schemas(answers.Error, answers.CompletionChunk, answers.ChatChunk)
+            schemas |= _more_schemas(answers.Error, answers.CompletionChunk, answers.ChatChunk, answers.ResponseEvent)
             _narrow(schemas, names, methods)
             if has_key:
                 described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
