@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from forerun.serve.fields import Body
 COMPLETION = {"prompt": "def parse(", "max_tokens": 12, "logprobs": 2, "stream_options": {"include_usage": True}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
 FUNCTION = {"name": "add", "parameters": {"properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}}}
+ANSWER, LOGPROBS = {"input": "hi", "max_output_tokens": 12}, ["message.output_text.logprobs"]
 CALLED = {**CHAT, "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required", "max_tokens": 64}
 TRACED = {"temperature": 0.8, "seed": 7, "speculative": {"method": "draft_model", "trace": True}}
 
@@ -48,6 +50,14 @@ def operations(description: dict[str, Any]) -> list[tuple[str, str, dict[str, An
         ("/v1/chat/completions", CALLED, "Chat", "ChatChunk"),
         ("/v1/chat/completions", {**CALLED, **TRACED, "max_tokens": 20}, "Chat", "ChatChunk"),
         ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, "Chat", "ChatChunk"),
+        ("/v1/responses", ANSWER, "Response", "ResponseEvent"),
+        ("/v1/responses", {**ANSWER, **TRACED, "include": LOGPROBS}, "Response", "ResponseEvent"),
+        (
+            "/v1/responses",
+            {**ANSWER, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required", "max_output_tokens": 64},
+            "Response",
+            "ResponseEvent",
+        ),
     ],
 )
 def test_whole_and_streamed_answers(
@@ -61,9 +71,10 @@ def test_whole_and_streamed_answers(
     validate(description, whole, answer.json())
     stream = server.post(path, {**body, "stream": True})
     assert stream.headers["content-type"].startswith("text/event-stream")
-    events = [line.removeprefix("data: ") for line in stream.text.split("\n\n") if line]
-    assert events[-1] == "[DONE]"
-    for event in events[:-1]:
+    events = re.findall("^data: (.*)$", stream.text, re.M)
+    if chunk != "ResponseEvent":
+        assert events.pop() == "[DONE]"
+    for event in events:
         validate(description, chunk, json.loads(event))
     with pytest.raises(jsonschema_rs.ValidationError):
         validate(description, whole, {**answer.json(), "unheard_of": 1})

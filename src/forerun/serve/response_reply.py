@@ -116,6 +116,7 @@ class ResponseReply(ChatReply):
         if not self.output or self.output[-1].status != "in_progress":
             return []
         item = self.output[-1]
+        about: dict[str, Any]
         if isinstance(item, answers.FunctionCall):
             assert self._call is not None
             whole = self._call.complete

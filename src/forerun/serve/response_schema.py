@@ -219,7 +219,9 @@ class ResponseRequest(Sampled):
     @property
     def items(self) -> list[Any]:
         """The input as items."""
-        return [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else list(self.input)
+        if isinstance(self.input, str):
+            return [InputMessage.model_validate({"role": "user", "content": self.input})]
+        return list(self.input)
 
     def ignored(self) -> list[str]:
         return ["reasoning"] if any(self.reasoning.values() if self.reasoning else ()) else []

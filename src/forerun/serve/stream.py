@@ -108,7 +108,7 @@ class Reply(ABC):
         self.identical = identical
         self.num_spec_tokens = num_spec_tokens
         self.method = streams[0].jobs[0].sequence.drafter
-        self.head = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
+        self.head: dict[str, Any] = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self.per_prompt = len(streams[0].jobs)
         self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
         self.reasons: dict[int, str] = {}
