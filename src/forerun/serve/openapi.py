@@ -45,7 +45,9 @@ def responses(*statuses: int, good: type[BaseModel] | None = None, chunk: type[B
         if chunk is answers.ResponseEvent:
             ends = "the last of which ends the answer"
         events = f"Server-sent events if stream is true: each data is a {chunk.__name__}, {ends}"
-        found[200]["content"] = {"text/event-stream": {"schema": {"type": "string", "description": events}}}
+        fields = {"event": {"type": "string"}, "data": {"type": "string"}}
+        event = {"type": "object", "properties": fields, "required": ["data"], "description": events}
+        found[200]["content"] = {"text/event-stream": {"schema": event}}  # of each event, as before OpenAPI 3.2
     return found
 
 
