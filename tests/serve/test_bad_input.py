@@ -59,7 +59,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {**GOOD, "max_tokens": 0}, "max_tokens", "the prompt alone with echo: true"),
     (COMPLETIONS, {**GOOD, "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "exceeds max_tokens (0)"),
     (CHAT, {**HI, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-    (COMPLETIONS, {**GOOD, "max_tokens": 4.0}, "max_tokens", "valid integer"),
+    (COMPLETIONS, {**GOOD, "max_tokens": 4.5}, "max_tokens", "valid integer"),
     (COMPLETIONS, {**GOOD, "n": 1000}, "n", "less than or equal to 128"),
     (COMPLETIONS, {**GOOD, "best_of": 3}, None, "best_of is not supported"),
     (COMPLETIONS, {**GOOD, "max_tokens": 600}, "max_tokens", "more than this model's 512"),

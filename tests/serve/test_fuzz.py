@@ -23,7 +23,10 @@ MODES = {"valid": GenerationMode.POSITIVE, "invalid": GenerationMode.NEGATIVE}
 PATHS = {
     "/v1/completions": 50,
     "/v1/chat/completions": 50,
-    "/tokenize": 12,
+    "/v1/responses": 50,
+    "/v1/responses/{id}": 10,
+    "/v1/embeddings": 1,
+    "/tokenize": 40,
     "/detokenize": 12,
     "/v1/models/{name}": 10,
     "/v1/models": 1,
@@ -33,7 +36,7 @@ PATHS = {
     "/metrics": 1,
 }
 """Examples per path and mode."""
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 BODIES = (*GENERATING, "/tokenize", "/detokenize")
 """Where something invalid can be sent."""
 ANSWERED = (*BODIES, "/v1/models", "/health", "/live", "/version", "/metrics")
@@ -53,15 +56,17 @@ def test_every_path_is_covered(description: Any) -> None:
 
 def short(body: Any) -> Any:
     """The same body, asking for few tokens: what is looked for are crashes, not long answers."""
-    if not isinstance(body, dict) or not ({"prompt", "messages"} & set(body)):
+    if not isinstance(body, dict) or not ({"prompt", "messages", "input"} & set(body)):
         return body
+    if "input" in body:
+        return {**body, "max_output_tokens": 2, "min_tokens": 0}
     changed = {key: 2 for key in ("max_tokens", "max_completion_tokens") if isinstance(body.get(key), int)}
     return {**body, **changed} if changed else {**body, "max_tokens": 2, "min_tokens": 0}
 
 
 def some(body: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
     """A few of the optional fields: of all at once, some two always exclude each other."""
-    optional = sorted(set(body) - {"prompt", "messages", "tokens"})
+    optional = sorted(set(body) - {"prompt", "messages", "input", "tokens"})
     kept = data.draw(st.sets(st.sampled_from(optional), max_size=3)) if optional else set()
     return {key: value for key, value in body.items() if key not in optional or key in kept}
 
@@ -70,10 +75,11 @@ def some(body: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
     ("path", "mode"), [(path, mode) for path in PATHS for mode in MODES if mode == "valid" or path in BODIES]
 )
 def test_every_answer_is_as_described(description: Any, path: str, mode: str) -> None:
-    (operation,) = [o.ok() for o in description.get_all_operations() if o.ok().path == path]
+    operations = [o.ok() for o in description.get_all_operations() if o.ok().path == path]
+    cases = st.one_of([operation.as_strategy(generation_mode=MODES[mode]) for operation in operations])
     seen: list[int] = []
 
-    @given(case=operation.as_strategy(generation_mode=MODES[mode]), data=st.data())
+    @given(case=cases, data=st.data())
     @settings(
         max_examples=PATHS[path], deadline=None, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

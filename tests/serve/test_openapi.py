@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
 import pytest
+from pydantic import ValidationError
 from running import TEMPLATE, Running, run_server
 
 from forerun import LLM
 from forerun.serve.app import ServerOptions
+from forerun.serve.fields import Body
 
 COMPLETION = {"prompt": "def parse(", "max_tokens": 12, "logprobs": 2, "stream_options": {"include_usage": True}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
 FUNCTION = {"name": "add", "parameters": {"properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}}}
+ANSWER, LOGPROBS = {"input": "hi", "max_output_tokens": 12}, ["message.output_text.logprobs"]
 CALLED = {**CHAT, "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required", "max_tokens": 64}
 TRACED = {"temperature": 0.8, "seed": 7, "speculative": {"method": "draft_model", "trace": True}}
 
@@ -46,6 +50,14 @@ def operations(description: dict[str, Any]) -> list[tuple[str, str, dict[str, An
         ("/v1/chat/completions", CALLED, "Chat", "ChatChunk"),
         ("/v1/chat/completions", {**CALLED, **TRACED, "max_tokens": 20}, "Chat", "ChatChunk"),
         ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, "Chat", "ChatChunk"),
+        ("/v1/responses", ANSWER, "Response", "ResponseEvent"),
+        ("/v1/responses", {**ANSWER, **TRACED, "include": LOGPROBS}, "Response", "ResponseEvent"),
+        (
+            "/v1/responses",
+            {**ANSWER, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required", "max_output_tokens": 64},
+            "Response",
+            "ResponseEvent",
+        ),
     ],
 )
 def test_whole_and_streamed_answers(
@@ -59,12 +71,50 @@ def test_whole_and_streamed_answers(
     validate(description, whole, answer.json())
     stream = server.post(path, {**body, "stream": True})
     assert stream.headers["content-type"].startswith("text/event-stream")
-    events = [line.removeprefix("data: ") for line in stream.text.split("\n\n") if line]
-    assert events[-1] == "[DONE]"
-    for event in events[:-1]:
+    events = re.findall("^data: (.*)$", stream.text, re.M)
+    if chunk != "ResponseEvent":
+        assert events.pop() == "[DONE]"
+    for event in events:
         validate(description, chunk, json.loads(event))
     with pytest.raises(jsonschema_rs.ValidationError):
         validate(description, whole, {**answer.json(), "unheard_of": 1})
+
+
+def bodies(kind: type[Body] = Body) -> list[type[Body]]:
+    """All that request bodies are made of."""
+    return [found for each in kind.__subclasses__() for found in (each, *bodies(each))]
+
+
+def integers(kind: type[Body]) -> list[str]:
+    """Its fields that are described as integers."""
+    described = kind.model_json_schema()["properties"].items()
+    return [
+        name for name, field in described if {"integer"} & {each.get("type") for each in field.get("anyOf", [field])}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(kind, name, id=f"{kind.__name__}.{name}") for kind in bodies() for name in integers(kind)],
+)
+def test_integers_are_those_of_json(kind: type[Body], name: str) -> None:
+    """2.0 is one, as the description has it; 2.5 and true are none."""
+    schema = {"properties": {name: kind.model_json_schema()["properties"][name]}}
+    for value in (2, 2.0, 2.5, True, False, "2"):
+        try:
+            kind.model_validate({name: value})
+            wrong = False
+        except ValidationError as error:
+            wrong = any(each["loc"][:1] == (name,) for each in error.errors())
+        assert wrong != jsonschema_rs.is_valid(schema, {name: value}), value
+
+
+@pytest.mark.parametrize("ids", [[5.0, 6.0], [[5.0, 6.0]], [5, 6.0]])
+def test_token_ids_may_have_a_point(server: Running, ids: list[Any]) -> None:
+    body = {"max_tokens": 3.0, "seed": 7.0, "stop_token_ids": [9.0]}
+    (wanted,) = server.post("/v1/completions", {**body, "prompt": [5, 6]}).json()["choices"]
+    assert server.post("/v1/completions", {**body, "prompt": ids}).json()["choices"] == [wanted]
+    assert server.post("/v1/completions", {**body, "prompt": [5.0, 6.5]}).json()["error"]["param"] == "prompt.1"
 
 
 def test_errors_are_described(description: dict[str, Any]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
-from forerun import SamplingParams
+from forerun import BeamSearchParams, SamplingParams
 from forerun.core.errors import ForerunError
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=3)
@@ -24,6 +26,66 @@ def test_prompts_and_options_may_come_one_by_one(llm):
     ids = model.tokenizer.encode("the cat")
     for one in ("the cat", ids, tuple(ids), {"prompt": "the cat"}, (text for text in ["the cat"]), iter(ids)):
         assert tokens(model.generate(one, SHORT)) == wanted[:1]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda ids: np.array(ids),
+        lambda ids: np.array([ids], dtype=np.uint16),
+        lambda ids: [np.array(ids)],
+        lambda ids: [np.int64(token) for token in ids],
+        lambda ids: torch.tensor(ids),
+        lambda ids: torch.tensor([ids], dtype=torch.int32),
+        lambda ids: list(torch.tensor(ids)),
+        lambda ids: {"prompt_token_ids": np.array(ids)},
+        lambda ids: {"prompt_token_ids": [np.int32(token) for token in ids]},
+    ],
+)
+def test_arrays_of_ids_are_prompts(llm, made):
+    model = llm()
+    ids = model.tokenizer.encode("the cat")
+    (wanted,) = model.generate([ids], SHORT)
+    (answer,) = model.generate(made(ids), SHORT)
+    assert answer.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert answer.prompt_token_ids == ids
+    assert {type(token) for token in answer.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (np.array([True, False]), "token id True is outside the vocabulary"),
+        ([[np.bool_(True)]], "token id True is outside the vocabulary"),
+        ([[np.float32(3.0)]], "token id 3.0 is outside the vocabulary"),
+        ([np.array([1.5])], "token id 1.5 is outside the vocabulary"),
+        ([np.array([-1])], "token id -1 is outside the vocabulary"),
+        (np.array(5), "give a prompt or a list of prompts, not int"),
+        ([torch.tensor([[[5]]])], r"token id \[\[5\]\] is outside the vocabulary"),
+    ],
+)
+def test_arrays_of_anything_else_are_refused(llm, prompts, message):
+    with pytest.raises(ForerunError, match=message):
+        llm().generate(prompts)
+    assert not llm().engine.busy
+
+
+def test_options_may_be_numbers_of_numpy(llm):
+    given = {"seed": 7, "max_tokens": 5, "min_tokens": 2, "n": 2, "top_k": 9, "temperature": 0.5, "logprobs": 1}
+    plain = SamplingParams(**given, stop_token_ids=[3, 4], allowed_token_ids=[3, 5, 6], bad_words_ids=[[8, 9]])
+    arrays = {name: np.asarray(value)[()] for name, value in given.items()}
+    assert {type(value) for value in arrays.values()} == {np.int64, np.float64}
+    made = SamplingParams(
+        **arrays, stop_token_ids=np.array([3, 4]), allowed_token_ids=[np.int64(3), torch.tensor(5), 6],
+        bad_words_ids=[np.array([8, 9])],
+    )  # fmt: skip
+    assert made == plain
+    assert repr(made) == repr(plain)
+    with pytest.raises(ForerunError, match="max_tokens must be an integer"):
+        SamplingParams(max_tokens=np.float64(5.0))
+    assert BeamSearchParams(np.int64(3), np.int32(5)) == BeamSearchParams(3, 5)
+    model = llm()
+    assert tokens(model.generate(["the cat"], made)) == tokens(model.generate(["the cat"], plain))
 
 
 @pytest.mark.parametrize(

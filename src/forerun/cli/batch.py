@@ -7,7 +7,6 @@ import contextlib
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +14,7 @@ import typer
 
 from forerun.cli.console import all_threads, read_file, set_threads
 from forerun.cli.options import SERVED, SPECULATIVE, takes
-from forerun.cli.serve import PAGE_SIZE, load_served, replicated, served_drafters
+from forerun.cli.serve import PAGE_SIZE, ServedName, load_served, replicated, served_drafters
 from forerun.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def batch(
     answers: Annotated[
         Path | None, typer.Option("--out", help="file for the answers", show_default="FILE.answers.jsonl")
     ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="the model's name in requests and answers")] = None,
+    served_model_name: ServedName = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores")] = None,
     replicas: Annotated[
@@ -126,7 +125,7 @@ def work(file: Path, out: Path, written: Answers, opening: Opening, options: Ser
 
     async def answered() -> Tally:
         answering, name, together = await opening()
-        ask = asking(create_app(answering, replace(options, model_name=options.model_name or name)))
+        ask = asking(create_app(answering, options.serving(name)))
         return await run(file, written, ask, together=2 * together)
 
     async def until_stopped() -> Tally | None:

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,14 @@ AllowedHosts = Annotated[
         help="name that requests may be sent to, beside loopback ones (repeatable)",
         show_default="--host if that is a loopback address, else any",
     ),
+]
+AllowedOrigins = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ORIGIN", help="web page's origin that may read answers, or * (repeatable)"),
+]
+ServedName = Annotated[
+    str | None,
+    typer.Option(help="the model's name in requests and answers", show_default="--model's, or its file's name"),
 ]
 NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="no line in the log for each request")]
 MetricsNames = Annotated[
@@ -62,7 +70,8 @@ def serve(
     port: Annotated[int, typer.Option(help="0 takes any free port", min=0, max=65535)] = 8000,
     api_key: Annotated[str | None, typer.Option(help="bearer token of clients", envvar=KEY_VARIABLE)] = None,
     allowed_host: AllowedHosts = None,
-    served_model_name: Annotated[str | None, typer.Option(help="the model's name in requests and answers")] = None,
+    allowed_origin: AllowedOrigins = None,
+    served_model_name: ServedName = None,
     also_draft: AlsoDraft = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
     max_queue: Annotated[int, typer.Option(help="sequences that may wait before 429", min=1)] = 1024,
@@ -75,6 +84,7 @@ def serve(
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores but one, for HTTP")] = None,
     no_request_log: NoRequestLog = False,
+    response_memory: Annotated[int, typer.Option(help="bytes of answers of /v1/responses to keep", min=0)] = 64 << 20,
     metrics_names: MetricsNames = "forerun",
     kv_events: Events = None,
     replicas: Replicated = None,
@@ -98,15 +108,18 @@ def serve(
     listener = open_socket(host, port)
     local = is_loopback(listener.getsockname()[0])
     options = ServerOptions(
+        model_name=served_model_name or "",
         api_key=key_of(api_key),
         allowed_hosts=[host.partition("%")[0], *(allowed_host or [])] if local or allowed_host else None,
+        allowed_origins=allowed_origin or (),
         chat_template=None if chat_template is None else read_file(chat_template),
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
+        response_memory=response_memory,
         metrics_names=metrics_names,
     )
     _warn_if_open(host, options.api_key, local=local)
-    door = Door(host, listener, limits, drain_timeout, served_model_name, max_queue, kv_events)
+    door = Door(host, listener, limits, drain_timeout, max_queue, kv_events)
     drafters = served_drafters(speculative, engine, also_draft)
     if replicas or max_replicas:
         _by_replicas(door, options, engine, drafters, replicas or 1, max_replicas, threads)
@@ -131,20 +144,16 @@ class Door:
     listener: socket.socket
     limits: ConnectionLimits
     drain_seconds: float
-    name: str | None
-    """The model's, if it is given one."""
     max_queue: int
     kv_events: str | None
     """Where cached prefixes are told."""
 
-    def told(self, name: str, described: str) -> str:
-        """The model's name as clients know it, once it has been said what runs and where."""
+    def tell(self, name: str, described: str) -> None:
+        """Say what runs, by its name as clients know it, and where."""
         from forerun.serve.run import address_of
 
-        shown = self.name or name
         where = address_of(self.host, self.listener)
-        out().print(f"{shown}: {described}\nlistening on {where}", soft_wrap=True)
-        return shown
+        out().print(f"{name}: {described}\nlistening on {where}", soft_wrap=True)
 
 
 def _here(door: Door, options: ServerOptions, llm: LLM, max_delay: float) -> None:
@@ -158,8 +167,9 @@ def _here(door: Door, options: ServerOptions, llm: LLM, max_delay: float) -> Non
 
         out().print(f"KV events at {KVEvents(door.kv_events, llm.engine.scheduler.tree).endpoint}")
     asynchronous = AsyncEngine(llm.engine, max_queue=door.max_queue, max_delay=max_delay)
-    name = door.told(llm.model.info.name, _facts(llm))
-    app = create_app(asynchronous, replace(options, model_name=name))
+    options = options.serving(llm.model.info.name)
+    door.tell(options.model_name, _facts(llm))
+    app = create_app(asynchronous, options)
     run(app, asynchronous, door.listener, drain_seconds=door.drain_seconds, limits=door.limits)
 
 
@@ -173,8 +183,8 @@ def _by_replicas(
     wanted = replicated(engine, drafters, number, threads, all_but_one(), most=most, max_queue=door.max_queue)
     from forerun.scale.front import run
 
-    def tell(facts: Facts) -> str:
-        return door.told(facts.model, f"{number} replicas, each with {facts.described}")
+    def tell(facts: Facts) -> None:
+        door.tell(options.serving(facts.model).model_name, f"{number} replicas, each with {facts.described}")
 
     run(wanted, options, door.listener, door.limits, drain_seconds=door.drain_seconds, tell=tell)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -98,6 +98,24 @@ class Batch:
         if self.num_rows <= rows and self.num_logits <= logits:
             return [self]
         return [self._piece(begin, end) for begin, end in pairwise([0, *self._cuts(rows, logits), self.num_rows])]
+
+    def within(self, vocab_size: int) -> Batch:
+        """As a draft of ``vocab_size`` tokens reads it. A token that it lacks is its last one: one model's padding may
+        be longer than another's."""
+        last = vocab_size - 1
+        if all(max((*span.tokens, *(span.source or ())), default=0) <= last for span in self.spans):
+            return self
+        spans = [
+            replace(
+                span,
+                tokens=[min(token, last) for token in span.tokens],
+                source=None if span.source is None else tuple(min(token, last) for token in span.source),
+            )
+            for span in self.spans
+        ]
+        return Batch(
+            spans, self.device, hidden=self.hidden, layers=self.layers, embeds=self.embeds, embed_rows=self.embed_rows
+        )
 
     def _cuts(self, rows: int, logits: int) -> Iterator[int]:
         wanted = {offset + row for span, offset in zip(self.spans, self.offsets) for row in span.logits}

@@ -18,6 +18,17 @@ NO_TEXT = (int, float, list, tuple, dict)
 """What JSON has beside text; from Python a path, a dtype or a device may stand for its name."""
 
 
+def as_python(value: Any) -> Any:
+    """Numbers and arrays of NumPy's or torch's as Python's numbers and lists; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
+
+
+def hold_python(options: Any) -> None:
+    """Let a frozen dataclass hold Python's numbers and lists where it was given NumPy's or torch's."""
+    for name, value in list(vars(options).items()):
+        object.__setattr__(options, name, as_python(value))
+
+
 def check_seed(seed: Any) -> None:
     """Raise ConfigError unless ``seed`` is None or one of the keys of noise: 64 bits, with or without a sign."""
     if seed is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.cache.sources import Sources
+from forerun.core.config import as_python
 from forerun.core.errors import ContextLengthError, RequestError, shown
 from forerun.models.base import ModelInfo
 from forerun.models.tokenizer import encode
@@ -32,11 +33,12 @@ class Entrance:
 
     def admit(
         self, prompt: Seq[int], decoder_prompt: Seq[int] | None, params: SamplingParams, committed: Seq[int] = ()
-    ) -> tuple[tuple[int, ...] | None, Seq[int], SamplingParams]:
-        """What the encoder reads, if there is one, what the decoder goes on behind, before ``committed``, and the
-        options. Raises RequestError."""
-        prompt = self._truncated(prompt, params)
+    ) -> tuple[tuple[int, ...] | None, Seq[int], Seq[int], SamplingParams]:
+        """What the encoder reads, if there is one, what the decoder goes on behind, ``committed``, which comes behind
+        that, and the options. Raises RequestError."""
+        prompt = self._truncated(token_ids(prompt), params)
         self._check_given(prompt)
+        committed = token_ids(committed)
         self._check_ids(committed)
         source: tuple[int, ...] | None = None
         if self.info.encoder is not None:
@@ -49,7 +51,7 @@ class Entrance:
         elif decoder_prompt is not None:
             raise RequestError(f"{self.info.name} is a decoder: it has no decoder_prompt", param="prompt")
         check_length([*prompt, *committed], self.max_model_len)
-        return source, prompt, known(params, self.info.vocab_size, self.tokenizer)
+        return source, prompt, committed, known(params, self.info.vocab_size, self.tokenizer)
 
     def check_length(self, prompt: Seq[int]) -> None:
         """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
@@ -74,7 +76,7 @@ class Entrance:
 
     def _begin(self, given: Seq[int] | None, start: tuple[int, ...]) -> list[int]:
         """What the decoder goes on behind: ``given``, behind the token that every answer begins with."""
-        tokens = list(start if given is None else given)
+        tokens = list(start) if given is None else token_ids(given)
         self._check_ids(tokens)
         tokens = tokens if tokens[:1] == [start[0]] else [start[0], *tokens]
         if len(tokens) >= self.max_model_len:
@@ -88,6 +90,11 @@ class Entrance:
         if count == -1:
             count = self.longest if self.sources is not None else max(1, self.max_model_len - (params.max_tokens or 1))
         return prompt if count is None else prompt[-count:]
+
+
+def token_ids(given: Any) -> list[int]:
+    """Ids as Python's integers; they may be NumPy's or torch's, or arrays of theirs."""
+    return [token if type(token) is int else as_python(token) for token in as_python(given)]
 
 
 def known(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingParams:

@@ -143,7 +143,7 @@ class Engine:
         if search is not None:
             params = beams.admit(search, self.model.info, trace)
         assert isinstance(params, SamplingParams)
-        source, prompt, params = self.entrance.admit(prompt, decoder_prompt, params, committed)
+        source, prompt, committed, params = self.entrance.admit(prompt, decoder_prompt, params, committed)
         drafter = self._choose(method, max_draft) if speculate else None
         wanted = params.grammar
         seed = params.seed if params.seed is not None else self.config.seed

@@ -13,8 +13,10 @@ from typing import Any, cast
 
 import torch
 
+from forerun.core.config import as_python
 from forerun.core.errors import ConfigError, RequestError, shown
 from forerun.engine import beams
+from forerun.engine.admission import token_ids
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.interrupts import Interrupts
@@ -338,16 +340,18 @@ def _batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt or several, as several."""
     if isinstance(prompts, (str, bytes, bytearray, Mapping)):
         return [cast(Prompt, prompts)]
+    prompts = as_python(prompts)
     if not isinstance(prompts, Iterable):
         raise RequestError(f"give a prompt or a list of prompts, not {type(prompts).__name__}")
-    batch = list(prompts)
+    batch = [as_python(prompt) for prompt in prompts]
     single = bool(batch) and isinstance(batch[0], int)
     return [cast(Seq[int], batch)] if single else cast(list[Prompt], batch)
 
 
 def _ids(prompt: Any) -> list[int]:
+    prompt = as_python(prompt)
     if isinstance(prompt, Seq) and not isinstance(prompt, (str, bytes, bytearray, memoryview)):
-        return list(prompt)
+        return token_ids(prompt)
     kind = type(prompt).__name__
     raise RequestError(f"a prompt is a string, a list of token ids or a mapping, not {kind}", param="prompt")
 

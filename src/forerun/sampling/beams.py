@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
+from forerun.core.config import hold_python
 from forerun.core.errors import ConfigError, shown
 from forerun.sampling.params import MOST_ANSWERS, SamplingParams
 
@@ -34,6 +35,7 @@ class BeamSearchParams:
     """How many of the best beams are returned; None: all ``beam_width``."""
 
     def __post_init__(self) -> None:
+        hold_python(self)
         for name, most in (("beam_width", MOST_ANSWERS), ("max_tokens", None), ("num_return_sequences", None)):
             value = getattr(self, name)
             if value is None and name == "num_return_sequences":

@@ -10,7 +10,7 @@ from json import dumps
 from numbers import Integral
 from typing import Any
 
-from forerun.core.config import check_seed
+from forerun.core.config import as_python, check_seed, hold_python
 from forerun.core.errors import ConfigError, shown
 
 LARGEST = 1e30
@@ -35,7 +35,7 @@ def _tuple(name: str, value: Any) -> tuple:
         return ()
     if isinstance(value, str) or not isinstance(value, (Sequence, Set)):
         raise ConfigError(f"{name} must be a list, not {shown(value)}")
-    return tuple(value)
+    return tuple(as_python(item) for item in value)
 
 
 def _integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
@@ -173,6 +173,7 @@ class SamplingParams:
     """What the answer must look like; a mapping of ``StructuredOutputsParams``' fields will do."""
 
     def __post_init__(self) -> None:
+        hold_python(self)
         _integer("n", self.n, 1, MOST_ANSWERS)
         _number("temperature", self.temperature, 0.0)
         _integer("top_k", self.top_k, -1)

@@ -31,6 +31,7 @@ class Arguments(BaseModel):
     drain_seconds: float = 600.0
     served_model_name: str | None = None
     api_key: str | None = None
+    allowed_origins: list[str] = Field(default_factory=list)
     chat_template: str | None = Field(None, description="the template itself")
     request_timeout: float = 600.0
     metrics_names: str = "forerun"
@@ -49,14 +50,15 @@ class Front:
     ) -> None:
         pool = await Cluster(handle).pool(given.max_queue)
         options = ServerOptions(
-            model_name=given.served_model_name or pool.facts.model,
+            model_name=given.served_model_name or "",
             api_key=given.api_key,
             allowed_hosts=None,
+            allowed_origins=given.allowed_origins,
             chat_template=given.chat_template,
             request_timeout=given.request_timeout,
             metrics_names=given.metrics_names,
         )
-        self.asgi = create_app(pool, options)
+        self.asgi = create_app(pool, options.serving(pool.facts.model))
 
     def __serve_build_asgi_app__(self) -> Any:
         """The ASGI application; called by Ray Serve, after ``__init__``."""

@@ -11,7 +11,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from uuid import uuid4
 
 import ray
@@ -103,13 +102,14 @@ def run(
     limits: ConnectionLimits,
     *,
     drain_seconds: float,
-    tell: Callable[[Facts], str],
+    tell: Callable[[Facts], None],
 ) -> None:
-    """Serve until a signal ends it. ``tell`` says what runs, and gives the model's name."""
+    """Serve until a signal ends it. ``tell`` says what runs."""
 
     async def answer(handle: DeploymentHandle) -> None:
         pool = await Cluster(handle).pool(replicas.max_queue)
-        app = create_app(pool, replace(options, model_name=tell(pool.facts)))
+        tell(pool.facts)
+        app = create_app(pool, options.serving(pool.facts.model))
         gc.collect()
         gc.freeze()
         await DrainingServer(app, pool, drain_seconds, limits).serve(sockets=[listener])

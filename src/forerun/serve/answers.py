@@ -1,11 +1,11 @@
-"""The shapes of answers, for the server's description of itself. Answers are not built from these: tests hold them
-against each other."""
+"""The shapes of answers, for the server's description of itself. Responses and their events are built from these; other
+answers are not: tests hold them against each other."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 
 def sometimes(when: str) -> Any:
@@ -210,6 +210,180 @@ class Chat(Whole):
 class ChatChunk(Chunk):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+
+
+class OutputText(Answer):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] = Field(description="none")
+    logprobs: list[ListedToken] = Field(description="if include asked for them")
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class FunctionCall(Answer):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it")
+    status: Status
+
+
+OutputItem = Annotated[OutputMessage | FunctionCall, Field(discriminator="type")]
+
+
+class FunctionTool(Answer):
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class ChosenFunction(Answer):
+    type: Literal["function"]
+    name: str
+
+
+class InputDetails(Answer):
+    cached_tokens: int
+    cache_write_tokens: Literal[0] = Field(description="nobody pays for them here")
+
+
+class OutputDetails(Answer):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Answer):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseError(Answer):
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
+class Incomplete(Answer):
+    reason: Literal["max_output_tokens"]
+
+
+class Response(Answer):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None
+    incomplete_details: Incomplete | None
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    previous_response_id: str | None
+    instructions: str | None
+    background: Literal[False]
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction
+    tools: list[FunctionTool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+    metrics: Metrics = sometimes("once it has ended")
+    trace: list[TraceRound] = sometimes("if speculative.trace asked for it, once it has ended")
+
+
+class DeletedResponse(Answer):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class Numbered(Answer):
+    """One event of a response's stream."""
+
+    sequence_number: int
+
+
+class ResponseState(Numbered):
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
+    ]
+    response: Response
+
+
+class InOutput(Numbered):
+    output_index: int
+
+
+class ItemEvent(InOutput):
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    item: OutputItem
+
+
+class InItem(InOutput):
+    item_id: str
+
+
+class InPart(InItem):
+    content_index: int
+
+
+class PartEvent(InPart):
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    part: OutputText
+
+
+class TextDelta(InPart):
+    type: Literal["response.output_text.delta"]
+    delta: str
+    logprobs: list[ListedToken]
+
+
+class TextDone(InPart):
+    type: Literal["response.output_text.done"]
+    text: str
+    logprobs: list[ListedToken]
+
+
+class ArgumentsDelta(InItem):
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+
+
+class ArgumentsDone(InItem):
+    type: Literal["response.function_call_arguments.done"]
+    name: str
+    arguments: str
+
+
+Event = ResponseState | ItemEvent | PartEvent | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone
+
+
+class ResponseEvent(RootModel[Annotated[Event, Field(discriminator="type")]]):
+    """One event of a response's stream, by its type."""
 
 
 class Tokens(Answer):

@@ -7,11 +7,12 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Send
 
 from forerun import __version__
@@ -26,17 +27,21 @@ from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard, allowed_host
 from forerun.serve.log import RequestLog
 from forerun.serve.metrics import NAMES, Recorder
+from forerun.serve.names import allowed_origin, names
 from forerun.serve.openapi import BODY, GENERATION, responses
 from forerun.serve.replies import ChatReply, CompletionReply, Echo, ToolOptions
+from forerun.serve.response_reply import ResponseReply, ResponseStore
+from forerun.serve.response_schema import ResponseRequest
 from forerun.serve.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Generation,
+    Sampled,
     Speculative,
     TokenizeRequest,
 )
-from forerun.serve.stream import DONE, Reply
+from forerun.serve.stream import Reply
 from forerun.serve.text import TextService
 from forerun.serve.tool_choice import required_shape
 
@@ -46,14 +51,21 @@ class ServerOptions:
     """How the server treats its clients. Times are in seconds."""
 
     model_name: str = "forerun"
+    """As answers say it."""
+    aliases: Seq[str] = ()
+    """What requests may call the model beside that."""
     api_key: str | None = None
     allowed_hosts: Seq[str] | None = ()
     """Names that a request may be sent to, beside loopback ones; None: any."""
+    allowed_origins: Seq[str] = ()
+    """Origins whose web pages may read answers; ``*``: any."""
     chat_template: str | None = None
     max_body_bytes: int = 4 << 20
     body_timeout: float = 60.0
     request_timeout: float = 600.0
     """From arrival to the last token."""
+    response_memory: int = 64 << 20
+    """Bytes of answers of /v1/responses that are kept, the latest ones."""
     metrics_names: str = "forerun"
     """``vllm``: beside our own, vLLM's names of what gateways and dashboards read."""
 
@@ -62,11 +74,20 @@ class ServerOptions:
             raise ConfigError(f"metrics_names is {' or '.join(NAMES)}, not {self.metrics_names!r}")
         for name in self.allowed_hosts or ():
             allowed_host(name)
+        for origin in self.allowed_origins:
+            allowed_origin(origin)
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ConfigError(
                 "the API key is empty, or begins or ends with white space, which clients cannot send: "
                 "give another, or none to serve without"
             )
+
+    def serving(self, model: str) -> ServerOptions:
+        """The same for a model of this name or path, whose names are made of it where ``model_name`` is empty."""
+        if self.model_name:
+            return self
+        name, *aliases = names(model)
+        return replace(self, model_name=name, aliases=aliases)
 
 
 class Server:
@@ -77,6 +98,7 @@ class Server:
         self.options = options
         self.text = TextService(engine.tokenizer, self.limit, options.chat_template)
         self.recorder = Recorder(engine, options.model_name, options.metrics_names)
+        self.stored = ResponseStore(options.response_memory)
         self.started = int(time.time())
 
     @property
@@ -84,7 +106,7 @@ class Server:
         return self.engine.max_model_len
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.options.model_name:
+        if name is not None and name not in (self.options.model_name, *self.options.aliases):
             raise ApiError(
                 404, f"there is no model {name!r} here; there is {self.options.model_name!r}", param="model",
                 code="model_not_found",
@@ -123,9 +145,9 @@ class Server:
             if limit is not None and before + limit > self.limit:
                 raise ApiError(
                     400,
-                    f"the prompt has {before} tokens and max_tokens is {limit}: together more than this model's "
-                    f"{self.limit}",
-                    param="max_tokens",
+                    f"the prompt has {before} tokens and {body.limit_field} is {limit}: together more than this "
+                    f"model's {self.limit}",
+                    param=body.limit_field,
                     code="context_length_exceeded",
                 )
         wanted = params.grammar if isinstance(params, SamplingParams) else None
@@ -205,9 +227,30 @@ class Server:
 
     async def chat(self, body: ChatRequest, request_id: str) -> Reply:
         self.check_model(body.model)
+        streams, options = await self._converse(body, request_id)
+        return ChatReply(streams, self.text, **options)
+
+    async def response(self, body: ResponseRequest, request_id: str) -> Reply:
+        """A chat completion in another form."""
+        self.check_model(body.model)
+        before = self.stored.before(body.previous_response_id)
+        streams, options = await self._converse(body.chat(before), request_id)
+
+        def keep(answer: answers.Response) -> None:
+            if body.store:
+                self.stored.put(answer, [*before, *body.items])
+
+        return ResponseReply(streams, self.text, asked=body, keep=keep, **options)
+
+    async def _converse(self, body: ChatRequest, request_id: str) -> tuple[list[Stream], dict[str, Any]]:
+        """The answers to a conversation, and the options of their reply."""
         tools = body.offered()
         messages = [message.plain() for message in body.messages]
-        ids = await self.text.encode_chat(messages, [tool.plain() for tool in tools])
+        try:
+            ids = await self.text.encode_chat(messages, [tool.plain() for tool in tools])
+        except RequestError as error:
+            error.param = body.field_of(error.param)
+            raise
         limit = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling(logprobs=logprobs, max_tokens=limit, prompt_logprobs=None)
@@ -221,9 +264,9 @@ class Server:
             )
         streams = await self.submit([ids], params, body, limit)
         options = self.reply_options(body, streams, body.logprobs, request_id)
-        return ChatReply(streams, self.text, tools=ToolOptions.of(body) if tools else None, **options)
+        return streams, {**options, "tools": ToolOptions.of(body) if tools else None}
 
-    async def answer(self, request: Request, body: Generation, make: Coroutine[Any, Any, Reply]) -> Response:
+    async def answer(self, request: Request, body: Sampled, make: Coroutine[Any, Any, Reply]) -> Response:
         reply = request.state.reply = await make
         ignored = ", ".join(body.ignored())
         headers = {"Forerun-Ignored": ignored} if ignored else {}
@@ -235,16 +278,18 @@ class Server:
 
 
 class EventStream(StreamingResponse):
-    """Sends pieces up to the one that ends with ``DONE``, and the response's end along with it: whoever reads is woken
-    once."""
+    """Sends the response's end along with its last piece: whoever reads is woken once."""
 
     media_type = "text/event-stream"
 
+    def __init__(self, events: AsyncIterator[tuple[str, bool]], **options: Any) -> None:
+        super().__init__((), **options)
+        self.events = events
+
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for piece in self.body_iterator:
-            assert isinstance(piece, str)
-            await send({"type": "http.response.body", "body": piece.encode(), "more_body": not piece.endswith(DONE)})
+        async for piece, last in self.events:
+            await send({"type": "http.response.body", "body": piece.encode(), "more_body": not last})
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
@@ -285,12 +330,20 @@ def create_app(engine: Answering, options: ServerOptions | None = None) -> FastA
         max_body_bytes=options.max_body_bytes,
         body_timeout=options.body_timeout,
     )
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[allowed_origin(origin) for origin in options.allowed_origins],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Forerun-Ignored", "Retry-After"],
+        )
     app.add_middleware(RequestLog)
     errors.install(app)
     page.install(app)
     openapi.install(
         app,
-        model=options.model_name,
+        names=(options.model_name, *options.aliases),
         methods=dict(engine.drafters),
         has_key=options.api_key is not None,
     )
@@ -310,6 +363,27 @@ def _answers(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", response_model=None, responses=conversation)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await server.answer(request, body, server.chat(body, request.state.request_id))
+
+    described = responses(*GENERATION, good=answers.Response, chunk=answers.ResponseEvent)
+
+    @app.post("/v1/responses", response_model=None, responses=described)
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        return await server.answer(request, body, server.response(body, request.state.request_id))
+
+    @app.get("/v1/responses/{id}", responses=responses(*BODY, good=answers.Response), response_model_exclude_unset=True)
+    async def stored(id: str, request: Request) -> answers.Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise ApiError(400, "a stored response does not stream: remove stream", param="stream")
+        return server.stored.get(id)
+
+    @app.delete("/v1/responses/{id}", responses=responses(404, good=answers.DeletedResponse))
+    async def deleted(id: str) -> answers.DeletedResponse:
+        server.stored.drop(id)
+        return answers.DeletedResponse(id=id, object="response", deleted=True)
+
+    @app.post("/v1/embeddings", responses=responses(404))
+    async def embeddings() -> None:
+        raise ApiError(404, "there are no embeddings here: this server's model generates text", code="no_embeddings")
 
     @app.post("/tokenize", responses=responses(*BODY, good=answers.Tokens))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message
 
 from forerun.core.errors import ConfigError
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LATER = (429, 503)
 """Statuses that answer nothing: the request is asked again."""
 WAIT = 0.5

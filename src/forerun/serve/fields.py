@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated, Any
+from functools import cache, partial
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
@@ -33,11 +33,19 @@ Whole = BeforeValidator(_encodable)
 Text = Annotated[str, Whole]
 
 
+def _integer(value: Any) -> Any:
+    """JSON has one kind of numbers: 16.0 is an integer there."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = BeforeValidator(_integer)
+
+
 def _shape(value: Any) -> str | None:
     """Which member of a union is meant: errors are then about that one alone."""
     if isinstance(value, list):
         first = value[0] if value else None
-        return "lists" if isinstance(first, list) else "numbers" if isinstance(first, int) else "list"
+        return "lists" if isinstance(first, list) else "numbers" if isinstance(first, (int, float)) else "list"
     return {str: "text", dict: "object", bool: "flag"}.get(type(value))
 
 
@@ -74,13 +82,20 @@ class Body(BaseModel):
     def _optional(cls) -> set[str]:
         return {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
 
+    @classmethod
+    @cache
+    def _integers(cls) -> set[str]:
+        kinds = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
+        return {name for name, kind in kinds.items() if int in (kind, *get_args(kind))}
+
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
+    def _as_json(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        optional = cls._optional()
-        return {name: value for name, value in given.items() if value is not None or name not in optional}
+        optional, integers = cls._optional(), cls._integers()
+        meant = {name: value for name, value in given.items() if value is not None or name not in optional}
+        return {name: _integer(value) if name in integers else value for name, value in meant.items()}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.serve.stream import Reply
 
 log = logging.getLogger("forerun.requests")
-LOGGED = ("/v1/completions", "/v1/chat/completions")
+LOGGED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 class RequestLog:

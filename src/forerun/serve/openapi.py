@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -40,16 +41,18 @@ def responses(*statuses: int, good: type[BaseModel] | None = None, chunk: type[B
     if good is not None:
         found[200] = {"description": "The answer", "model": good}
     if chunk is not None:
-        events = (
-            f"Server-sent events if stream is true: each data is a {chunk.__name__}, or an Error that ends the answer; "
-            "the last is [DONE]"
-        )
-        found[200]["content"] = {"text/event-stream": {"schema": {"type": "string", "description": events}}}
+        ends = "or an Error that ends the answer; the last is [DONE]"
+        if chunk is answers.ResponseEvent:
+            ends = "the last of which ends the answer"
+        events = f"Server-sent events if stream is true: each data is a {chunk.__name__}, {ends}"
+        fields = {"event": {"type": "string"}, "data": {"type": "string"}}
+        event = {"type": "object", "properties": fields, "required": ["data"], "description": events}
+        found[200]["content"] = {"text/event-stream": {"schema": event}}  # of each event, as before OpenAPI 3.2
     return found
 
 
-def install(app: FastAPI, *, model: str, methods: dict[str, int], has_key: bool) -> None:
-    """Describe ``app`` with its model's name and ``methods``, which draft so many tokens."""
+def install(app: FastAPI, *, names: Sequence[str], methods: dict[str, int], has_key: bool) -> None:
+    """Describe ``app`` with its model's names, the usual one first, and ``methods``, which draft so many tokens."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -62,8 +65,8 @@ def install(app: FastAPI, *, model: str, methods: dict[str, int], has_key: bool)
             schemas = described["components"]["schemas"]
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            schemas |= _more_schemas(answers.Error, answers.CompletionChunk, answers.ChatChunk)
-            _narrow(schemas, model, methods)
+            schemas |= _more_schemas(answers.Error, answers.CompletionChunk, answers.ChatChunk, answers.ResponseEvent)
+            _narrow(schemas, names, methods)
             if has_key:
                 described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             app.openapi_schema = described
@@ -83,13 +86,13 @@ def _lock(operation: dict[str, Any]) -> None:
     operation["responses"]["401"] = {"description": STATUSES[401], "content": ERROR}
 
 
-def _narrow(schemas: dict[str, Any], model: str, methods: dict[str, int]) -> None:
+def _narrow(schemas: dict[str, Any], names: Sequence[str], methods: dict[str, int]) -> None:
     """Say which values this very server takes."""
     for schema in schemas.values():
         named = schema.get("properties", {}).get("model")
         if named is not None:
             optional = "model" not in schema.get("required", ())
-            schema["properties"]["model"] = {"title": "Model", "enum": [model, None] if optional else [model]}
+            schema["properties"]["model"] = {"title": "Model", "enum": [*names, None] if optional else [names[0]]}
     wish = schemas["Speculative"]["properties"]
     wish["method"] = {**_about(wish["method"]), "enum": [*methods, "none", None]}
     bounds = {"type": "integer", "minimum": 0, "maximum": max(methods.values(), default=0)}

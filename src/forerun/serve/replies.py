@@ -144,16 +144,20 @@ class ChatReply(Reply):
 
     def _body(self, choice: Choice, content: dict[str, Any], parser: ToolParser | None = None) -> dict[str, Any]:
         finish = choice.finish
-        reason = finish.reason if finish is not None else None
-        if reason == STOP and parser is not None and parser.calls and all(call.complete for call in parser.calls):
-            reason = TOOL_CALLS
         return {
             "index": choice.index,
             **content,
             "logprobs": {"content": [self._token(item) for item in choice.logprobs]} if self.logprobs else None,
-            "finish_reason": reason,
+            "finish_reason": self._reason(finish, parser),
             "stop_reason": finish.stopped_by if finish is not None else None,
         }
+
+    @staticmethod
+    def _reason(finish: Finish | None, parser: ToolParser | None) -> str | None:
+        if finish is None:
+            return None
+        called = parser is not None and parser.calls and all(call.complete for call in parser.calls)
+        return TOOL_CALLS if finish.reason == STOP and called else finish.reason
 
     def _token(self, placed: Placed) -> dict[str, Any]:
         item = placed.item

@@ -10,7 +10,7 @@ from pydantic import Field, Tag, ValidationInfo, field_validator, model_validato
 from forerun.core.errors import ConfigError
 from forerun.sampling.beams import STEEPEST, BeamSearchParams
 from forerun.sampling.params import COLDEST, SamplingParams, StructuredOutputsParams
-from forerun.serve.fields import IGNORED, Absent, Body, Object, ObjectOrText, Replaced, Text, Whole, one_of
+from forerun.serve.fields import IGNORED, Absent, Body, Integer, Object, ObjectOrText, Replaced, Text, Whole, one_of
 from forerun.serve.messages import Chosen, Messages, Tool, ToolChoice, Tools
 
 MAX_CHOICES = 128
@@ -26,7 +26,7 @@ MAX_STOPS = 64
 
 SESSION = "requests with the same go to the same replica, where there are several; no difference else"
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31), Integer]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Regex = Annotated[str, Field(max_length=65536), Whole]
@@ -98,16 +98,11 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class Generation(Body):
-    """What chat and completions have in common."""
+class Sampled(Body):
+    """What all requests for texts have in common."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers; with use_beam_search, as many beams, the best first")
-    use_beam_search: bool = Field(False, description="search instead of sampling; the answers come at its end")
-    length_penalty: float = Field(1.0, ge=-STEEPEST, le=STEEPEST, description="of beams: above 0 favours long answers")
-    early_stopping: EarlyStopping = Field(False, description="of beams, as in transformers")
     temperature: float = Field(1.0, ge=0, le=100, description=f"below {COLDEST:g}: the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=1 << 31)
@@ -124,13 +119,6 @@ class Generation(Body):
     bad_words: list[StopText] | None = Field(None, max_length=MAX_STOPS)
     skip_special_tokens: bool = True
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: ObjectOrText | None = None
-    guided_regex: Regex | None = None
-    guided_choice: list[Text] | None = None
-    guided_grammar: Text | None = None
     speculative: Speculative | None = None
     priority: int = Field(
         0,
@@ -140,6 +128,27 @@ class Generation(Body):
     )
     user: str | None = Field(None, description=SESSION)
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
+
+    def ignored(self) -> list[str]:
+        """Fields that ask for something and change nothing, which the answer's headers say."""
+        return []
+
+
+class Generation(Sampled):
+    """What chat and completions have in common."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers; with use_beam_search, as many beams, the best first")
+    use_beam_search: bool = Field(False, description="search instead of sampling; the answers come at its end")
+    length_penalty: float = Field(1.0, ge=-STEEPEST, le=STEEPEST, description="of beams: above 0 favours long answers")
+    early_stopping: EarlyStopping = Field(False, description="of beams, as in transformers")
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: ObjectOrText | None = None
+    guided_regex: Regex | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
     store: bool | None = Field(None, description="accepted; nothing is stored")
 
     @model_validator(mode="after")
@@ -150,10 +159,6 @@ class Generation(Body):
             raise ValueError("length_penalty and early_stopping go with use_beam_search: true")
         return self
 
-    def ignored(self) -> list[str]:
-        """Fields that ask for something and change nothing, which the answer's headers say."""
-        return []
-
     @property
     def session(self) -> str | None:
         """What requests have in common that are best answered by the same replica."""
@@ -162,6 +167,11 @@ class Generation(Body):
     def field_of(self, param: str | None) -> str | None:
         """The field of this body that the engine calls ``param``."""
         return f"speculative.{param}" if param in Speculative.model_fields else param
+
+    @property
+    def limit_field(self) -> str:
+        """The field that bounds the answer."""
+        return "max_tokens"
 
     @property
     def shape_field(self) -> str | None:

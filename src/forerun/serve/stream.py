@@ -108,7 +108,7 @@ class Reply(ABC):
         self.identical = identical
         self.num_spec_tokens = num_spec_tokens
         self.method = streams[0].jobs[0].sequence.drafter
-        self.head = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
+        self.head: dict[str, Any] = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self.per_prompt = len(streams[0].jobs)
         self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
         self.reasons: dict[int, str] = {}
@@ -191,6 +191,9 @@ class Reply(ABC):
             async for batch in batches:
                 for place, delta in batch:
                     self._read(place, delta)
+        return self._collected()
+
+    def _collected(self) -> dict[str, Any]:
         choices = []
         for choice in self.choices:
             body = self.whole(choice)
@@ -200,13 +203,13 @@ class Reply(ABC):
             choices.append(body)
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage(), "metrics": self.metrics()}
 
-    async def events(self) -> AsyncIterator[str]:
-        """The answer as server-sent events, all that are there at once; a failure is an event too. The last piece, and
-        no other, ends with ``DONE``."""
+    async def events(self) -> AsyncIterator[tuple[str, bool]]:
+        """The answer as server-sent events, all that are there at once, and whether they are the last; a failure is an
+        event too."""
         ending = ""
         try:
-            for opening in self.openings():
-                yield self._event([opening])
+            for opening in self._begun():
+                yield opening, False
             async with aclosing(merge(self.streams)) as batches:
                 async for batch in batches:
                     events, failure = self._tell(batch)
@@ -217,16 +220,28 @@ class Reply(ABC):
                         ending = events
                         break
                     if events:
-                        yield events
-            if self.include_usage:
-                ending += self._event([], usage=self.usage(), metrics=self.metrics())
+                        yield events, False
+            ending += self._ended()
         except (ApiError, ForerunError) as error:
             self.failed = True
-            ending += _data(as_api_error(error).body)
+            ending += self._broken(as_api_error(error))
         finally:
             for stream in self.streams:
                 stream.abort()
-        yield ending + DONE
+        yield ending, True
+
+    def _begun(self) -> list[str]:
+        """Events before the first token."""
+        return [self._event([opening]) for opening in self.openings()]
+
+    def _ended(self) -> str:
+        """The last events of an answer that is whole."""
+        usage = self._event([], usage=self.usage(), metrics=self.metrics()) if self.include_usage else ""
+        return usage + DONE
+
+    def _broken(self, error: ApiError) -> str:
+        """The last events of one that failed."""
+        return _data(error.body) + DONE
 
     def _tell(self, batch: Seq[tuple[int, Delta]]) -> tuple[str, ApiError | None]:
         """Events for deltas, up to one that failed. What is nothing but text shares an event."""
@@ -245,14 +260,18 @@ class Reply(ABC):
             except ApiError as error:
                 return "".join(events), error
             if new.text or new.finish is not None or new.trace or (self.logprobs and new.logprobs):
-                bodies = self.pieces(new)
-                if new.finish is not None:
-                    self.reasons[new.index] = bodies[-1]["finish_reason"]
-                if new.trace:
-                    bodies[-1]["trace"] = new.trace
-                events.extend(self._event([body]) for body in bodies)
+                events.extend(self._told(new))
         events.extend(self._more_text(index, text) for index, text in texts.items())
         return "".join(events), None
+
+    def _told(self, new: Choice) -> list[str]:
+        """The events of what is new of an answer."""
+        bodies = self.pieces(new)
+        if new.finish is not None:
+            self.reasons[new.index] = bodies[-1]["finish_reason"]
+        if new.trace:
+            bodies[-1]["trace"] = new.trace
+        return [self._event([body]) for body in bodies]
 
     def _more_text(self, index: int, text: str) -> str:
         """The event of a choice that goes on; all of them are the same but for the text."""

@@ -182,7 +182,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         if self.chains is not None and ready and all(plain(sequences[i]) for i in ready):
             drafts = [Draft() for _ in sequences]
             chosen, wanted = [sequences[i] for i in ready], [depths[i] for i in ready]
-            found = self.chains.draft(chosen, wanted, Batch(spans, self.model.info.device), self.attention)
+            found = self.chains.draft(chosen, wanted, self._batch(spans), self.attention)
             for index, draft in zip(ready, found):
                 drafts[index] = draft
             return drafts
@@ -198,7 +198,10 @@ class DraftModel(Drafter[DraftModelConfig]):
         return drafts
 
     def _forward(self, spans: list[Span]) -> torch.Tensor:
-        return self.model.forward(Batch(spans, self.model.info.device), self.attention).logits
+        return self.model.forward(self._batch(spans), self.attention).logits
+
+    def _batch(self, spans: list[Span]) -> Batch:
+        return Batch(spans, self.model.info.device).within(self.model.info.vocab_size)
 
     def _depth(self, sequence: Sequence, budget: int) -> int:
         """The budget, less where the draft's context ends; nothing for a source that it has too few positions for."""

@@ -66,11 +66,11 @@ class Aligned:
         self.chooser = chooser
 
     def forward(self, batch: Batch, attention: Any) -> Output:
-        output = self.model.forward(batch, attention)
+        output = self.model.forward(batch.within(self.model.info.vocab_size), attention)
         return Output(self.chooser.align(output.logits), output.hidden)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model.embed(ids)
+        return self.model.embed(ids.clamp(max=self.model.info.vocab_size - 1))
 
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.chooser.align(self.model.lm_head(hidden))

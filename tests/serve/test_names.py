@@ -1,0 +1,129 @@
+"""What clients may call the model, and whose pages may ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from running import TEMPLATE, Running, run_server
+
+from forerun import LLM
+from forerun.core.errors import ConfigError
+from forerun.serve.app import ServerOptions
+from forerun.serve.names import names
+
+ASKED = {"prompt": "a = ", "max_tokens": 2}
+PAGE = "https://app.example.com"
+
+
+@pytest.mark.parametrize(
+    ("given", "usual", "others"),
+    [
+        ("/models/here/qwen15.gguf", "qwen15", ["/models/here/qwen15.gguf", "/models/here/qwen15", "qwen15.gguf"]),
+        ("qwen15.gguf", "qwen15", ["qwen15.gguf"]),
+        ("./a.b-Q4_0.gguf", "a.b-Q4_0", ["./a.b-Q4_0.gguf", "a.b-Q4_0.gguf"]),
+        ("~/models/llama", "llama", ["~/models/llama"]),
+        ("/models/llama/", "llama", ["/models/llama/"]),
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", ["Qwen2.5-0.5B"]),
+        ("forerun:target", "forerun:target", []),
+        ("smollm2", "smollm2", []),
+    ],
+)
+def test_names(given: str, usual: str, others: list[str]) -> None:
+    found = names(given)
+    assert found[0] == usual
+    assert set(others) <= set(found)
+    assert not {"", ".gguf"} & set(found)
+
+
+def test_a_folder_here_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert names("org/model")[0] == "model"
+    assert names("other/model")[0] == "other/model"
+    monkeypatch.chdir(tmp_path / "org")
+    assert names(".")[0] == "org"
+
+
+@pytest.fixture(scope="module")
+def named(served: LLM) -> Iterator[Running]:
+    options = ServerOptions(
+        model_name="", chat_template=TEMPLATE, api_key="s3cret", allowed_origins=[PAGE, "http://localhost:3000/"]
+    )
+    with run_server(served, options.serving("/models/here/qwen15.gguf")) as running:
+        running.http.headers["Authorization"] = "Bearer s3cret"
+        yield running
+
+
+@pytest.mark.parametrize("name", ["qwen15", "qwen15.gguf", "/models/here/qwen15.gguf", "/models/here/qwen15"])
+def test_all_names_are_served_and_one_is_said(named: Running, name: str) -> None:
+    with openai.OpenAI(base_url=f"{named.url}/v1", api_key="s3cret", max_retries=0) as client:
+        assert client.completions.create(model=name, **ASKED).model == "qwen15"
+        assert client.models.retrieve(name).id == "qwen15"
+        assert [model.id for model in client.models.list()] == ["qwen15"]
+    described = named.http.get("/openapi.json").json()["components"]["schemas"]
+    assert name in described["CompletionRequest"]["properties"]["model"]["enum"]
+    assert described["Completion"]["properties"]["model"]["enum"] == ["qwen15"]
+
+
+@pytest.mark.parametrize("name", ["qwen", "here/qwen15", "", "QWEN15"])
+def test_other_names_are_not(named: Running, name: str) -> None:
+    answer = named.post("/v1/completions", {**ASKED, "model": name})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "there is 'qwen15'" in answer.json()["error"]["message"]
+
+
+def test_a_given_name_is_the_only_one(served: LLM) -> None:
+    options = ServerOptions(model_name="mine").serving("/models/here/qwen15.gguf")
+    assert (options.model_name, list(options.aliases)) == ("mine", [])
+
+
+def preflight(running: Running, origin: str) -> dict[str, str]:
+    headers = {"Origin": origin, "Access-Control-Request-Method": "POST",
+               "Access-Control-Request-Headers": "authorization, content-type"}  # fmt: skip
+    del running.http.headers["Authorization"]  # browsers ask without it
+    try:
+        answer = running.http.request("OPTIONS", "/v1/chat/completions", headers=headers)
+    finally:
+        running.http.headers["Authorization"] = "Bearer s3cret"
+    return {"status": str(answer.status_code), **answer.headers}
+
+
+@pytest.mark.parametrize("origin", [PAGE, "http://localhost:3000"])
+def test_allowed_pages_may_ask(named: Running, origin: str) -> None:
+    told = preflight(named, origin)
+    assert told["status"] == "200"
+    assert told["access-control-allow-origin"] == origin
+    assert {"GET", "POST", "DELETE"} <= set(told["access-control-allow-methods"].split(", "))
+    assert {"authorization", "content-type"} <= set(told["access-control-allow-headers"].split(", "))
+    for body, status in (({**ASKED}, 200), ({**ASKED, "model": "other"}, 404)):  # errors can be read too
+        answer = named.post("/v1/completions", body, headers={"Origin": origin})
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == origin
+    answer = named.post("/v1/completions", ASKED, headers={"Origin": origin, "Authorization": "Bearer wrong"})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, origin)
+
+
+def test_other_pages_may_not(named: Running, server: Running) -> None:
+    assert "access-control-allow-origin" not in preflight(named, "https://evil.example")
+    answer = named.post("/v1/completions", ASKED, headers={"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in answer.headers
+    answer = server.http.request("OPTIONS", "/v1/completions", headers={"Origin": PAGE})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
+
+
+@pytest.mark.parametrize("origin", ["app.example.com", "https://app.example.com/path", "", "null"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="is no origin: give one such as"):
+        ServerOptions(allowed_origins=[origin])
+
+
+def test_there_are_no_embeddings(server: Running) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+    with client, pytest.raises(openai.NotFoundError, match="there are no embeddings here") as caught:
+        client.embeddings.create(model="tiny", input="a text")
+    assert caught.value.code == "no_embeddings"
+    assert "\n" not in caught.value.message
