@@ -70,7 +70,8 @@ class SpeculativeConfig:
             return options
         if not isinstance(options, Mapping):
             raise ConfigError(f"speculative_config must be a mapping, not {type(options).__name__}")
-        from forerun.speculate.accept.synthetic import KEYS, take_rates
+        from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
+        from forerun.speculate.accept.synthetic import take_rates
 
         rest = dict(options)
         method = rest.pop("method", None)
@@ -86,9 +87,15 @@ class SpeculativeConfig:
             method = "draft_model" if "model" in rest else None
         if method is None:
             raise ConfigError("speculative_config needs a 'method'")
-        accept, length = rest.pop("accept", "coupled"), rest.pop("length", "fixed")
-        rule, _ = rules[accept], policies[length]
-        synthetic = {key: rest.pop(key) for key in KEYS if key in rest}
+        accept = rest.pop("accept", "coupled")
+        rule = rules[accept]
+        if method != NONE and "length" not in rest and not set(SYNTHETIC) & set(rest):
+            rest = drafters[method].config_class.usual(rest)
+            if not rule.identity and rest.get("length") == "adaptive":
+                del rest["length"]  # budgets that follow measured times would change its tokens from run to run
+        length = rest.pop("length", "fixed")
+        _ = policies[length]
+        synthetic = {key: rest.pop(key) for key in SYNTHETIC if key in rest}
         rule_config = rule.config_class(**{key: rest.pop(key) for key in rule.options() if key in rest})
         for key in rest:
             owners = [name for name in rules if key in rules[name].options()]

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,15 @@ def _gguf_config(path: Path) -> Any:
     held = {name: checkpoint.Tensor(part.kind.name, part.shape, path) for name, part in file.tensors.items()}
     sanity.check_fit(config, held, path)
     return config
+
+
+def weight_sizes(folder: Path) -> tuple[int, int]:
+    """Bytes of a checkpoint's weights, and how many numbers its tensors hold. Raises ModelError."""
+    if gguf_model.is_gguf(folder):
+        parts = gguf_model.open_gguf(folder).tensors.values()
+        return sum(part.size for part in parts), sum(prod(part.shape) for part in parts)
+    tensors = checkpoint.read_headers(checkpoint.weight_files(folder), packed=True).values()
+    return sum(tensor.nbytes for tensor in tensors), sum(tensor.numel for tensor in tensors)
 
 
 @contextmanager
@@ -218,6 +228,7 @@ def load_model(
     max_model_len: int | None = None,
     lora: Sequence[str] | str | None = None,
     tensor_parallel_size: int = 1,
+    outputs: torch.Tensor | None = None,
 ) -> Model:
     """Load a decoder or an encoder-decoder.
 
@@ -226,7 +237,8 @@ def load_model(
     is ``native`` (the lean path of ``architectures``), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
     ``plain`` or ``auto``; ``quantization`` is a form's name in ``formats``, a dtype (numbers in it, whatever the
     checkpoint holds), ``none`` or None. ``lora``: adapters to merge, ``FOLDER`` or ``FOLDER=WEIGHT``.
-    ``tensor_parallel_size``: processes that share the layers, this one among them; the native path's alone.
+    ``tensor_parallel_size``: processes that share the layers, this one among them. ``outputs`` int64: the tokens that
+    the output layer predicts, in ascending order (None: all). Both are the native path's alone.
     """
     quantization, dtype, numbers = _wished(quantization, dtype)
     folder = resolve(path_or_id)
@@ -244,12 +256,13 @@ def load_model(
         )  # fmt: skip
     wish = f"tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size != 1 else None
     wish = f"quantization {quantization!r} of {path_or_id}" if quantization else wish
+    wish = f"a smaller output layer of {path_or_id}" if outputs is not None else wish
     native = _goes_native(config, folder, model_path, wish)
     wanted = invariant if invariant is not None else where.type == "cpu"
 
     model: Model
     if native:
-        part = Wanted(folder, kind, where.type, name, ids, wanted, weights, quantization, numbers, lora)
+        part = Wanted(folder, kind, where.type, name, ids, wanted, weights, quantization, numbers, lora, outputs)
         model = _share(part, config, where, tensor_parallel_size)
     else:
         from forerun.models import modules
@@ -282,6 +295,7 @@ class Wanted:
     quantization: str | None
     numbers: bool
     lora: Sequence[str] | str | None
+    outputs: torch.Tensor | None = None
 
 
 def load_part(wanted: Wanted, config: Any, device: torch.device, team: Team | None = None) -> NativeModel:
@@ -289,7 +303,7 @@ def load_part(wanted: Wanted, config: Any, device: torch.device, team: Team | No
     return NativeModel(
         config, _tensors(wanted.folder, config, numbers=wanted.numbers, lora=wanted.lora), dtype=wanted.dtype,
         device=device, name=wanted.name, eos_ids=wanted.eos_ids, invariant=wanted.invariant, weights=wanted.weights,
-        quantization=wanted.quantization, team=team,
+        quantization=wanted.quantization, team=team, outputs=wanted.outputs,
     )  # fmt: skip
 
 

@@ -38,7 +38,8 @@ from forerun.models.weights import Maker, Weights
 
 class NativeModel:
     """A described decoder behind the engine's protocol, made of ``tensors`` for rows in ``dtype`` on ``device``; with a
-    ``team``, this rank's part of it, and ``info`` tells of that. Raises ModelError for a config that no description
+    ``team``, this rank's part of it, and ``info`` tells of that. ``outputs`` int64: the tokens that its logits are of,
+    in ascending order; None: all. Raises ModelError for a config that no description
     covers."""
 
     def __init__(
@@ -54,6 +55,7 @@ class NativeModel:
         weights: str = "auto",
         quantization: str | None = None,
         team: Team | None = None,
+        outputs: torch.Tensor | None = None,
     ) -> None:
         reason = applies(config)
         if reason is not None:
@@ -72,7 +74,7 @@ class NativeModel:
             form = quantize.check(quantization, self.device, self.dtype, invariant=invariant)
         self._rotaries = {kind: self._rotary(config, kind) for kind in self.spec.rotaries}
         with torch.inference_mode(), watch.get()(name, tensors.nbytes) as advance:
-            self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors)
+            self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors, outputs)
         self.tiles: Tiles | None = None
         self.info = self._describe(config, name, eos_ids, quantization)
         compiled = self._compile()
@@ -93,7 +95,7 @@ class NativeModel:
     def _rotary(self, config: PretrainedConfig, kind: str) -> Rotary:
         return Rotary(config, self.spec.width, self.device, self.dtype, None if kind == ALL else kind)
 
-    def _build(self, maker: Maker, tensors: Weights) -> None:
+    def _build(self, maker: Maker, tensors: Weights, outputs: torch.Tensor | None) -> None:
         spec, streamed = self.spec, self._how == "streamed"
         embedding, head, norm = spec.architecture.embedding, spec.architecture.head, spec.architecture.norm
         self._gate = make_gate(spec.activation, self.dtype, kernels=streamed, invariant=self.invariant)
@@ -102,8 +104,11 @@ class NativeModel:
         self._layers = [builder.layer(index) for index in range(len(spec.layers))]
         self._norm = builder.norm(norm.checkpoint)
         tied = f"{head.checkpoint}.weight" not in tensors
-        self._head = maker.linear((embedding if tied else head).checkpoint)
-        self._words = maker.words(embedding.checkpoint, self._head if tied else None, spec.embedding_scale)
+        source = (embedding if tied else head).checkpoint
+        self._head = maker.linear(source, order=[] if outputs is None else [lambda rows: rows[outputs]])
+        shared = self._head if tied and outputs is None else None
+        self._words = maker.words(embedding.checkpoint, shared, spec.embedding_scale)
+        self._predicted = self._words.count if outputs is None else len(outputs)
         if self.team is not None:
             self._head = Gathered(self._head, self.team, self._tokens)
             self._words = SplitWords(self._words, self.team, self._tokens)
@@ -190,7 +195,7 @@ class NativeModel:
         if normed:
             x = x if rows is None else x.index_select(0, rows)
         if not batch.num_logits:
-            return Output(x.new_zeros(0, self.info.vocab_size, dtype=torch.float32), hidden)
+            return Output(x.new_zeros(0, self._predicted, dtype=torch.float32), hidden)
         x = (x if normed else self._norm(x))[: batch.num_logits]
         logits = self._head(self._pad_logits(x))
         return Output(self._cap(logits[: batch.num_logits].float()), hidden)

@@ -24,7 +24,7 @@ from forerun.models.linear import make_linear
 from forerun.models.words import LayerRows, Scaled, Table, Words
 
 Order = Callable[[torch.Tensor], torch.Tensor] | None
-"""Brings rows of a weight, or numbers of a bias, into another order."""
+"""Brings rows of a weight, or numbers of a bias, into another order; it may leave some out."""
 
 
 class Weights(Protocol):
@@ -88,18 +88,19 @@ class Stack:
     def __init__(self, parts: Seq[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype, device: torch.device) -> None:
         self.parts = parts
         self.dtype, self.device = dtype, device
-        self.shape = torch.Size((sum(part.shape[0] for part, _ in parts), parts[0][0].shape[1]))
+        self.sizes = [part.shape[0] if order is None else len(order) for part, order in parts]
+        self.shape = torch.Size((sum(self.sizes), parts[0][0].shape[1]))
         self.nbytes = self.shape.numel() * dtype.itemsize
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
         assert isinstance(rows, slice)
         first, end, _ = rows.indices(self.shape[0])
         found, start = [], 0
-        for part, order in self.parts:
+        for (part, order), size in zip(self.parts, self.sizes):
             here = slice(max(first - start, 0), max(end - start, 0))
-            if here.start < min(here.stop, part.shape[0]):
+            if here.start < min(here.stop, size):
                 found.append(part[here if order is None else order[here]].to(self.device, self.dtype))
-            start += part.shape[0]
+            start += size
         return found[0] if len(found) == 1 else torch.cat(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -79,6 +79,12 @@ class DrafterConfig:
                 "leave one of them out"
             )
         return config
+
+    @classmethod
+    def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """``options`` of a ``speculative_config`` that says nothing of how far to draft, and what is best then; where
+        that is longer drafts than pay always, with a length policy that finds out (``length``)."""
+        return dict(options)
 
     def width(self, depth: int) -> int:
         """Children of a node at ``depth`` (the root has depth 0)."""

@@ -58,7 +58,7 @@ class CrossVocabularyDraftModel(DraftModel):
     def _own(self, tokens: list[int]) -> list[int]:
         return [self.bridge.shared[token] for token in tokens]
 
-    def _translate(self, logits: torch.Tensor) -> torch.Tensor:
+    def translate(self, logits: torch.Tensor) -> torch.Tensor:
         size = self.context.sampler.vocab_size
         moved = torch.full((logits.shape[0], size), float("-inf"), dtype=logits.dtype, device=logits.device)
         moved[:, self.target_ids] = logits[:, self.draft_ids]

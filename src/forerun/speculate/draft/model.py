@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,12 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
+from forerun.models.architectures.spec import applies
 from forerun.models.base import Model, new_attention
-from forerun.models.formats import int8
+from forerun.models.formats import blocks, int8
 from forerun.models.formats.streamed import can_stream
 from forerun.models.kinds import FLOATS, UNQUANTIZED
-from forerun.models.load import load_model, parse_dtype, read_config, resolve
+from forerun.models.load import load_model, parse_dtype, read_config, resolve, weight_sizes
 from forerun.models.tokenizer import check_compatible, load_tokenizer
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
 from forerun.speculate.draft.catch_up import CatchUpConfig
@@ -27,6 +31,13 @@ from forerun.speculate.draft.chain import Chains, plain
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 from forerun.speculate.verify.score import Verification
 
+log = logging.getLogger("forerun")
+LARGE = 64 << 20
+"""Bytes of a file whose weights come from memory at every step, so that a smaller form is faster."""
+MOST_BITS = 5
+"""A weight of a file that is taken as it is, whatever its size."""
+AUTO = "auto"
+USUAL_TOKENS = 32768
 NARROW = 256
 BUNDLED = "forerun:draft"
 
@@ -38,17 +49,35 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     dtype: str | None = None
     """Its dtype; None: as the target's option, but float32 for a narrow draft on CPU."""
     quantization: str | None = None
-    """Its weights' form, as the target's option, or ``none``. None: int8_rows for the bundled draft where CPU
-    kernels of ours run it on the native path and no dtype is asked for, otherwise none."""
+    """Its weights' form, as the target's option, or ``none``. None: where CPU kernels of ours run it on the native path
+    and no dtype is asked for, q4_0 if it is too large for the processor's caches and int8_rows for the bundled draft;
+    otherwise none."""
     max_model_len: int | None = None
     """The draft's context; past it, nothing is proposed. None: the checkpoint's, at most the target's."""
+    draft_vocab_size: int | str = "auto"
+    """How many tokens its output layer predicts: the first ones of the vocabulary and the special ones. ``auto``:
+    32,768 where there are twice as many and the native path runs the draft on a CPU, otherwise all. What is left out is
+    never drafted."""
     use_heterogeneous_vocab: bool = False
     """The draft has another tokenizer than the target."""
     heterogeneous_vocab_method: str = "tli"
     """How two vocabularies meet: tli (draft among the tokens that both have) or slem (draft text, encode it anew)."""
 
+    @classmethod
+    def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Chains of up to seven tokens that end where the draft is unsure, as far as they pay."""
+        open_ended = not {"num_speculative_tokens", "tree", "tree_nodes", "confidence_threshold"} & set(options)
+        if options.get("model") in (None, BUNDLED) or not open_ended or options.get("heterogeneous_vocab_method"):
+            return dict(options)
+        return {"num_speculative_tokens": 7, "confidence_threshold": 0.4, "length": "adaptive", **options}
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        size = self.draft_vocab_size
+        if size != AUTO and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ConfigError(f"draft_vocab_size must be {AUTO!r} or an integer of at least 1, not {size!r}")
+        if size != AUTO and self.use_heterogeneous_vocab:
+            raise ConfigError("draft_vocab_size is for drafts with the target's tokenizer: leave it out")
         method = self.heterogeneous_vocab_method
         if method not in ("tli", "slem"):
             raise ConfigError(f"heterogeneous_vocab_method must be tli or slem, not {method!r}")
@@ -75,12 +104,15 @@ class DraftModel(Drafter[DraftModelConfig]):
         source = context.target.info.encoder is not None
         if source:
             options["max_model_len"] = config.max_model_len or 2 * context.max_model_len  # source and answer
+        self.names = self._predicted(path)
+        """The tokens that its logits are of, ascending; None: all."""
         self.model = load_model(
             path,
             dtype=dtype,
             device=context.target.info.device,
             invariant=False,
             quantization=self._quantization(path, dtype),
+            outputs=self.names,
             **options,
         )
         self._check_kind(path, source)
@@ -107,7 +139,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         translates = config.use_heterogeneous_vocab
         fused = None if translates else self.model.fused
-        self.chains = Chains.find(fused, self.attention, self.chooser, config)
+        self.chains = Chains.find(fused, self.attention, self.chooser, config, names=self.names)
 
     @classmethod
     def build(cls, config: DraftModelConfig, context: DraftContext) -> DraftModel:
@@ -154,9 +186,31 @@ class DraftModel(Drafter[DraftModelConfig]):
         """Drafted tokens in the draft's ids."""
         return tokens
 
-    def _translate(self, logits: torch.Tensor) -> torch.Tensor:
+    def translate(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's ids."""
-        return logits
+        if self.names is None:
+            return logits
+        whole = logits.new_full((len(logits), self.context.sampler.vocab_size), float("-inf"))
+        return whole.index_copy_(1, self.names, logits)
+
+    def _predicted(self, path: str) -> torch.Tensor | None:
+        """The tokens that are worth an output, ascending; None: all of them. Raises ConfigError."""
+        size, config = self.config.draft_vocab_size, read_config(resolve(path))
+        known = min(int(config.get_text_config().vocab_size), self.context.sampler.vocab_size)
+        if size == AUTO:
+            small = known < 2 * USUAL_TOKENS or self.config.use_heterogeneous_vocab or self.context.tokenizer is None
+            native = (self.context.options or {}).get("model_path") != "hf" and applies(config) is None
+            if small or not native or self.context.target.info.device.type != "cpu":
+                return None
+            size = USUAL_TOKENS
+        assert isinstance(size, int)
+        if size > known:
+            raise ConfigError(f"draft_vocab_size is {size}, and {path} has {known} tokens")
+        tokenizer = self.context.tokenizer
+        special = {*self.context.target.info.eos_ids, *(tokenizer.added_tokens_decoder if tokenizer else ())}
+        special = {token for token in special if token < known}
+        others = (token for token in range(known) if token not in special)
+        return torch.tensor(sorted([*special, *islice(others, max(0, size - len(special)))]))
 
     def _dtype(self, path: str) -> torch.dtype:
         """On CPU, narrow layers run nearly twice as fast in float32 as in half precision, unless they are streamed."""
@@ -172,9 +226,17 @@ class DraftModel(Drafter[DraftModelConfig]):
         """What was asked for; otherwise the bundled draft's default, where it is quicker."""
         if self.config.quantization is not None:
             return self.config.quantization
-        native = (self.context.options or {}).get("model_path") != "hf"
-        quick = native and int8.ours(self.context.target.info.device, dtype)
-        return "int8_rows" if path == BUNDLED and self.config.dtype is None and quick else None
+        native = (self.context.options or {}).get("model_path") != "hf" and applies(read_config(resolve(path))) is None
+        device = self.context.target.info.device
+        if self.config.dtype is not None or not native:
+            return None
+        if path == BUNDLED:
+            return "int8_rows" if int8.ours(device, dtype) else None
+        held, numbers = weight_sizes(resolve(path))
+        if blocks.can(dtype, device) and held > LARGE and 8 * held > MOST_BITS * numbers:
+            log.info("the draft %s is held in 4 bits (quantization: none holds it as its file does)", path)
+            return "q4_0"
+        return None
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
@@ -189,7 +251,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
         def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
             fresh = spans if depth == 0 else self._newest(sequences, frontier, drafts)
-            return self._translate(self._forward(fresh))
+            return self.translate(self._forward(fresh))
 
         if spans and not ready:
             self._forward(spans)

@@ -26,7 +26,7 @@ from forerun.models.base import Model
 from forerun.sampling.draw import probabilities
 from forerun.sampling.noise import fold
 from forerun.speculate.accept import rules
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
+from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.model import DraftModel, DraftModelConfig
 from forerun.speculate.draft.nested import Part
 from forerun.speculate.draft.router import Router
@@ -57,23 +57,25 @@ class Aligned:
 
     fused: None = None
 
-    def __init__(self, model: Model, chooser: Chooser) -> None:
-        self.model = model
-        self.info = replace(model.info, vocab_size=chooser.sampler.vocab_size)
-        self.invariant = model.invariant
-        self.tiles = model.tiles
-        self.row_multiple = model.row_multiple
-        self.chooser = chooser
+    def __init__(self, draft: DraftModel) -> None:
+        self.draft, self.model = draft, draft.model
+        self.info = replace(self.model.info, vocab_size=draft.chooser.sampler.vocab_size)
+        self.invariant = self.model.invariant
+        self.tiles = self.model.tiles
+        self.row_multiple = self.model.row_multiple
 
     def forward(self, batch: Batch, attention: Any) -> Output:
         output = self.model.forward(batch.within(self.model.info.vocab_size), attention)
-        return Output(self.chooser.align(output.logits), output.hidden)
+        return Output(self._align(output.logits), output.hidden)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(ids.clamp(max=self.model.info.vocab_size - 1))
 
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.chooser.align(self.model.lm_head(hidden))
+        return self._align(self.model.lm_head(hidden))
+
+    def _align(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.draft.chooser.align(self.draft.translate(logits))
 
 
 class Ahead:
@@ -141,7 +143,7 @@ class Staged(Drafter[StagedConfig]):
             raise ConfigError("method 'staged' drafts for an encoder-decoder with an encoder-decoder: give 'model' one")
         self.rows = rows
         self.rule = rules["coupled"]()
-        aligned = Aligned(self.base.model, self.base.chooser)
+        aligned = Aligned(self.base)
         inner = part.build(
             replace(
                 base_context,
