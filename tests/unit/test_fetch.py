@@ -15,7 +15,8 @@ from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ModelError
 from forerun.models import fetch as fetching
-from forerun.models.fetch import SOURCES, Source, fetch, fetched, home
+from forerun.models.fetch import fetch
+from forerun.models.known import KNOWN, Known, fetched, home
 from gguf_files import write_model
 
 pytestmark = pytest.mark.slow
