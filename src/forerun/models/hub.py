@@ -230,5 +230,5 @@ def _explained(name: str, at: str, error: Exception) -> str:
     reason = f"{type(error.__cause__ or error).__name__}: {one_line(error.__cause__ or error)}"
     return (
         f"the hub {constants.ENDPOINT} cannot be reached or does not answer in time ({reason}); files of {where} that "
-        "came are kept, and the same command goes on"
+        "came are kept, and the next call goes on"
     )
