@@ -62,9 +62,9 @@ def parse(text: str) -> Place:
 
 
 def quantization(file: str) -> str | None:
-    """What the name of a GGUF file says at its end."""
+    """What the name of a GGUF file, else that of its folder, says at its end."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", Path(file).name.removesuffix(GGUF))
-    found = QUANT.search(stem)
+    found = QUANT.search(stem) or QUANT.search(Path(file).parent.name)
     return found[1].upper() if found else None
 
 
@@ -175,7 +175,7 @@ def _cached(name: str, at: str, cache: str | None) -> tuple[list[str], str] | No
 def repositories(cache: str | None = None) -> list[Any]:
     """The models of the cache, as huggingface_hub describes them."""
     try:
-        found = scan_cache_dir(cache).repos
+        found = scan_cache_dir(cache or constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
     return sorted((each for each in found if each.repo_type == "model"), key=lambda each: each.repo_id)
@@ -187,9 +187,8 @@ def files_of(revision: Any) -> list[str]:
 
 def remove(place: Place) -> int:
     """Take a repository, or a GGUF model of it, out of the cache; the bytes that are free then. Raises ModelError."""
-    cache = scan_cache_dir() if repositories() else None
     found = [each for each in repositories() if each.repo_id == place.repository]
-    if cache is None or not found:
+    if not found:
         raise ModelError(f"{PREFIX}{place.repository} is not in the hub's cache")
     every = {file for revision in found[0].revisions for file in revision.files}
     gone = every
@@ -200,7 +199,9 @@ def remove(place: Place) -> int:
             if file.file_path.relative_to(each.snapshot_path).as_posix() in chosen
         }  # fmt: skip
     if not any(file.file_name.endswith((GGUF, SAFETENSORS)) for file in every - gone):
-        plan = cache.delete_revisions(*(each.commit_hash for each in found[0].revisions))
+        plan = scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(
+            *(each.commit_hash for each in found[0].revisions)
+        )
         plan.execute()
         return plan.expected_freed_size
     blobs = {file.blob_path: file.size_on_disk for file in gone}
@@ -227,7 +228,8 @@ def _explained(name: str, at: str, error: Exception) -> str:
         return f"cannot write to {constants.HF_HUB_CACHE}: {reason}; HF_HUB_CACHE names another folder"
     if constants.HF_HUB_OFFLINE:
         return f"{where} is not whole in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
-    reason = f"{type(error.__cause__ or error).__name__}: {one_line(error.__cause__ or error)}"
+    cause = error.__cause__ or error
+    reason = f"HTTP {status}" if status else f"{type(cause).__name__}: {one_line(cause)}"
     return (
         f"the hub {constants.ENDPOINT} cannot be reached or does not answer in time ({reason}); files of {where} that "
         "came are kept, and the next call goes on"
