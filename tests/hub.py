@@ -23,7 +23,7 @@ STALL = 60.0
 class Repository:
     files: dict[str, bytes]
     asks: str = ""
-    """What it fails by: token, gated, slow, down (after its list: slow files, cut)."""
+    """What it fails by: token, gated, slow, down, cut."""
 
     @property
     def commit(self) -> str:
@@ -69,7 +69,7 @@ def hub(**repositories: Repository) -> Iterator[Hub]:
                 return self.refuse(403, "GatedRepo")
             if found.asks == "down":
                 return self.refuse(503, None)
-            if found.asks == "slow" or (found.asks == "slow files" and file):
+            if found.asks == "slow":
                 ended.wait(STALL)
                 return None
             if match[2] not in (None, "main", found.commit):

@@ -13,7 +13,7 @@ import vocabularies
 
 from forerun import LLM
 from forerun.core.errors import ModelError
-from forerun.models.fetch import fetched
+from forerun.models.known import fetched
 from forerun.models.gguf import GGUFFile
 from here import LEFT_OUT
 

@@ -98,7 +98,6 @@ def ours(model: Path, tiny_target: str, tmp_path_factory: pytest.TempPathFactory
         token=Repository({"t.gguf": content}, "token"),
         gated=Repository({"g.gguf": content}, "gated"),
         slow=Repository({"s.gguf": content}, "slow"),
-        slow_files=Repository({"s.gguf": content}, "slow files"),
         cut=Repository({"c.gguf": LARGE}, "cut"),
         down=Repository({"d.gguf": content}, "down"),
     ) as state:
