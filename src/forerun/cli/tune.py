@@ -18,7 +18,9 @@ TUNE = Flags("options", flags_of(TuneConfig, "Tuning", skip=("model", "out")))
 
 @takes(TUNE)
 def tune(
-    model: Annotated[str, typer.Argument(help="checkpoint folder, hub id, or smollm2 (see forerun fetch)")],
+    model: Annotated[
+        str, typer.Argument(help="checkpoint folder, GGUF file, hf:OWNER/NAME, or a name that forerun ls gives")
+    ],
     out_folder: Annotated[Path, typer.Option("--out", help="folder for what is found; the same goes on")],
     *,
     options: Mapping[str, Any],

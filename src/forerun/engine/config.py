@@ -148,7 +148,9 @@ class EngineConfig:
 
     model: str = field(
         default="forerun:target",
-        metadata={"help": "checkpoint folder, GGUF file, hub id, or smollm2 (see forerun fetch)"},
+        metadata={
+            "help": "checkpoint folder, GGUF file, hf:OWNER/NAME[:QUANTIZATION], or a name that forerun ls gives"
+        },
     )
     tokenizer: str | None = field(default=None, metadata={"help": "another checkpoint's tokenizer"})
     dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's), float32, bfloat16 or float16"})

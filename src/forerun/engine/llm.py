@@ -72,7 +72,8 @@ class RequestOutput:
 class LLM:
     """A model that generates text, with speculation where asked for.
 
-    ``model`` is a folder, a GGUF file, a hub id or a fetched model's name (default: the bundled target).
+    ``model`` is a folder, a GGUF file, ``hf:OWNER/NAME[:QUANTIZATION]`` or a fetched model's name (default: the
+    bundled target).
     ``speculative_config`` has vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None
     decodes plainly. ``tuned`` is a folder that ``forerun tune`` made for this model, which says how to speculate; True:
     the bundled one. Other keywords are the fields of ``EngineConfig``, or vLLM's: ``block_size``,

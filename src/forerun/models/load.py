@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import CONFIG_MAPPING, AutoConfig, logging
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
-from forerun.models import checkpoint, gguf_config, gguf_model, sanity
+from forerun.models import checkpoint, gguf_config, gguf_model, hub, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.spec import applies, bind
 from forerun.models.base import Model
-from forerun.models.fetch import SOURCES, fetched
 from forerun.models.kinds import FLOATS, UNQUANTIZED
+from forerun.models.known import KNOWN, fetched
 from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
 from forerun.models.ranks import split
@@ -41,23 +39,23 @@ DTYPES = {
 }
 BUNDLED = "forerun:"
 PATHS = ("auto", "native", "hf")
-FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""What is downloaded of a checkpoint."""
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The checkpoint's folder, or a model's GGUF file: a local one (a folder that holds a GGUF file and no config is
     that file), a bundled one (``forerun:target``), a fetched one (``smollm2``; a folder of that name is ``./smollm2``),
-    or a hub download (config, tokenizer and safetensors only), of a ``revision`` and to a folder where those are given.
-    Raises ModelError, and ConfigError for a revision of what is here already."""
+    or a hub's (``hf:OWNER/NAME[:QUANTIZATION or FILE]``, or the bare id of a repository), of a ``revision`` and to a
+    folder where those are given. Raises ModelError, and ConfigError for a revision of what is here already."""
     text = str(path_or_id)
-    here = text.startswith(BUNDLED) or text in SOURCES or text.endswith(gguf_model.SUFFIX)
+    if text.startswith(hub.PREFIX):
+        return _found(hub.download(hub.parse(text), revision, download_dir))
+    here = text.startswith(BUNDLED) or text in KNOWN or text.endswith(gguf_model.SUFFIX)
     here = here or ("\0" not in text and Path(text).expanduser().is_dir())
     if here and (revision or download_dir):
         raise ConfigError(f"revision and download_dir are for models of the hub; {text} is here: leave them out")
     if text.startswith(BUNDLED):
         return pretrained.path(text.removeprefix(BUNDLED))
-    if text in SOURCES:
+    if text in KNOWN:
         return fetched(text)
     if "\0" in text:
         raise ModelError(f"{text!r} is not the name of a folder")
@@ -70,17 +68,20 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir
             what = "GGUF file" if gguf else "checkpoint folder"
             raise ModelError(f"no {what} at {text}")
         folder = _download(text, revision, download_dir)
-    return checkpoint.find(folder)
+    return _found(folder)
+
+
+def _found(path: Path) -> Path:
+    return path if gguf_model.is_gguf(path) else checkpoint.find(path)
 
 
 def _download(name: str, revision: str | None, download_dir: str | None) -> Path:
     try:
-        return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, allow_patterns=FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        meant = difflib.get_close_matches(name, SOURCES, n=1)
+        return hub.download(hub.Place(name, None), revision, download_dir)
+    except ModelError as error:
+        meant = difflib.get_close_matches(name, KNOWN, n=1)
         hint = f" (did you mean {meant[0]}?)" if meant else ""
-        raise ModelError(f"no folder {name!r} here{hint}, and the hub has no such model or cannot be reached: "
-                         f"{one_line(error)}") from error  # fmt: skip
+        raise ModelError(f"no folder {name!r} here{hint}, and {error}") from error
 
 
 def read_config(folder: Path) -> Any:

@@ -1,0 +1,384 @@
+"""Models of a hub by name: what is downloaded, what is chosen, and what a hub may do wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from huggingface_hub import constants
+from test_gguf_split import split
+from transformers import LlamaForCausalLM
+
+from forerun import LLM, SamplingParams
+from forerun.cli.main import run
+from forerun.core.errors import ModelError
+from forerun.models.fetch import fetch
+from forerun.models.hub import Place, choose, parse, quantization
+from forerun.models.known import KNOWN, Known, partial
+from forerun.models.shelf import known_draft, on_disk, remove
+from gguf_files import write_model
+from hub import TOKEN, Repository, hub
+
+pytestmark = pytest.mark.slow
+
+CHILD = """
+import contextlib, io, json, sys
+from forerun.cli.main import run
+from forerun.core.errors import ForerunError
+from forerun.models.load import resolve
+for ask in json.load(sys.stdin):
+    if isinstance(ask, list):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = run(ask)
+        answer = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+    else:
+        try:
+            answer = {"path": str(resolve(**ask))}
+        except ForerunError as error:
+            answer = {"error": str(error)}
+    print("ANSWER" + json.dumps(answer), flush=True)
+"""
+"""Resolves models and runs commands in a process of its own: huggingface_hub reads its environment once."""
+PICKLE = b"\x80\x04cos\nsystem\n(S'exit 3'\ntR."
+LARGE = b"GGUF" + bytes(24_000_000)
+"""huggingface_hub writes pieces of 10 MB, from behind which it goes on."""
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def ask(url: str, cache: Path, *requests: Any, **env: str) -> list[dict[str, Any]]:
+    """``requests`` are arguments of ``resolve``, its only one, or a command line."""
+    ours = {
+        name: value for name, value in os.environ.items() if not name.startswith("HF_") and "proxy" not in name.lower()
+    }
+    ours |= {"HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_ETAG_TIMEOUT": "2", "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
+    ours |= env
+    given = [{"path_or_id": each} if isinstance(each, str) else each for each in requests]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], input=json.dumps(given), env=ours, capture_output=True, text=True, timeout=200
+    )
+    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("ANSWER")]
+    assert len(found) == len(requests), done.stderr
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny-q4_1.gguf")
+
+
+@pytest.fixture(scope="module")
+def ours(model: Path, tiny_target: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A hub, a home that has nothing yet, and what was downloaded there."""
+    content = model.read_bytes()
+    folder = tmp_path_factory.mktemp("parts")
+    split(model, folder)
+    parts = {f"Q8_0/{path.name}": path.read_bytes() for path in sorted(folder.iterdir())}
+    checkpoint = {path.name: path.read_bytes() for path in Path(tiny_target).iterdir()}
+    other = {
+        "modeling_evil.py": b"raise SystemExit('the code has run')", "pytorch_model.bin": PICKLE, "README.md": b"#",
+        "original/params.json": b"{}", "onnx/model.onnx": b"onnx", "additional_chat_templates/rag.jinja": b"{{ 1 }}",
+    }  # fmt: skip
+    quantized = {"README.md": b"#", "mmproj-F16.gguf": b"GGUF", "config.json": b"{}"}
+    quantized |= {"Tiny-Q4_K_M.gguf": content, "Tiny-UD-Q4_K_M.gguf": b"GGUF", "Tiny.Q2_K.gguf": b"GGUF"}
+    with hub(
+        tiny=Repository(checkpoint | other),
+        tiny_gguf=Repository(quantized),
+        parts=Repository(parts),
+        several=Repository({"a-f16.gguf": b"", "a-q8_0.gguf": b""}),
+        pickled=Repository({"config.json": b"{}", "pytorch_model.bin": PICKLE}),
+        token=Repository({"t.gguf": content}, "token"),
+        gated=Repository({"g.gguf": content}, "gated"),
+        slow=Repository({"s.gguf": content}, "slow"),
+        cut=Repository({"c.gguf": LARGE}, "cut"),
+        down=Repository({"d.gguf": content}, "down"),
+    ) as state:
+        home = tmp_path_factory.mktemp("home")
+        line = ["generate", "--model", "hf:own/tiny-gguf:q4_k_m", "the 12", "--max-tokens", "6"]
+        line += ["--temperature", "0", "--ignore-eos", "--json"]
+        found = ask(
+            state.url, home, "hf:own/tiny", "hf:own/tiny-gguf", "hf:own/tiny-gguf:Tiny.Q2_K.gguf", "hf:own/parts:q8_0",
+            "own/tiny", line,
+        )  # fmt: skip
+        yield state, home, found
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_comes_without_code_and_pickles(ours, tiny_target):
+    _, _, (checkpoint, *_, bare, _) = ours
+    folder = Path(checkpoint["path"])
+    assert files(folder) == files(Path(tiny_target)) | {"additional_chat_templates/rag.jinja"}
+    assert bare["path"] == str(folder)
+    wanted = LLM(tiny_target).generate("the 12", GREEDY)[0].outputs[0].token_ids
+    assert LLM(str(folder)).generate("the 12", GREEDY)[0].outputs[0].token_ids == wanted
+
+
+def test_one_gguf_model_of_several_comes(ours, model):
+    state, _, (_, preferred, named, parts, *_) = ours
+    path = Path(preferred["path"])
+    assert path.name == "Tiny-Q4_K_M.gguf"
+    assert path.read_bytes() == model.read_bytes()
+    assert files(path.parent) == {"Tiny-Q4_K_M.gguf", "Tiny.Q2_K.gguf"}
+    assert Path(named["path"]).name == "Tiny.Q2_K.gguf"
+    first = Path(parts["path"])
+    assert (first.parent.name, first.name) == ("Q8_0", "model-00001-of-00003.gguf")
+    assert files(first.parent) == {f"model-0000{part}-of-00003.gguf" for part in (1, 2, 3)}
+    assert LLM(str(first)).generate("the 12", GREEDY)[0].outputs[0].token_ids
+    assert state.asked["GET /own/tiny-gguf/resolve/main/Tiny-Q4_K_M.gguf"] == 1
+
+
+def test_commands_take_the_name(ours, model):
+    said = ours[2][-1]
+    assert said["code"] == 0, said["err"]
+    wanted = LLM(str(model)).generate("the 12", GREEDY)[0].outputs[0].token_ids
+    assert list(wanted) == json.loads(said["out"])["token_ids"]
+
+
+def test_a_hub_that_is_gone_does_not_take_what_is_here(ours):
+    _, home, found = ours
+    for url, env in (("http://127.0.0.1:9", {}), (ours[0].url, {"HF_HUB_OFFLINE": "1"})):
+        gguf, checkpoint, parts, absent, listed = ask(
+            url,
+            home,
+            "hf:own/tiny-gguf:Q4_K_M",
+            "hf:own/tiny",
+            "hf:own/parts",
+            "hf:own/cut",
+            "hf:own/tiny-gguf:q8_0",
+            **env,
+        )
+        assert [gguf, checkpoint, parts] == [found[1], found[0], found[3]]
+        assert "\n" not in absent["error"]
+        if env:
+            assert absent["error"].startswith("hf:own/cut is not whole in ")
+            assert absent["error"].endswith("HF_HUB_OFFLINE is set")
+        else:
+            assert absent["error"].startswith(
+                f"the hub {url} cannot be reached or does not answer in time (ConnectError"
+            )
+        assert "no GGUF model q8_0; name one" in listed["error"]
+
+
+def test_hubs_that_fail_are_one_line_each(ours, tmp_path):
+    state, *_ = ours
+    cases = {
+        "hf:own/nothing": "has no model own/nothing, or asks for a token: set HF_TOKEN",
+        "hf:own/token": "has no model own/token, or asks for a token: set HF_TOKEN",
+        "hf:own/gated": f"hf:own/gated asks for a token: accept its terms at {state.url}/own/gated, then set HF_TOKEN",
+        "hf:own/slow": "cannot be reached or does not answer in time (ReadTimeout",
+        "hf:own/down": "cannot be reached or does not answer in time (HTTP 503)",
+        "hf:own/several": "several GGUF models that fit no quantization; name one, as hf:own/several:FILE, of "
+        "a-f16.gguf, a-q8_0.gguf",
+        "hf:own/tiny-gguf:Q4_0": "hf:own/tiny-gguf has no GGUF model Q4_0; name one",
+        "hf:own/tiny:Q4_0": "hf:own/tiny has no GGUF file",
+        "hf:own/pickled": "hf:own/pickled has neither safetensors nor GGUF files",
+        "hf:own/tiny/x": "hf:own/tiny/x names no repository",
+        "hf:": "names no model of a hub",
+    }
+    revision = {"path_or_id": "hf:own/tiny", "revision": "v9"}
+    found = ask(state.url, tmp_path, *cases, revision, {**revision, "revision": state.repositories["own/tiny"].commit})
+    for answer, message in zip(found, cases.values()):
+        assert message in answer["error"]
+        assert "\n" not in answer["error"]
+    assert found[-2]["error"] == "hf:own/tiny has no revision 'v9'"
+    assert Path(found[-1]["path"]).is_dir()
+
+
+def test_a_token_opens_what_asks_for_one(ours, tmp_path, model):
+    found = ask(ours[0].url, tmp_path, "hf:own/token", "hf:own/gated", HF_TOKEN=TOKEN)
+    assert [Path(each["path"]).read_bytes() for each in found] == [model.read_bytes()] * 2
+
+
+def test_a_download_that_breaks_off_goes_on_in_the_middle(ours, tmp_path):
+    before = ours[0].asked["range"]
+    (found,) = ask(ours[0].url, tmp_path, "hf:own/cut")
+    assert Path(found["path"]).read_bytes() == LARGE
+    assert ours[0].asked["range"] == before + 1
+
+
+def test_a_cache_that_cannot_be_written_is_named(ours, tmp_path):
+    (tmp_path / "hub").write_text("")
+    (found,) = ask(ours[0].url, tmp_path, "hf:own/cut")
+    assert found["error"].startswith(f"cannot write to {tmp_path}/hub: ")
+
+
+@pytest.fixture
+def tidy(ours, tmp_path, monkeypatch) -> Path:
+    """A copy of what came from the hub, and no fetched model."""
+    cache = Path(shutil.copytree(ours[1] / "hub", tmp_path / "hub", symlinks=True))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "forerun"))
+    return cache
+
+
+def said(capsys: pytest.CaptureFixture[str], *line: str) -> Any:
+    assert run([*line, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ls_names_what_the_cache_holds_as_model_takes_it(tidy, model, capsys):
+    found = {each["name"]: each for each in said(capsys, "ls")["models"]}
+    assert set(found) == {
+        "hf:own/tiny", "hf:own/tiny-gguf:Tiny-Q4_K_M.gguf", "hf:own/tiny-gguf:Tiny.Q2_K.gguf",
+        "hf:own/parts:Q8_0/model-00001-of-00003.gguf",
+    }  # fmt: skip
+    one = found["hf:own/tiny-gguf:Tiny-Q4_K_M.gguf"]
+    assert (one["format"], one["size"], one["whole"]) == ("GGUF Q4_K_M", model.stat().st_size, True)
+    assert Path(one["path"]).read_bytes() == model.read_bytes()
+    assert found["hf:own/tiny"]["format"] == "safetensors"
+    parts = found["hf:own/parts:Q8_0/model-00001-of-00003.gguf"]
+    assert parts["size"] == sum(path.stat().st_size for path in Path(parts["path"]).parent.iterdir())
+    assert run(["ls"]) == 0
+    assert f"hf:own/tiny-gguf:Tiny-Q4_K_M.gguf            GGUF Q4_K_M  {model.stat().st_size / 1e6:.1f} MB" in (
+        capsys.readouterr().out.splitlines()
+    )
+
+
+def test_show_describes_it(tidy, model, tiny_target, capsys):
+    found = said(capsys, "show", "hf:own/tiny-gguf:Tiny-Q4_K_M.gguf")
+    assert found["architecture"] == "LlamaForCausalLM"
+    assert found["parameters"] == sum(tensor.n_elements for tensor in gguf.GGUFReader(model).tensors)
+    assert (found["context"], found["size"]) == (128, model.stat().st_size)
+    found = said(capsys, "show", "hf:own/parts")
+    assert found["parameters"] == sum(tensor.n_elements for tensor in gguf.GGUFReader(model).tensors)
+    assert found["drafts"] == [{"name": "hf:own/tiny-gguf:Tiny-Q4_K_M.gguf", "here": True}]
+    found = said(capsys, "show", tiny_target)
+    assert found["parameters"] == LlamaForCausalLM.from_pretrained(tiny_target).num_parameters()
+    assert (found["format"], found["context"]) == ("safetensors F32", 256)
+    assert run(["show", "hf:own/parts"]) == 0
+    assert "drafts with   hf:own/tiny-gguf:Tiny-Q4_K_M.gguf, its own text (suffix, ngram)" in capsys.readouterr().out
+    assert run(["show", "hf:own/cut"]) == 2
+    assert "hf:own/cut is not in the hub's cache: run `forerun fetch hf:own/cut`" in capsys.readouterr().err
+
+
+def test_rm_takes_one_file_or_a_repository_and_nothing_else(tidy, model, capsys):
+    def names() -> set[str]:
+        return {each.name for each in on_disk()}
+
+    before = names()
+    assert said(capsys, "rm", "hf:own/tiny-gguf:q4_k_m")["freed"] == model.stat().st_size
+    assert names() == before - {"hf:own/tiny-gguf:Tiny-Q4_K_M.gguf"}
+    assert not [path for path in tidy.rglob("*") if path.is_file() and path.read_bytes() == model.read_bytes()]
+    said(capsys, "rm", "hf:own/tiny-gguf:Tiny.Q2_K.gguf")
+    assert not (tidy / "models--own--tiny-gguf").exists()  # nothing of use was left
+    said(capsys, "rm", "hf:own/parts:Q8_0")
+    assert names() == {"hf:own/tiny"}
+    for name, message in {"hf:own/cut": "hf:own/cut is not in the hub's cache", str(model): "was not fetched"}.items():
+        assert run(["rm", name]) == 2
+        assert message in capsys.readouterr().err
+    assert model.is_file()
+    said(capsys, "rm", "hf:own/tiny")
+    assert names() == set()
+    assert run(["ls"]) == 0
+    assert capsys.readouterr().out == "none yet: forerun fetch lists what it can bring\n"
+
+
+@pytest.fixture
+def pair(tidy, model, monkeypatch) -> Path:
+    """Two known models, "large" and "small", which drafts for it; large is fetched."""
+    size, one = model.stat().st_size, {"licence": "none", "uploader": "nobody", "package": "x==1", "member": "x"}
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    for name, title, drafts in (("large", "Large-7B-Instruct", ("small",)), ("small", "Tiny", ())):
+        monkeypatch.setitem(
+            KNOWN,
+            name,
+            Known(title=title, file_name=f"{name}-q4_1.gguf", size=size, sha256=digest, drafts=drafts, **one),
+        )
+    return fetch("large", model)
+
+
+def test_the_known_draft_of_a_known_model_is_found(pair, model, tmp_path, capsys):
+    hub_draft = Path(next(each for each in on_disk() if each.name.endswith("Q4_K_M.gguf")).path)
+    assert known_draft("large") in {each.path for each in on_disk() if each.name.startswith("hf:own/tiny")}
+    remove("hf:own/tiny")
+    remove("hf:own/tiny-gguf:Tiny.Q2_K.gguf")
+    assert known_draft("large") == hub_draft  # the hub's, by its repository's name
+    remove("hf:own/tiny-gguf")
+    assert known_draft("large") is None
+    assert said(capsys, "show", "large")["drafts"] == [{"name": "small", "here": False}]
+    draft = fetch("small", model)
+    assert known_draft("large") == draft
+    assert said(capsys, "show", "large")["drafts"] == [{"name": "small", "here": True}]
+    titled = write_model(tmp_path / "any.gguf", {"general.name": "Large 7B Instruct GGUF"})
+    folder = tmp_path / "models--org--Large-7B-Instruct" / "snapshots" / "abc"
+    for target in (titled, str(titled), "hf:org/large-7b-instruct-GGUF:Q8_0", "hf:org/Large-7B-Instruct", folder):
+        assert known_draft(target) == draft, target
+    for other in (model, "small", "hf:org/Largest-7B-Instruct", "forerun:target", tmp_path, "nowhere"):
+        assert known_draft(other) is None, other
+
+
+def test_fetched_models_are_listed_and_removed(pair, model, capsys):
+    found = {each["name"]: each for each in said(capsys, "ls")["models"]}
+    assert found["large"] == {
+        "name": "large", "format": "GGUF Q4_1", "size": model.stat().st_size, "path": str(pair), "whole": True,
+    }  # fmt: skip
+    assert said(capsys, "rm", "large") == {"name": "large", "freed": model.stat().st_size}
+    assert not pair.parent.exists()
+    assert run(["rm", "large"]) == 2
+    assert "large is not on this machine" in capsys.readouterr().err
+    partial("large").parent.mkdir()
+    partial("large").write_bytes(model.read_bytes())
+    assert ("large", "1 of 1 parts", False) in {(each.name, each.format, each.whole) for each in on_disk()}
+
+
+CHOICES = {
+    "preferred": (None, ["a-q4_k_m.gguf", "a-q8_0.gguf"], "a-q4_k_m.gguf"),
+    "the only one": (None, ["a-q8_0.gguf", "mmproj-f16.gguf", "a.imatrix.gguf"], "a-q8_0.gguf"),
+    "any case": ("q4_K_m", ["A.Q4_K_M.gguf", "A.Q4_K_S.gguf"], "A.Q4_K_M.gguf"),
+    "no part of a label": ("Q4_K", ["a-Q4_K.gguf", "a-IQ4_K.gguf", "a-Q4_K_M.gguf"], "a-Q4_K.gguf"),
+    "UD alone": ("Q4_K_XL", ["a-UD-Q4_K_XL.gguf", "a-Q4_K_M.gguf"], "a-UD-Q4_K_XL.gguf"),
+    "UD beside": ("UD-Q4_K_M", ["a-UD-Q4_K_M.gguf", "a-Q4_K_M.gguf"], "a-UD-Q4_K_M.gguf"),
+    "in a folder": ("f16", ["F16/a-F16.gguf", "Q8_0/a-Q8_0.gguf"], "F16/a-F16.gguf"),
+    "by file": ("a-q8_0.gguf", ["x/a-q8_0.gguf", "a-q4_k_m.gguf"], "x/a-q8_0.gguf"),
+    "by path": ("y/a.gguf", ["x/a.gguf", "y/a.gguf"], "y/a.gguf"),
+    "by any part": ("a-00002-of-00002.gguf", [f"a-0000{i}-of-00002.gguf" for i in (1, 2)], "a-00001-of-00002.gguf"),
+    "gguf beside safetensors": ("q8_0", ["model.safetensors", "config.json", "a-q8_0.gguf"], "a-q8_0.gguf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_which_file_is_meant(name):
+    which, offered, wanted = CHOICES[name]
+    assert choose(Place("o/r", which), offered)[0] == wanted
+
+
+REFUSED = {
+    "several of a kind": (None, ["a-q4_k_m.gguf", "b-q4_k_m.gguf", "b-f16.gguf"], "of a-q4_k_m.gguf, b-q4_k_m.gguf$"),
+    "several of one name": ("a.gguf", ["x/a.gguf", "y/a.gguf"], "several .* x/a.gguf, y/a.gguf$"),
+    "another": ("Q5_K_M", ["a-q4_k_m.gguf"], "no GGUF model Q5_K_M; name one, as hf:o/r:FILE, of a-q4_k_m.gguf$"),
+    "a part is missing": ("q8_0", ["a-q8_0-00001-of-00002.gguf"], "lacks a-q8_0-00002-of-00002.gguf"),
+    "too many to list": ("q1_0", [f"{i:02d}-q8_0.gguf" for i in range(30)], r"19-q8_0.gguf and 10 more$"),
+    "nothing": (None, ["README.md"], "neither safetensors nor GGUF"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_say_which_is_listed(name):
+    which, offered, message = REFUSED[name]
+    with pytest.raises(ModelError, match=message):
+        choose(Place("o/r", which), offered)
+
+
+def test_names_are_read():
+    assert parse("hf:o/r") == Place("o/r", None)
+    assert parse("hf:o/r:Q4_K_M") == Place("o/r", "Q4_K_M")
+    with pytest.raises(ModelError, match="names no model of a hub"):
+        parse("hf:o/r:")
+    labels = {
+        "a-q4_k_m.gguf": "Q4_K_M",
+        "a.IQ3_XXS.gguf": "IQ3_XXS",
+        "x/a-bf16-00001-of-00002.gguf": "BF16",
+        "a.gguf": None,
+    }
+    assert {name: quantization(name) for name in labels} == labels
