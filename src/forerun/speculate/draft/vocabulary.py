@@ -73,7 +73,7 @@ class Bridge:
             raise ConfigError("the draft's vocabulary shares no token with the target's: choose another draft")
         names = {name: i for i, name in draft.names.items()}
         self.shared.update({i: names[name] for i, name in target.names.items() if name in names})
-        if target_eos and draft_eos:
+        if target_eos and draft_eos and not any(self.shared.get(end) in draft_eos for end in target_eos):
             self.shared[min(target_eos)] = min(draft_eos)
 
     @cached_property
