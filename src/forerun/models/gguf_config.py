@@ -37,8 +37,8 @@ those with one."""
 
 
 ENDS = frozenset(
-    ("<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>",
-     "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>")
+    ("<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>",
+     "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>")
 )  # fmt: skip
 """Tokens that end a turn or a text by their name, as in llama.cpp: most files name but one of a model's ends."""
 
