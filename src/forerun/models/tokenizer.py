@@ -50,9 +50,10 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 def with_end(info: ModelInfo, tokenizer: Any) -> ModelInfo:
     """What is known of a model, the tokenizer's own end of a text counted among its ends."""
-    end = getattr(tokenizer, "eos_token_id", None)
-    known = end is not None and end < info.vocab_size
-    return replace(info, eos_ids=info.eos_ids | {end}) if known else info
+    end: int | None = getattr(tokenizer, "eos_token_id", None)
+    if end is None or end >= info.vocab_size:
+        return info
+    return replace(info, eos_ids=info.eos_ids | {end})
 
 
 def check_compatible(target: Any, draft: Any, target_info: ModelInfo, draft_info: ModelInfo) -> None:
