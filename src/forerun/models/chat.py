@@ -105,7 +105,7 @@ def _check_all_there(turns: Seq[dict[str, Any]], text: str, render: Callable[[Se
         return
     marked = render([_with_text(turn, marks[place]) if place in marks else turn for place, turn in enumerate(turns)])
     for place, mark in marks.items():
-        if mark not in marked:
+        if mark not in marked.lower():
             left = f"the chat template leaves out what message {place}, of the role {turns[place]['role']}, says"
             if not turns[place].get("tool_calls"):
                 raise RequestError(f"{left}: say it in another message", param=f"messages.{place}.content")

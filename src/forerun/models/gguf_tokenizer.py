@@ -170,7 +170,7 @@ def _names(tokens: list[str], kinds: list[int]) -> list[str]:
     kept: dict[str, int] = {}
     for place in sorted(range(len(tokens)), key=lambda place: kinds[place] not in (CONTROL, USER_DEFINED)):
         kept.setdefault(tokens[place], place)
-    return [token if token and kept[token] == place else f"\0twin {place}" for place, token in enumerate(tokens)]
+    return [token if token and kept[token] == place else f"\0twin {place}\0" for place, token in enumerate(tokens)]
 
 
 def _strips(metadata: Mapping[str, Any], token: str) -> dict[str, bool]:
