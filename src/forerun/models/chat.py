@@ -120,7 +120,8 @@ def _with_text(turn: Mapping[str, Any], text: str) -> dict[str, Any]:
 def call_form(tokenizer: Any, chat_template: str | None = None) -> CallForm:
     """The form of calls that the prompt asks for: Llama 3's templates speak of ``parameters``, all others are taken
     for Hermes'."""
-    template = tokenizer.get_chat_template(chat_template, [{}])
+    with library("the chat template cannot be used", RequestError):  # one of several may have no name
+        template = tokenizer.get_chat_template(chat_template, [{}])
     named = re.search(r'"name\\?": .{0,80}"parameters\\?":', template)
     llama = _knows_tools(template) and OPENING not in template and (named or PYTHON_TAG in template)
     return CallForm.LLAMA if llama else CallForm.HERMES

@@ -24,7 +24,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Any, size: int) -> None:
         self.tokenizer = tokenizer
         vocab = {token: i for token, i in tokenizer.get_vocab().items() if i < size}
-        special = set(tokenizer.all_special_tokens)
+        added = tokenizer.added_tokens_decoder.values()
+        special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         self.names = {i: token for token, i in vocab.items() if token in special}
         plain = {i: token for token, i in vocab.items() if token not in special}
         byte_level = any("Ġ" in token for token in plain.values())
