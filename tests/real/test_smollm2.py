@@ -60,7 +60,7 @@ def test_it_knows_the_capital_of_japan_and_stops(assistant):
     answer = assistant.chat(CAPITAL, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
     assert answer.text == "The capital of Japan is Tokyo."
     assert answer.finish_reason == "stop"
-    assert assistant.model.info.eos_ids == {2}
+    assert assistant.model.info.eos_ids == {0, 2}
 
 
 def test_it_calls_a_tool_where_it_must_and_says_what_came_of_it(assistant):

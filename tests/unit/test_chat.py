@@ -8,6 +8,8 @@ import pytest
 
 from forerun import SamplingParams
 from forerun.core.errors import ForerunError, RequestError
+from forerun.models.chat import render_chat
+from forerun.models.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}/{% endfor %}"
@@ -72,7 +74,9 @@ def test_special_tokens_are_written_by_the_template_alone(llm, monkeypatch):
         (FIRST, {"chat_template": "{{ raise_exception('no system here') }}"}, "refuses these messages: no system here"),
         (FIRST, {"chat_template": "{% for %}"}, "refuses these messages: "),
         (FIRST, {"chat_template": "{{ messages[0].content + 1 }}"}, "refuses these messages: "),
-        (FIRST, {"chat_template": ""}, "empty"),
+        (FIRST, {"chat_template": "{{ 1 / 0 }}"}, "refuses these messages: division by zero"),
+        (FIRST, {"chat_template": "{{ messages[0].content.__class__.__mro__ }}"}, "refuses these messages: "),
+        (FIRST, {"chat_template": ""}, "leaves out what message 0, of the role user, says"),
         ("hello", {}, "messages are a list of mappings with role and content, not str"),
         (None, {}, "messages are a list of mappings with role and content, not NoneType"),
         ([], {}, "a conversation is a list of at least one message, not an empty list"),
@@ -108,3 +112,80 @@ def test_a_bar_counts_the_answers_where_somebody_looks(llm, monkeypatch, stream,
     assert sum(len(update.tokens) for update in seen) == sum(len(one.token_ids) for a in answers for one in a.outputs)
     assert ("4/4" in written.getvalue()) == shown
     assert bool(written.getvalue()) == shown
+
+
+QWEN = (  # the roles of Qwen 2.5's
+    "{%- if messages[0]['role'] == 'system' %}{{ '[system] ' + messages[0]['content'] + '/' }}"
+    "{%- else %}{{ '[system] You are helpful./' }}{%- endif %}{%- for m in messages %}"
+    "{%- if m.role == 'user' or (m.role == 'system' and not loop.first) or m.role == 'assistant' %}"
+    "{{ '[' + m.role + '] ' + m.content + '/' }}{%- endif %}{%- endfor %}"
+)
+RULE, OTHER = ({"role": "developer", "content": text} for text in ("Say BANANA.", "Nothing else."))
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+def rendered(messages, template=TEMPLATE, **options):
+    tokenizer = load_tokenizer("forerun:target")
+    return render_chat(tokenizer, messages, chat_template=template, add_generation_prompt=False, **options)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, QWEN])
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([RULE, *FIRST], "Say BANANA."),
+        ([RULE, OTHER, *FIRST], "Say BANANA.\n\nNothing else."),
+        ([SYSTEM, RULE, *FIRST], "Be kind.\n\nSay BANANA."),
+        ([SYSTEM, *FIRST, RULE], "Be kind.\n\nSay BANANA."),
+    ],
+)
+def test_the_developer_is_the_system_where_a_template_does_not_know_the_role(template, messages, text):
+    before = [dict(message) for message in messages]
+    assert rendered(messages, template) == f"[system] {text}/[user] the cat/"
+    assert messages == before
+
+
+def test_a_template_that_knows_the_developer_gets_the_role():
+    template = TEMPLATE + "{# developer #}"
+    assert rendered([RULE, *FIRST], template) == "[developer] Say BANANA./[user] the cat/"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "place", "template"),
+    [
+        ({"role": "critic", "content": "Too long."}, 1, QWEN),
+        ({"role": "user", "content": [{"type": "text", "text": "seen?"}]}, 1, "{{ messages[0].content }}"),
+        ({"role": "user", "content": "cat"}, 1, "{{ messages[0].content }}"),  # a part of the message before it
+        (SYSTEM, 1, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"),
+    ],
+)
+def test_what_a_template_leaves_out_is_an_error(left_out, place, template):
+    with pytest.raises(
+        RequestError, match=f"leaves out what message {place}, of the role {left_out['role']}"
+    ) as caught:
+        rendered([*FIRST, left_out], template)
+    assert caught.value.param == f"messages.{place}.content"
+
+
+def test_what_a_template_changes_is_not_left_out(caplog):
+    turn = {"role": "assistant", "content": "<think>hm</think>\n\nit sat  "}
+    for change in ("m.content.split('</think>')[-1]", "m.content | tojson", "m.content | trim | upper"):
+        assert rendered([*FIRST, turn, *FIRST], "{% for m in messages %}{{ " + change + " }}/{% endfor %}")
+    backwards = "{% for m in messages | reverse %}{{ m.content }}/{% endfor %}"
+    assert rendered(LONGER, backwards) == "and?/sat/the cat/"
+    assert not caplog.records
+
+
+def test_words_beside_calls_that_a_template_leaves_out_are_logged(caplog):
+    call = {"type": "function", "id": "a", "function": {"name": "look", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "I look it up.", "tool_calls": [call]}
+    calls = "{% for m in messages %}{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}/{% endfor %}"
+    assert rendered([*FIRST, turn], calls) == "the cat/look/"
+    assert "message 1, of the role assistant, says beside its calls" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio"])
+def test_a_part_that_is_no_text_is_an_error(kind):
+    parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {}}]
+    with pytest.raises(RequestError, match=f"a message holds '{kind}': only texts are read"):
+        rendered([{"role": "user", "content": parts}])

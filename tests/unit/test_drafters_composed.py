@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
@@ -310,6 +310,16 @@ def test_a_draft_reads_the_targets_text_whatever_the_cuts() -> None:
             known = min(len(ids), known + rng.randrange(1, 9))
         assert bridge.draft.spell(reading.tokens).decode() == TEXT
         assert reading.covered(len(reading.tokens)) == len(ids)
+
+
+def test_an_end_that_both_have_is_the_same_end() -> None:
+    """Of a target with several; no other end is taken for it."""
+    target, draft = byte_bpe(420, "<other>"), byte_bpe(300, "<end>")
+    target.add_tokens([AddedToken("<end>", special=True)])
+    end = target.convert_tokens_to_ids("<end>")
+    bridge = Bridge(Vocabulary(target, len(target)), Vocabulary(draft, 300), frozenset({0, end}), frozenset({0}))
+    assert bridge.back[0] == end
+    assert 0 not in bridge.shared
 
 
 def test_reading_only_grows() -> None:

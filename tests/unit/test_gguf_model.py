@@ -27,7 +27,7 @@ from forerun.models.load import read_config
 from forerun.models.modules import read_module
 from forerun.models.quantize import error
 from forerun.speculate.draft import drafters
-from gguf_files import write_model
+from gguf_files import TOKENS, VOCABULARY, write_model
 from here import where
 
 EXPERTS = {"llama.expert_count": 4, "llama.expert_used_count": 2}
@@ -247,3 +247,54 @@ def test_names_of_weights_have_one_form():
         "blk.1.other.weight",
     ):
         assert LLAMA.checkpoint_name(name) is None
+
+
+@pytest.mark.parametrize(
+    "end", ["<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<EOT>"]
+)
+def test_ends_of_turns_are_known_by_their_text(tmp_path, end):
+    """Of Gemma 3, Phi-3 and Qwen2.5-Coder, files name one end and tokenizers have several."""
+    tokens = [end if token == "<tool>" else token for token in TOKENS]
+    llm = LLM(str(write_model(tmp_path / "model.gguf", {"tokenizer.ggml.tokens": tokens})))
+    assert llm.model.info.eos_ids == {0, tokens.index(end)}
+    params = SamplingParams(temperature=0, max_tokens=8, logit_bias={tokens.index(end): 1000.0})
+    answer = llm.chat([{"role": "user", "content": "the"}], params)[0].outputs[0]
+    assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("", "stop", 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({"scaling.factor": 4.0}, 4.0),
+        ({"scale_linear": 4.0}, 4.0),
+        ({"scaling.type": "linear", "scale_linear": 4.0}, 4.0),
+        ({"scaling.factor": 2.0, "scale_linear": 4.0}, 2.0),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+        ({"scaling.type": "linear"}, None),
+        ({"scaling.factor": 1.0}, None),
+        ({"scaling.factor": 0.0}, None),
+    ],
+)
+def test_linear_scaling_is_read_as_llama_cpp_does(tmp_path, keys, factor):
+    path = write_model(tmp_path / "model.gguf", {f"llama.rope.{key}": value for key, value in keys.items()})
+    found = read_config(path).rope_parameters
+    assert found["rope_type"] == ("default" if factor is None else "linear")
+    assert found.get("factor") == factor
+
+
+def test_a_padding_id_that_nothing_uses_refuses_no_model(tmp_path):
+    path = write_model(tmp_path / "model.gguf", {"tokenizer.ggml.padding_token_id": 2**32 - 1})
+    assert len(LLM(str(path)).generate(["the 12"], GREEDY)[0].outputs[0].token_ids) == 12
+
+
+def test_twins_and_empty_tokens_refuse_no_model_and_no_grammar(tmp_path):
+    tokens = [*TOKENS]
+    empty, twin = tokens.index("<tool>"), tokens.index("z")
+    tokens[empty], tokens[twin] = "", "a"
+    kinds = [1 if place == empty else kind for place, kind in enumerate(VOCABULARY["tokenizer.ggml.token_type"])]
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    llm = LLM(str(write_model(tmp_path / "model.gguf", changes)))
+    params = SamplingParams(temperature=0, max_tokens=3, logit_bias={twin: 1000.0})
+    assert llm.generate(["the"], params)[0].outputs[0].text == "aaa"
+    chosen = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"choice": ["the cab", "abba"]})
+    assert llm.generate(["the"], chosen)[0].outputs[0].text in ("the cab", "abba")

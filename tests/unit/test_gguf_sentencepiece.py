@@ -76,6 +76,25 @@ def test_texts_begin_as_the_file_says():
     assert before.decode(before.encode("the a"), skip_special_tokens=True) == "the a"
 
 
+def test_phi_3s_added_tokens_take_the_spaces_behind_them():
+    """As its tokenizer.json has them, all but three."""
+    added = ["<|user|>", "<|end|>", "<|assistant|>", "<|endoftext|>"]
+    changes = {
+        "tokens": [*TOKENS, *added], "token_type": [*KEYS["token_type"], *[3] * 4],
+        "scores": [*KEYS["scores"], *[0.0] * 4], "add_space_prefix": True, "add_bos_token": False,
+    }  # fmt: skip
+    keys = {f"tokenizer.ggml.{key}": value for key, value in {**KEYS, **changes}.items()}
+    text = "<|user|>\nthe<|end|>\n <|assistant|>\n"
+    phi3, other = (make_tokenizer(keys | {"general.architecture": name}, "file") for name in ("phi3", "llama"))
+
+    def tokens(tokenizer: Any, text: str) -> list[str]:
+        return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+
+    assert tokens(phi3, text) == ["<|user|>", "▁the", "<|end|>", "<|assistant|>"]
+    assert tokens(phi3, "<|endoftext|>\nthe")[:3] == ["<|endoftext|>", "▁", "<0x0A>"]
+    assert tokens(other, text)[:3] == ["<|user|>", "▁", "<0x0A>"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -40,6 +40,8 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text():
         ("smollm", {"add_bos_token": True, "add_eos_token": True}, [1, 0]),
         ("llama-bpe", {}, [1]),
         ("llama-bpe", {"add_bos_token": False}, []),
+        ("smaug-bpe", {}, []),
+        ("dbrx", {}, []),
     ],
 )
 def test_texts_begin_and_end_as_the_file_says(pre, changes, wanted):
@@ -52,7 +54,8 @@ def test_texts_begin_and_end_as_the_file_says(pre, changes, wanted):
 def test_whole_words_come_before_merges():
     tokens = [*TOKENS, "cat"]
     kinds = [*VOCABULARY["tokenizer.ggml.token_type"], 1]
-    assert tokenizer(pre="llama-bpe", tokens=tokens, token_type=kinds).tokenize("cat") == ["cat"]
+    for pre in ("llama-bpe", "smaug-bpe"):
+        assert tokenizer(pre=pre, tokens=tokens, token_type=kinds).tokenize("cat") == ["cat"]
     assert tokenizer(pre="gpt-2", tokens=tokens, token_type=kinds).tokenize("cat") == ["c", "a", "t"]
 
 
@@ -62,6 +65,8 @@ def test_whole_words_come_before_merges():
         ("gpt-2", "it's 1234 HelloWorld!?\n\nx", ["it", "'s", "Ġ1234", "ĠHelloWorld", "!?", "Ċ", "Ċ", "x"]),
         ("smollm", "it's 1234 HelloWorld!?", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĠHelloWorld", "!?"]),
         ("llama-bpe", "IT'S 12345 don't\n\nx", ["IT", "'S", "Ġ", "123", "45", "Ġdon", "'t", "ĊĊ", "x"]),
+        ("smaug-bpe", "IT'S 12345 don't\n\nx", ["IT", "'S", "Ġ", "123", "45", "Ġdon", "'t", "ĊĊ", "x"]),
+        ("dbrx", "IT'S 12345 don't\n\nx", ["IT", "'S", "Ġ", "123", "45", "Ġdon", "'t", "ĊĊ", "x"]),
         ("qwen2", "IT'S 123 a.b", ["IT", "'S", "Ġ", "1", "2", "3", "Ġa", ".b"]),
         ("gpt-4o", "HelloWorld'S 1234 ABCdef", ["Hello", "World'S", "Ġ", "123", "4", "ĠABCdef"]),
         ("tekken", "HelloWorld's 12 a/\n", ["Hello", "World", "'s", "Ġ", "1", "2", "Ġa", "/Ċ"]),
@@ -110,7 +115,6 @@ def test_an_unknown_pre_tokenizer_is_an_error_that_lists_the_known(pre):
     [
         ({"model": "t5"}, "a tokenizer of kind 't5'; only byte-level BPE"),
         ({"tokens": None}, "no list of texts in tokenizer.ggml.tokens"),
-        ({"tokens": [*TOKENS[:-1], "a"]}, "the same token twice"),
         ({"token_type": [1, 1]}, "not as many entries in tokenizer.ggml.token_type"),
         ({"merges": ["t zz"]}, "merges 't zz', which is not in its vocabulary"),
         ({"merges": []}, "no list of texts in tokenizer.ggml.merges"),
@@ -130,3 +134,42 @@ def test_every_known_name_makes_a_tokenizer():
         text = "the year 1234, isn't it?\n  the end.".lower()
         ids = made.encode(text, add_special_tokens=False)
         assert made.decode(ids) == text, pre
+
+
+@pytest.mark.parametrize("ids", [-1, 999, 2**32 - 1, "0"])
+def test_a_padding_id_that_is_no_token_is_none(ids):
+    made = tokenizer(padding_token_id=ids)
+    assert made.pad_token is None
+    assert made.tokenize("the") == ["the"]
+
+
+def test_twins_and_empty_tokens_have_ids_and_texts_of_their_own():
+    kinds = [*VOCABULARY["tokenizer.ggml.token_type"], 1, 1, 1, 1, 3]
+    made = tokenizer(tokens=[*TOKENS, "a", "the", "", "", "<tool>"], token_type=kinds)
+    first = len(TOKENS)
+    assert len(made) == first + 5
+    assert [made.decode([token]) for token in range(first, first + 5)] == ["a", "the", "", "", "<tool>"]
+    assert made.decode([TOKENS.index("the"), first + 2, first + 1, first]) == "thethea"
+    assert made.encode("the a<tool>") == tokenizer().encode("the a<tool>")
+
+
+def test_of_twins_the_one_that_texts_are_cut_by_keeps_its_name():
+    kinds = [*VOCABULARY["tokenizer.ggml.token_type"], 1, 3]
+    made = tokenizer(tokens=[*TOKENS, "<turn>", "<turn>"], token_type=kinds)
+    assert made.encode("a<turn>") == [TOKENS.index("a"), len(TOKENS) + 1]
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|eot_id|>"])
+def test_an_end_of_a_turn_is_special_whatever_the_file_says(end):
+    made = tokenizer(tokens=[*TOKENS, end], token_type=[*VOCABULARY["tokenizer.ggml.token_type"], 1])
+    ids = made.encode(f"the{end}")
+    assert ids == [TOKENS.index("the"), len(TOKENS)]
+    assert made.decode(ids, skip_special_tokens=True) == "the"
+
+
+def test_phi_4s_added_tokens_take_the_spaces_around_them():
+    for architecture, wanted in (("phi3", ["the", "<|end|>", "the"]), ("llama", ["the", "Ġ", "<|end|>", "Ġthe"])):
+        made = make_tokenizer(
+            VOCABULARY | {"tokenizer.ggml.pre": "dbrx", "general.architecture": architecture}, "a.gguf"
+        )
+        assert made.convert_ids_to_tokens(made.encode("the <|end|> the")) == wanted

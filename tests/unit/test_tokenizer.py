@@ -14,8 +14,13 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
+from forerun.cli.trace import REJECTED, parts
 from forerun.core.errors import ConfigError, ModelError
-from forerun.models.tokenizer import Detokenizer, load_tokenizer
+from forerun.engine.logprobs import TokenLogprobs, by_token
+from forerun.engine.trace import CORRECTED, TraceRound
+from forerun.models.gguf_tokenizer import make_tokenizer
+from forerun.models.tokenizer import REPLACEMENT, Detokenizer, load_tokenizer, token_text
+from forerun.serve.text import TextService
 from tiny import ALPHABET, save_tokenizer, tiny_llama
 
 TEXT = "def naïve(x): return 'žluťoučký kůň' # 中文字符 и кириллица 👩‍👩‍👧‍👦 🎉🎉 ٣٤٥\n" * 3
@@ -150,6 +155,32 @@ def test_special_tokens_are_said_on_request():
     assert shown.push(tokens) == "a<eos>"
 
 
+def sentence_piece() -> PreTrainedTokenizerFast:
+    """As Llama 2's: a space before every text, which decoding takes off again."""
+    special, letters = ["<unk>", "<s>", "</s>"], [*"\u2581abcdefghijklmnopqrstuvwxyz"]
+    pieces = ["\u2581t", "ru", "\u2581tru", "\u2581true", "tr", "tru", "true", "hi", "\u2581hi", "\u2581\u2581"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *letters]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(pieces + letters)]
+    scores = [0.0] * 259 + [-float(place) for place in range(len(pieces + letters))]
+    keys = {"model": "llama", "tokens": tokens, "token_type": kinds, "scores": scores, "bos_token_id": 1}
+    return make_tokenizer({f"tokenizer.ggml.{key}": value for key, value in keys.items()}, "file")
+
+
+SENTENCE_PIECE = sentence_piece()
+
+
+def test_a_token_keeps_the_space_that_it_begins_with():
+    ids = SENTENCE_PIECE.convert_tokens_to_ids(["\u2581true", "true", "\u2581", "\u2581\u2581", "<0x0A>", "</s>"])
+    assert [token_text(SENTENCE_PIECE, token) for token in ids] == [" true", "true", " ", "  ", "\n", "</s>"]
+    service = TextService(SENTENCE_PIECE, 100)
+    half = SENTENCE_PIECE.convert_tokens_to_ids("<0xC3>")
+    assert service.token_text(ids[0]) == (" true", [*b" true"])
+    assert service.token_text(half) == (REPLACEMENT, [0xC3])
+    service.close()
+    round_ = TraceRound((ids[1],), (CORRECTED,), (ids[0],), 1, "ngram")
+    assert parts(round_, SENTENCE_PIECE) == [(REJECTED, " true"), (CORRECTED, "true")]
+
+
 def refuse(target: str, draft: Path, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(target, speculative_config={"method": "draft_model", "model": str(draft)})
@@ -168,10 +199,46 @@ def test_a_longer_vocabulary_differs_where_the_shorter_ends(tiny_target, tmp_pat
     refuse(tiny_target, tmp_path, "id 98 is None in .* and 'é' in ")
 
 
-def test_other_ends_of_text_are_a_difference(tiny_target, tmp_path):
-    tiny_llama(layers=1, eos_token_id=[0, 5]).save_pretrained(tmp_path)
+def test_a_draft_that_ends_texts_elsewhere_drafts_for_the_targets_ends(tiny_target, tmp_path):
+    tiny_llama(layers=1, eos_token_id=[5, 7]).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    refuse(tiny_target, tmp_path, r"ends texts with other ids than the target: \[0, 5\] in .*, \[0\] in ")
+    drafted = LLM(tiny_target, speculative_config={"method": "draft_model", "model": str(tmp_path)}, max_model_len=64)
+    params = [SamplingParams(seed=seed, logit_bias={0: 3.0, 5: 3.0}) for seed in range(8)]
+    found, wanted = (each.generate(["hello"] * 8, params) for each in (drafted, LLM(tiny_target, max_model_len=64)))
+    assert drafted.model.info.eos_ids == {0}
+    assert [out.outputs[0].token_ids for out in found] == [out.outputs[0].token_ids for out in wanted]
+    ids = [token for out in found for token in out.outputs[0].token_ids]
+    assert 5 in ids
+    assert any(out.outputs[0].finish_reason == "stop" for out in found)
+
+
+def test_a_tokenizers_own_end_of_text_ends_answers_too(tiny_target, tmp_path):
+    """As in vLLM: Phi-3 and Qwen have other ends in their generation config."""
+    tiny_llama(eos_token_id=[5, 7]).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    llm = LLM(str(tmp_path), max_model_len=64)
+    end = llm.tokenizer.eos_token_id
+    assert llm.model.info.eos_ids == {end, 5, 7}
+    for token in sorted(llm.model.info.eos_ids):
+        answer = llm.generate("hello", SamplingParams(temperature=0, logit_bias={token: 1000.0}))[0].outputs[0]
+        assert (answer.token_ids, answer.finish_reason) == ([token], "stop")
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK, SENTENCE_PIECE], ids=["bytes", "fallback", "pieces"])
+def test_texts_of_tokens_make_up_the_text(tokenizer):
+    text = "a hi  hi\n true\u00e9 truehi"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    before = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.decode([*before, *tokens]).removeprefix(tokenizer.decode(before))
+    texts = [token_text(tokenizer, token) for token in tokens]
+    assert [text for text in texts if REPLACEMENT not in text]
+    if REPLACEMENT not in "".join(texts):
+        assert "".join(texts) == whole
+    items = [TokenLogprobs(token, -1.0, 2, {other: -0.5}) for token, other in zip(tokens, reversed(tokens))]
+    found = by_token(items, tokenizer, before)
+    assert "".join(each[token].decoded_token for each, token in zip(found, tokens)) == whole
+    others = [(each, other) for each, token, other in zip(found, tokens, reversed(tokens)) if token != other]
+    assert all(each[other].decoded_token == token_text(tokenizer, other) for each, other in others)
 
 
 def test_padding_and_logits_beyond_the_tokenizer_are_none(tiny_target, tmp_path):

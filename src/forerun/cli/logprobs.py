@@ -36,7 +36,9 @@ def as_objects(tokens: Seq[int], found: Seq[Position | None], count: int) -> lis
 
 def lines(tokens: Seq[int], found: Seq[Position | None], count: int, tokenizer: Any) -> Iterator[str]:
     """A token a line: its text, log-probability and rank, and the likeliest ones."""
-    texts = [repr(tokenizer.decode([token])) for token in tokens]
+    from forerun.models.tokenizer import token_text
+
+    texts = [repr(token_text(tokenizer, token)) for token in tokens]
     width = max(map(len, texts), default=0)
     for token, text, item in zip(tokens, texts, found):
         if item is None:

@@ -33,17 +33,12 @@ KINDS = {
 }
 
 
-def piece(tokenizer: Any, token: int) -> str:
-    """A token's text alone, its leading space kept."""
-    text = tokenizer.decode([token])
-    raw = tokenizer.convert_ids_to_tokens(token)
-    return f" {text}" if isinstance(raw, str) and raw.startswith("\u2581") and not text.startswith(" ") else text
-
-
 def parts(round_: TraceRound, tokenizer: Any) -> list[tuple[str, str]]:
     """(kind, text) of a round's tokens: accepted ones, then rejected ones, then the target's own."""
-    emitted = [(origin, piece(tokenizer, token)) for origin, token in zip(round_.origins, round_.tokens)]
-    rejected = [(REJECTED, piece(tokenizer, token)) for token in round_.rejected]
+    from forerun.models.tokenizer import token_text
+
+    emitted = [(origin, token_text(tokenizer, token)) for origin, token in zip(round_.origins, round_.tokens)]
+    rejected = [(REJECTED, token_text(tokenizer, token)) for token in round_.rejected]
     accepted = [part for part in emitted if part[0] == ACCEPTED]
     return [*accepted, *rejected, *emitted[len(accepted) :]]
 

@@ -29,7 +29,7 @@ from forerun.engine.trace import TraceRound
 from forerun.engine.tuned import load as load_tuned
 from forerun.models.chat import Message, conversations, render_chat
 from forerun.models.load import load_model
-from forerun.models.tokenizer import encode, load_tokenizer
+from forerun.models.tokenizer import encode, load_tokenizer, with_end
 from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.params import SamplingParams
 
@@ -115,6 +115,7 @@ class LLM:
             tensor_parallel_size=config.tensor_parallel_size,
         )
         self.tokenizer = load_tokenizer(config.tokenizer or config.model)
+        loaded.info = with_end(loaded.info, self.tokenizer)
         self.engine = Engine(loaded, self.tokenizer, config, speculative)
         self._turn = threading.Lock()
         self._owner: int | None = None
@@ -308,7 +309,7 @@ class LLM:
                     token_ids=job.output_ids,
                     finish_reason=job.finish.reason,
                     stop_reason=job.finish.stopped_by,
-                    logprobs=None if logprobs is None else [by_token(item, self.tokenizer) for item in logprobs],
+                    logprobs=None if logprobs is None else by_token(logprobs, self.tokenizer, sequence.prompt),
                     cumulative_logprob=_cumulative(job, logprobs),
                     trace=job.trace if self.config.trace else None,
                 )
@@ -319,7 +320,9 @@ class LLM:
             sequence.prompt,
             outputs,
             RequestMetrics.merged([job.metrics for job in jobs]),
-            None if asked is None else [by_token(item, self.tokenizer) if item else None for item in asked],
+            None
+            if asked is None
+            else [None, *by_token([item for item in asked if item], self.tokenizer, sequence.prompt[:1])],
             str(sequence.id),
         )
 

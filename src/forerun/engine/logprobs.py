@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Verdict
+from forerun.models.tokenizer import Detokenizer, token_text
 from forerun.speculate.verify.score import Verification
 
 if TYPE_CHECKING:
@@ -38,11 +40,22 @@ class Logprob:
     decoded_token: str
 
 
-def by_token(item: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
-    """One position as vLLM gives it: by id, the token itself first, then the likeliest ones."""
-    ranked = [(token, value, rank) for rank, (token, value) in enumerate(item.top.items(), start=1)]
-    ordered = [(item.token, item.logprob, item.rank), *(each for each in ranked if each[0] != item.token)]
-    return {token: Logprob(value, rank, tokenizer.decode([token])) for token, value, rank in ordered}
+def by_token(items: Seq[TokenLogprobs], tokenizer: Any, before: Seq[int]) -> list[dict[int, Logprob]]:
+    """Positions as vLLM gives them: by id, the token itself first, then the likeliest ones. The tokens come after
+    ``before``, and their texts together are the text: a token that ends inside a character has none of it yet."""
+    spelled = Detokenizer(tokenizer, before, skip_special_tokens=False)
+    texts = [spelled.push([item.token]) for item in items]
+    texts[-1:] = [text + spelled.finish() for text in texts[-1:]]
+    return [_by_token(item, text, tokenizer) for item, text in zip(items, texts)]
+
+
+def _by_token(item: TokenLogprobs, text: str, tokenizer: Any) -> dict[int, Logprob]:
+    others = enumerate(item.top.items(), start=1)
+    return {item.token: Logprob(item.logprob, item.rank, text)} | {
+        token: Logprob(value, rank, token_text(tokenizer, token))
+        for rank, (token, value) in others
+        if token != item.token
+    }
 
 
 def finite(value: float) -> float:

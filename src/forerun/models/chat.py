@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
-from jinja2 import TemplateError
+from forerun.core.errors import RequestError, shown
+from forerun.models.checkpoint import library
 
-from forerun.core.errors import RequestError
+log = logging.getLogger("forerun")
 
 Message = Mapping[str, Any]
 
 DEEPEST = 64
 """Objects and lists within each other in a tool's schema or a call's arguments."""
+NO_TEXTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
+"""Types of parts that are no text."""
 OPENING, CLOSING, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 EXPLANATION = """You can call functions. Here they are, one in each line, with their parameters as JSON schemas:
 <tools>
@@ -62,14 +67,17 @@ def render_chat(
         raise RequestError("continue_final_message continues the last message: set add_generation_prompt=False with it")
     tools = _checked_tools(tools or ())
     turns = _with_parsed_calls(messages)
-    try:
+    refused = partial(RequestError, param="messages")
+    with library("the chat template refuses these messages", refused):  # a template may divide by zero
         template = tokenizer.get_chat_template(chat_template, tools or None)
+        if "developer" not in template:
+            turns = _developer_as_system(turns)
         if "tool_calls" not in template:
             turns = _calls_as_text(turns)
         if tools and not _knows_tools(template):
             turns, tools = _explained(turns, tools), []
-        return tokenizer.apply_chat_template(
-            turns,
+        render = partial(
+            tokenizer.apply_chat_template,
             tools=tools or None,
             chat_template=chat_template,
             tokenize=False,
@@ -77,17 +85,43 @@ def render_chat(
             continue_final_message=continue_final_message,
             **(chat_template_kwargs or {}),
         )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        if isinstance(error, RequestError):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
+        text = render(turns)
+        _check_all_there(turns, text, render)
+        return text
+
+
+def _check_all_there(turns: Seq[dict[str, Any]], text: str, render: Callable[[Seq[Message]], str]) -> None:
+    """Raise RequestError for a message that the template leaves out. What an assistant says beside its calls may be
+    missing, which is logged, and so may what a template changes on purpose, such as thoughts."""
+    marks, start = {}, 0
+    for place, turn in enumerate(turns):
+        for part in map(str.strip, _texts(turn)):
+            found = text.find(part, start)
+            if found < 0:
+                marks[place] = f"forerun-{place}-left-out"
+            else:
+                start = found + len(part)
+    if not marks:
+        return
+    marked = render([_with_text(turn, marks[place]) if place in marks else turn for place, turn in enumerate(turns)])
+    for place, mark in marks.items():
+        if mark not in marked.lower():
+            left = f"the chat template leaves out what message {place}, of the role {turns[place]['role']}, says"
+            if not turns[place].get("tool_calls"):
+                raise RequestError(f"{left}: say it in another message", param=f"messages.{place}.content")
+            log.warning("%s beside its calls", left)
+
+
+def _with_text(turn: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A message that says something else in the same form."""
+    return {**turn, "content": [{"type": "text", "text": text}] if isinstance(turn["content"], list) else text}
 
 
 def call_form(tokenizer: Any, chat_template: str | None = None) -> CallForm:
     """The form of calls that the prompt asks for: Llama 3's templates speak of ``parameters``, all others are taken
     for Hermes'."""
-    template = tokenizer.get_chat_template(chat_template, [{}])
+    with library("the chat template cannot be used", RequestError):  # one of several may have no name
+        template = tokenizer.get_chat_template(chat_template, [{}])
     named = re.search(r'"name\\?": .{0,80}"parameters\\?":', template)
     llama = _knows_tools(template) and OPENING not in template and (named or PYTHON_TAG in template)
     return CallForm.LLAMA if llama else CallForm.HERMES
@@ -203,6 +237,30 @@ def _explained(turns: Seq[dict[str, Any]], tools: Seq[Mapping[str, Any]]) -> lis
         first = {**turns[0], "content": f"{_text(turns[0])}\n\n{text}"}
         return [first, *turns[1:]]
     return [{"role": "system", "content": text}, *turns]
+
+
+def _developer_as_system(turns: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A developer's messages as the system's, which comes first."""
+    asked = [turn for turn in turns if turn["role"] == "developer"]
+    others = [turn for turn in turns if turn["role"] != "developer"]
+    if asked and others and others[0]["role"] == "system":
+        asked.insert(0, others.pop(0))
+    first = [{**asked[0], "role": "system"}] if asked else []
+    for turn in asked[1:]:
+        first[0]["content"] = f"{_text(first[0])}\n\n{_text(turn)}"
+    return [*first, *others]
+
+
+def _texts(turn: Mapping[str, Any]) -> list[str]:
+    """The texts of a message's content. Raises RequestError for an image or the like, which no model here sees."""
+    content = turn.get("content")
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    for part in parts:
+        if part.get("type") in NO_TEXTS:
+            raise RequestError(f"a message holds {shown(part['type'])}: only texts are read", param="messages")
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in parts if isinstance(part.get("text"), str)]
 
 
 def _text(turn: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ class Tensor(NamedTuple):
 
 
 @contextmanager
-def library(problem: str, kind: type[ForerunError] = ModelError) -> Iterator[None]:
+def library(problem: str, kind: Callable[[str], ForerunError] = ModelError) -> Iterator[None]:
     """Make one error, which begins with ``problem``, of whatever a library raises about what it cannot use."""
     try:
         yield

@@ -36,6 +36,13 @@ GEMMA2_PERIOD, GEMMA3_PERIOD, GEMMA3_LOCAL_BASE = 2, 6, 10000.0
 those with one."""
 
 
+ENDS = frozenset(
+    ("<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>",
+     "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>")
+)  # fmt: skip
+"""Tokens that end a turn or a text by their name, as in llama.cpp: most files name but one of a model's ends."""
+
+
 class Keys:
     """A file's numbers, by their names behind the architecture's. Raises ModelError for what is none."""
 
@@ -88,8 +95,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     config |= {name: f"blk.0.{part}.bias" in file.tensors for name, part in BIASES.items()}
     config["rope_parameters"] = _rope(file, keys, width)
     config |= _further(file, keys, config)
-    absent = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # transformers has defaults
-    return config | absent | _special_ids(file, vocabulary)
+    return config | {"pad_token_id": None} | _special_ids(file, vocabulary)  # transformers has defaults
 
 
 def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -131,13 +137,19 @@ def _rope(file: GGUFFile, keys: Keys, width: int) -> dict[str, Any]:
             other = f"{shown(turned)} as {keys.architecture}.rope.dimension_count"
             raise ModelError(f"{file.path} has heads of {width} numbers, but {other}")
         found["partial_rotary_factor"] = turned / width
-    kind = keys.get("rope.scaling.type") or "none"
+    kind, factor = keys.get("rope.scaling.type") or "linear", 1.0
+    for name in ("rope.scaling.factor", "rope.scale_linear"):  # the older key counts where the other is missing
+        if keys.get(name):
+            factor = keys.positive(name)
+            break
+    if kind == "linear" and factor == 1:
+        kind = "none"
     factors = any(name.startswith("rope_factors") for name in file.tensors)
     if kind not in ("none", "linear") or factors or (FREQUENCIES in file.tensors and kind == "linear"):
         how = "longrope" if factors else shown(kind)
         raise ModelError(f"{file.path} scales its rotary frequencies ({how}), which is not read from GGUF")
     if kind == "linear":
-        return found | {"rope_type": "linear", "factor": keys.positive("rope.scaling.factor")}
+        return found | {"rope_type": "linear", "factor": factor}
     return found | _llama3(file, found["rope_theta"], width) if FREQUENCIES in file.tensors else found
 
 
@@ -213,17 +225,17 @@ def _vocabulary(file: GGUFFile) -> int:
 
 
 def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
-    """The ids that begin and end texts, and padding's. Raises ModelError."""
+    """The ids that begin and end texts. Raises ModelError."""
     ids: dict[str, int] = {}
-    for name in ("bos", "eos", "padding", "eot", "eom"):
+    for name in ("bos", "eos", "eot", "eom"):
         value = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
             continue
         if not isinstance(value, int) or not 0 <= value < vocabulary:
             raise ModelError(f"{file.path} has {shown(value)} as tokenizer.ggml.{name}_token_id, not one of its tokens")
         ids[name] = value
-    found: dict[str, Any] = {
-        f"{to}_token_id": ids[name] for name, to in (("bos", "bos"), ("padding", "pad")) if name in ids
-    }
-    ends = sorted({ids[name] for name in ("eos", "eot", "eom") if name in ids})
-    return found | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
+    begin = ids.pop("bos", None)
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    named = enumerate(tokens[:vocabulary] if isinstance(tokens, list) else ())
+    ends = sorted({*ids.values(), *(place for place, token in named if token in ENDS)})
+    return {"bos_token_id": begin, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}

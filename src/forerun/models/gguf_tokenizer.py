@@ -12,10 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from forerun.core.errors import ModelError, shown
 from forerun.models import gguf_sentencepiece
+from forerun.models.architectures.families import PHI3
+from forerun.models.gguf_config import ENDS
 from forerun.models.gguf_sentencepiece import CONTROL, NORMAL
 
 USER_DEFINED = 4
 """A kind in ``tokenizer.ggml.token_type`` that is matched in the text before it is split, as control tokens are."""
+PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+"""Phi-3's added tokens that leave the spaces behind them."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -69,6 +73,8 @@ def _named() -> dict[str, PreTokenizer]:
         **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer((_GPT2,))),
         **dict.fromkeys(("mpt", "olmo"), PreTokenizer((_GPT2,), composed=True)),
         **dict.fromkeys(("smollm", "starcoder", "refact"), PreTokenizer((r"\p{N}", _GPT2))),
+        "smaug-bpe": PreTokenizer((_LLAMA3,), whole_words=True),
+        "dbrx": PreTokenizer((_LLAMA3,)),
         "command-r": PreTokenizer((r"\p{N}", _GPT2), composed=True),
         **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), llama3),
         "qwen2": PreTokenizer((_QWEN2,), composed=True),
@@ -100,18 +106,25 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
             "('llama') are read from GGUF files"
         )
     rules = _rules(metadata, where) if kind == "gpt2" else None
-    tokens = _texts(metadata, "tokens", where)
-    kinds = _kinds(metadata, tokens, where)
-    ids = {name: _id(metadata, name, len(tokens), where) for name in ("bos", "eos", "unknown", "padding")}
+    given = _texts(metadata, "tokens", where)
+    kinds = _kinds(metadata, given, where)
+    tokens = _names(given, kinds)
+    ids = {name: _id(metadata, name, len(tokens), where) for name in ("bos", "eos", "unknown")}
+    padding = metadata.get("tokenizer.ggml.padding_token_id")
+    known = isinstance(padding, int) and 0 <= padding < len(tokens)
+    ids["padding"] = padding if known else None  # nothing is padded here, so that any other does no harm
     begins = metadata.get("tokenizer.ggml.add_bos_token", rules is None or rules.begins)
     ends = metadata.get("tokenizer.ggml.add_eos_token", False)
     if rules is None:
         tokenizer = gguf_sentencepiece.make_model(metadata, tokens, kinds, ids["unknown"], where)
     else:
         tokenizer = _bpe(metadata, rules, tokens, where)
+    twins = [decoders.Replace(name, text) for name, text in zip(tokens, given) if name != text]
+    if twins:
+        tokenizer.decoder = decoders.Sequence([*twins, tokenizer.decoder])
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=kind == CONTROL, normalized=False)
+            AddedToken(token, special=kind == CONTROL, normalized=False, **_strips(metadata, token))
             for token, kind in zip(tokens, kinds)
             if kind in (CONTROL, USER_DEFINED)
         ]
@@ -145,12 +158,30 @@ def _rules(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
 
 
 def _kinds(metadata: Mapping[str, Any], tokens: list[str], where: str) -> list[int]:
-    if len(set(tokens)) < len(tokens):
-        raise ModelError(f"{where} has the same token twice in tokenizer.ggml.tokens")
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ModelError(f"{where} has {len(tokens)} tokens, but not as many entries in tokenizer.ggml.token_type")
-    return kinds
+    return [CONTROL if token in ENDS else kind for token, kind in zip(tokens, kinds)]
+
+
+def _names(tokens: list[str], kinds: list[int]) -> list[str]:
+    """The tokens by names of their own: empty ones and twins get one that no text has. Of twins, the one that is
+    matched in texts before they are split keeps its name, else the first."""
+    kept: dict[str, int] = {}
+    for place in sorted(range(len(tokens)), key=lambda place: kinds[place] not in (CONTROL, USER_DEFINED)):
+        kept.setdefault(tokens[place], place)
+    return [token if token and kept[token] == place else f"\0twin {place}\0" for place, token in enumerate(tokens)]
+
+
+def _strips(metadata: Mapping[str, Any], token: str) -> dict[str, bool]:
+    """The sides on which an added token takes spaces and line breaks with it, which files leave out: behind it in
+    Phi-3's vocabulary, on both sides in Phi-4's."""
+    kind, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if metadata.get("general.architecture") != PHI3.gguf:
+        return {}
+    if kind == "llama":
+        return {"rstrip": token not in PHI3_PLAIN}
+    return dict.fromkeys(("lstrip", "rstrip"), pre == "dbrx")
 
 
 def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], where: str) -> Tokenizer:

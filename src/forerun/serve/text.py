@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from forerun.core.errors import ContextLengthError, RequestError
 from forerun.models.chat import OPENING, PYTHON_TAG, CallForm, Message, call_form, render_chat
-from forerun.models.tokenizer import Detokenizer, encode
+from forerun.models.tokenizer import REPLACEMENT, Detokenizer, encode, token_text
 
 T = TypeVar("T")
 
@@ -161,12 +161,12 @@ class TextService:
 
     def _token_text(self, token: int) -> tuple[str, list[int] | None]:
         """One token's text and, where they can be told, its bytes (half a character has no text of its own)."""
-        text = self.tokenizer.decode([token])
-        if "\ufffd" not in text:
-            return text, list(text.encode())
-        letters = self.tokenizer.convert_ids_to_tokens(token)
+        text = token_text(self.tokenizer, token)
+        letters = self.tokenizer.convert_ids_to_tokens(token) if REPLACEMENT in text else text
         if letters is None:
             return text, None
+        if REPLACEMENT not in text or REPLACEMENT in letters:
+            return text, list(text.encode())
         if letters.startswith("<0x") and letters.endswith(">"):
             return text, [int(letters[3:-1], 16)]
         known = [BYTE_LETTERS.get(letter) for letter in letters]

@@ -16,7 +16,7 @@ from forerun.core.batch import Span
 from forerun.core.errors import ConfigError
 from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.tokenizer import load_tokenizer, with_end
 from forerun.sampling.noise import target_key
 from forerun.speculate.draft.base import DraftContext
 from forerun.speculate.draft.model import DraftModel, DraftModelConfig
@@ -41,8 +41,9 @@ class CrossVocabularyDraftModel(DraftModel):
     def _check_vocabulary(self, path: str) -> None:
         info, own = self.context.target.info, self.model.info
         target = Vocabulary(self.context.tokenizer, info.vocab_size)
-        draft = Vocabulary(load_tokenizer(path), own.vocab_size)
-        self.bridge = Bridge(target, draft, info.eos_ids, own.eos_ids)
+        tokenizer = load_tokenizer(path)
+        draft = Vocabulary(tokenizer, own.vocab_size)
+        self.bridge = Bridge(target, draft, info.eos_ids, with_end(own, tokenizer).eos_ids)
         pairs = sorted(self.bridge.shared.items())
         self.target_ids = torch.tensor([target_id for target_id, _ in pairs], device=own.device)
         self.draft_ids = torch.tensor([draft_id for _, draft_id in pairs], device=own.device)

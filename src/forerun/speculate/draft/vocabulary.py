@@ -24,7 +24,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Any, size: int) -> None:
         self.tokenizer = tokenizer
         vocab = {token: i for token, i in tokenizer.get_vocab().items() if i < size}
-        special = set(tokenizer.all_special_tokens)
+        added = tokenizer.added_tokens_decoder.values()
+        special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         self.names = {i: token for token, i in vocab.items() if token in special}
         plain = {i: token for token, i in vocab.items() if token not in special}
         byte_level = any("Ġ" in token for token in plain.values())
@@ -73,7 +74,7 @@ class Bridge:
             raise ConfigError("the draft's vocabulary shares no token with the target's: choose another draft")
         names = {name: i for i, name in draft.names.items()}
         self.shared.update({i: names[name] for i, name in target.names.items() if name in names})
-        if target_eos and draft_eos:
+        if target_eos and draft_eos and not any(self.shared.get(end) in draft_eos for end in target_eos):
             self.shared[min(target_eos)] = min(draft_eos)
 
     @cached_property
