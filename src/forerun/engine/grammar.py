@@ -115,7 +115,15 @@ class Constraint:
     def _follow(self, sequence: Sequence) -> None:
         """A new copy, at the end of the committed tokens."""
         self._matcher = self._start.deep_copy()
-        self._matcher.try_consume_tokens(sequence.tokens[sequence.num_prompt :][: self._fed])
+        self._take(sequence.tokens[sequence.num_prompt :][: self._fed])
+
+    def _take(self, tokens: list[int]) -> None:
+        """Follow committed tokens up to the end of the text; one that is not permitted breaks the matcher."""
+        consumed = 0 if self._matcher.is_stopped() else self._matcher.try_consume_tokens(tokens)
+        if consumed < len(tokens) and not self._matcher.is_stopped():
+            permitted(self._matcher, self._ends)  # that there is no room to follow it, only a mask tells
+            if self._matcher.consume_token(tokens[consumed]):
+                self._take(tokens[consumed + 1 :])
         self._dead = self._matcher.is_error()
 
     def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
@@ -156,9 +164,7 @@ class Constraint:
             self._masks.clear()
             self._faults.clear()
             self._fed += len(fresh)
-            if not self._matcher.is_stopped():
-                self._matcher.try_consume_tokens(fresh)
-            self._dead = self._matcher.is_error()
+            self._take(fresh)
         return tuple(sequence.tokens[committed:])
 
     def _undo(self, sequence: Sequence, consumed: int) -> None:
@@ -195,7 +201,8 @@ class GrammarCompiler:
     ) -> None:
         try:
             import llguidance
-            import llguidance.hf
+
+            from forerun.engine.spelling import Spelling
         except ImportError:
             raise ConfigError("structured output needs llguidance: pip install 'forerun[serve]'") from None
         if tokenizer is None or not eos_ids:
@@ -213,7 +220,8 @@ class GrammarCompiler:
         self.held = 0
         """Bytes that the kept grammars may grow to."""
         try:
-            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=self.eos_ids)
+            spelling = llguidance.TokenizerWrapper(Spelling(tokenizer, vocab_size, self.eos_ids))
+            self._tokenizer = llguidance.LLTokenizer(spelling, eos_token=self.eos_ids)
         except ValueError as error:
             raise ConfigError(f"structured output cannot read this tokenizer: {_first_line(str(error))}") from error
 
