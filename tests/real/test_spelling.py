@@ -59,7 +59,7 @@ def test_every_added_token_and_decomposed_text_can_be_written(vocabulary: Any, n
             assert forced[-1] == eos, (text, wanted.key[0])
             assert tokenizer.decode(forced[:-1]) == expected
             if place % 16 == 0:
-                assert walked(compiler, wanted, eos, source) == forced
+                assert tokenizer.decode(walked(compiler, wanted, eos, source)[:-1]) == expected
 
 
 def walked(compiler: GrammarCompiler, wanted: StructuredOutputsParams, eos: int, source: random.Random) -> list[int]:

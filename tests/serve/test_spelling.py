@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from gguf_files import write_model
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AddedToken
 
@@ -17,6 +16,7 @@ from forerun.engine.grammar import GrammarCompiler
 from forerun.models.chat import CallForm
 from forerun.serve.schema import ChatRequest
 from forerun.serve.tool_choice import required_shape
+from gguf_files import write_model
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPOKEN = ["<tool_call>", "<think>", "[MARK]"]
@@ -76,12 +76,12 @@ def test_a_text_that_must_come_comes_whatever_drafts(llm: LLM, text: str, temper
         assert answers[0][2] == "stop"
 
 
-@pytest.mark.parametrize("committed", [1, 3])
+@pytest.mark.parametrize("committed", [1, 3, 5])
 def test_a_committed_token_that_is_not_permitted_is_an_error_at_once(llm: LLM, committed: int) -> None:
     """An answer that goes on behind tokens which its grammar does not permit, as after another replica's loss."""
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs={"choice": ["abcd"]})
     x = llm.tokenizer.encode("x")
-    (job,) = llm.engine.add([5], params, committed=[*llm.tokenizer.encode("ab"), *x][-committed:])
+    (job,) = llm.engine.add([5], params, committed=[*llm.tokenizer.encode("abcd")[: committed - 1], *x])
     while llm.engine.busy:
         llm.engine.step()
     assert job.finish.reason == "error"

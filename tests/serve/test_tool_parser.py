@@ -130,7 +130,10 @@ WORDS = st.sampled_from(
 
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
-@given(st.one_of(st.lists(WORDS, max_size=12).map("".join), st.sampled_from([case[0] for case in (*CASES, *FENCED)])), st.data())
+@given(
+    st.one_of(st.lists(WORDS, max_size=12).map("".join), st.sampled_from([case[0] for case in (*CASES, *FENCED)])),
+    st.data(),
+)
 def test_cuts_change_nothing(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
