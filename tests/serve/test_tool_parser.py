@@ -81,21 +81,66 @@ def test_texts(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert told(ToolParser(NAMES), [*text, ""]) == (content, calls)
 
 
+CALL = '{\n  "name": "add",\n  "arguments": {\n    "a": 1\n  }\n}'
+ADD = [("add", '{"a": 1}')]
+FENCED: list[tuple[str, list[tuple[str, str]]]] = [
+    (f"```json\n{CALL}\n```", ADD),
+    (f" \n```\n{CALL}\n```\n", ADD),
+    ('```json{"name": "add", "parameters": {"a": 1}}```', ADD),
+    (f"Here it is:\n```json\n{CALL}\n```", []),
+    (f"```json\n{CALL}\n```\nThat is it.", []),
+    (f"```json\n{CALL}\n", []),
+    (f"```json\n{CALL}\n{CALL}\n```", []),
+    (f"```python\n{CALL}\n```", []),
+    ('```json\n{"name": "Ada", "arguments": {"a": 1}}\n```', []),
+    ('```json\n{"name": "add", "age": 3}\n```', []),
+    ('```json\n{"name": "add", "arguments": {"a": 1', []),
+    ('```json\n{"name": "add", "arguments": {"a": 1 2}}\n```', []),
+    ("```json", []),
+    ("``", []),
+    ("```json\n[1]\n```", []),
+]
+
+
+@pytest.mark.parametrize(("text", "calls"), FENCED, ids=range(len(FENCED)))
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_block_of_markdown_is_a_call_where_the_answer_is_nothing_else(
+    text: str, calls: list[tuple[str, str]], fenced: bool
+) -> None:
+    expected = ("", calls) if calls and fenced else (text, [])
+    assert told(ToolParser(NAMES, fenced=fenced), [text]) == expected
+    assert told(ToolParser(NAMES, fenced=fenced), [*text, ""]) == expected
+
+
+def test_a_block_that_is_no_call_is_told_as_soon_as_that_is_clear() -> None:
+    parser = ToolParser(NAMES, fenced=True)
+    assert not parser.push("```json\n{")
+    assert [new.text for new in parser.push('"n')] == []
+    assert [new.text for new in parser.push("o")] == ['```json\n{"no']
+    parser = ToolParser(NAMES, fenced=True)
+    assert not parser.push(f"```json\n{CALL}\n```\n")
+    assert [new.text for new in parser.push("So")] == [f"```json\n{CALL}\n```\nSo"]
+
+
 WORDS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<|python_tag|>", "\n", " ", "{", "}", "[", '"', "\\", ";", ",", ": ", "x", "<",
      "Ada", '{"name": "add", "arguments": ', '{"name": "add', '"parameters": {"a": [1]}', '{"type": "function", ',
-     '"name": "add"']
+     '"name": "add"', "```", "```json\n"]
 )  # fmt: skip
 
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
-@given(st.one_of(st.lists(WORDS, max_size=12).map("".join), st.sampled_from([case[0] for case in CASES])), st.data())
+@given(
+    st.one_of(st.lists(WORDS, max_size=12).map("".join), st.sampled_from([case[0] for case in (*CASES, *FENCED)])),
+    st.data(),
+)
 def test_cuts_change_nothing(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    whole = told(ToolParser(NAMES), [text])
-    assert told(ToolParser(NAMES), pieces) == whole
-    assert told(ToolParser(NAMES, 1), pieces)[1] == whole[1][:1]
+    for fenced in (False, True):
+        whole = told(ToolParser(NAMES, fenced=fenced), [text])
+        assert told(ToolParser(NAMES, fenced=fenced), pieces) == whole
+        assert told(ToolParser(NAMES, 1, fenced=fenced), pieces)[1] == whole[1][:1]
 
 
 def test_nothing_is_held_back_but_what_may_begin_a_call() -> None:

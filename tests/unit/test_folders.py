@@ -22,7 +22,7 @@ from forerun.core.errors import ModelError
 from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
 from forerun.core.loading import Advance, watch, watch_parts
 from forerun.models import fetch as fetching
-from forerun.models.fetch import Source, fetched
+from forerun.models.known import KNOWN, Known, fetched
 from here import where
 
 pytestmark = pytest.mark.slow
@@ -231,7 +231,8 @@ def test_a_model_that_others_can_have_written_is_not_used(tmp_path, home, monkey
     given = tmp_path / "given.gguf"
     given.write_bytes(b"GGUF and more")
     digest = kernels.hashlib.sha256(given.read_bytes()).hexdigest()
-    monkeypatch.setitem(fetching.SOURCES, "tiny", Source("tiny==1", "tiny/tiny.gguf", 13, digest, "none"))
+    known = Known("Tiny", "tiny.gguf", 13, digest, "none", "nobody", "tiny==1", "tiny/tiny.gguf")
+    monkeypatch.setitem(KNOWN, "tiny", known)
     path = fetching.fetch("tiny", given)
     assert fetched("tiny") == path
     for spoil, reason in ((lambda: path.chmod(0o666), "others may write to"), (lambda: os.truncate(path, 5), "short")):

@@ -21,11 +21,11 @@ import torch
 
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.sequence import Sequence
+from forerun.engine.integers import COMPACT, grammars
 from forerun.sampling.params import StructuredOutputsParams
 
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON is written as ``json.dumps`` writes it, unless the schema's ``x-guidance`` says otherwise: a model that may put
-any white space between tokens may also never stop."""
+LONG = re.compile(r"\d{16}")
+"""What an integer has that a float64 does not hold."""
 MOST_ITEMS = 10_000
 """What the parser may look at in one step, in which all requests wait: ambiguous grammars take a hundredth of a second
 then (0.7 s with llguidance's own 50,000); schemas of sixty alternatives take a tenth of it."""
@@ -99,7 +99,7 @@ class Constraint:
         """The mask behind ``path``, None if that is not permitted; and what is broken there."""
         consumed = 0 if self._matcher.is_stopped() else self._matcher.try_consume_tokens(list(path))
         mask, broken = None, None
-        if consumed == len(path) or self._matcher.is_stopped():
+        if consumed == len(path) or self._over(path[consumed:]):
             mask, broken = permitted(self._matcher, self._ends)
         else:  # the path is not permitted, or there is no room to follow it, which only a mask tells
             _, found = permitted(self._matcher, self._ends)
@@ -115,8 +115,20 @@ class Constraint:
     def _follow(self, sequence: Sequence) -> None:
         """A new copy, at the end of the committed tokens."""
         self._matcher = self._start.deep_copy()
-        self._matcher.try_consume_tokens(sequence.tokens[sequence.num_prompt :][: self._fed])
+        self._take(sequence.tokens[sequence.num_prompt :][: self._fed])
+
+    def _take(self, tokens: list[int]) -> None:
+        """Follow committed tokens up to the end of the text; one that is not permitted breaks the matcher."""
+        consumed = 0 if self._matcher.is_stopped() else self._matcher.try_consume_tokens(tokens)
+        if consumed < len(tokens) and not self._over(tokens[consumed:]):
+            permitted(self._matcher, self._ends)  # that there is no room to follow it, only a mask tells
+            if self._matcher.consume_token(tokens[consumed]):
+                self._take(tokens[consumed + 1 :])
         self._dead = self._matcher.is_error()
+
+    def _over(self, tokens: Seq[int]) -> bool:
+        """Whether the text has ended before these tokens, which end it again."""
+        return self._matcher.is_stopped() and all(token in self._compiler.eos_ids for token in tokens)
 
     def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
         """What breaks the grammar behind ``path``; None: nothing does."""
@@ -156,9 +168,7 @@ class Constraint:
             self._masks.clear()
             self._faults.clear()
             self._fed += len(fresh)
-            if not self._matcher.is_stopped():
-                self._matcher.try_consume_tokens(fresh)
-            self._dead = self._matcher.is_error()
+            self._take(fresh)
         return tuple(sequence.tokens[committed:])
 
     def _undo(self, sequence: Sequence, consumed: int) -> None:
@@ -195,7 +205,8 @@ class GrammarCompiler:
     ) -> None:
         try:
             import llguidance
-            import llguidance.hf
+
+            from forerun.engine.spelling import Spelling
         except ImportError:
             raise ConfigError("structured output needs llguidance: pip install 'forerun[serve]'") from None
         if tokenizer is None or not eos_ids:
@@ -213,7 +224,8 @@ class GrammarCompiler:
         self.held = 0
         """Bytes that the kept grammars may grow to."""
         try:
-            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=self.eos_ids)
+            spelling = llguidance.TokenizerWrapper(Spelling(tokenizer, vocab_size, self.eos_ids))
+            self._tokenizer = llguidance.LLTokenizer(spelling, eos_token=self.eos_ids)
         except ValueError as error:
             raise ConfigError(f"structured output cannot read this tokenizer: {_first_line(str(error))}") from error
 
@@ -256,7 +268,9 @@ class GrammarCompiler:
             raise RequestError(f"structured output, grammar: more than {MOST_RULES} rules")
         try:
             if kind == "schemas":
-                grammar = _with_schemas(lark, schemas)
+                grammar = _together({"name": "start", "lark_grammar": lark}, schemas)
+            elif kind == "json" and LONG.search(text):
+                grammar = _together({"name": "start", "lark_grammar": "start: @schema"}, {"schema": json.loads(text)})
             elif kind == "json":
                 grammar = library.LLMatcher.grammar_from_json_schema(_as_object(text), defaults=COMPACT)
             else:
@@ -274,11 +288,10 @@ class GrammarCompiler:
         return matcher
 
 
-def _with_schemas(lark: str, schemas: dict[str, Any]) -> str:
-    """A Lark grammar and the JSON schemas that its rules name, as llguidance takes them together."""
-    compact = {name: {"x-guidance": COMPACT, **schema} for name, schema in schemas.items()}
-    named = [{"name": name, "json_schema": schema} for name, schema in compact.items()]
-    return json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *named]})
+def _together(start: dict[str, Any], schemas: dict[str, Any]) -> str:
+    """A Lark grammar and the JSON schemas that its rules name, as llguidance takes them."""
+    named = [grammar for name, schema in schemas.items() for grammar in grammars(name, schema)]
+    return json.dumps({"grammars": [start, *named]})
 
 
 def _as_object(schema: str) -> str:

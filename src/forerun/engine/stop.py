@@ -61,7 +61,7 @@ class Stopper:
         params = self.sequence.params
         may_stop = num_output >= params.min_tokens
         found = None
-        if may_stop and token in self.ends:
+        if token in self.ends and (may_stop or self.sequence.constraint is not None):
             listed = token in params.stop_token_ids
             keep = params.include_stop_str_in_output and listed
             found = Finish(STOP, token if listed else None, silent=not keep)

@@ -74,7 +74,7 @@ def render_chat(
             turns = _developer_as_system(turns)
         if "tool_calls" not in template:
             turns = _calls_as_text(turns)
-        if tools and not _knows_tools(template):
+        if tools and not knows_tools(template):
             turns, tools = _explained(turns, tools), []
         render = partial(
             tokenizer.apply_chat_template,
@@ -123,11 +123,11 @@ def call_form(tokenizer: Any, chat_template: str | None = None) -> CallForm:
     with library("the chat template cannot be used", RequestError):  # one of several may have no name
         template = tokenizer.get_chat_template(chat_template, [{}])
     named = re.search(r'"name\\?": .{0,80}"parameters\\?":', template)
-    llama = _knows_tools(template) and OPENING not in template and (named or PYTHON_TAG in template)
+    llama = knows_tools(template) and OPENING not in template and (named or PYTHON_TAG in template)
     return CallForm.LLAMA if llama else CallForm.HERMES
 
 
-def _knows_tools(template: str) -> bool:
+def knows_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 

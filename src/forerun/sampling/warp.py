@@ -3,6 +3,7 @@ its own request's options and its own context, drafted tokens before it included
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -117,7 +118,8 @@ def _bias_and_ban(logits: torch.Tensor, row: Row) -> None:
         logits[ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
     banned: set[int] = set()
     if sequence.num_output + len(row.path) < params.min_tokens:
-        banned.update(sequence.eos_ids, params.stop_token_ids)
+        ends = {*sequence.eos_ids, *params.stop_token_ids}
+        banned.update(() if _must_end(row, ends) else ends)
     if params.bad_words_ids:
         longest = max(len(word) for word in params.bad_words_ids) - 1
         context = _output_tail(row, longest)
@@ -127,6 +129,17 @@ def _bias_and_ban(logits: torch.Tensor, row: Row) -> None:
                 banned.add(word[-1])
     if banned:
         logits[[t for t in banned if t < logits.shape[0]]] = NEG_INF
+
+
+def _must_end(row: Row, ends: Iterable[int]) -> bool:
+    """Whether the row's grammar permits nothing but tokens that end the text."""
+    constraint = row.sequence.constraint
+    mask = constraint.allowed(row.sequence, row.path) if constraint is not None else None
+    if mask is None:
+        return False
+    allowed = numpy.unpackbits(mask.numpy().view(numpy.uint8), bitorder="little")
+    allowed[[token for token in ends if token < len(allowed)]] = 0
+    return not allowed.any()
 
 
 def _output_tail(row: Row, count: int) -> list[int]:

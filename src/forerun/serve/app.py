@@ -257,14 +257,15 @@ class Server:
         if tools:
             if isinstance(params, BeamSearchParams):
                 raise ConfigError("beams call no tools: leave tools out, or use_beam_search")
-            shape = required_shape(body, self.text.call_form) or params.structured_outputs
-            shown = self.text.hides_calls
+            special = self.text.special_markers
+            shape = required_shape(body, self.text.call_form, special) or params.structured_outputs
             params = params.clone(
-                structured_outputs=shape, skip_special_tokens=params.skip_special_tokens and not shown
+                structured_outputs=shape, skip_special_tokens=params.skip_special_tokens and not special
             )
         streams = await self.submit([ids], params, body, limit)
         options = self.reply_options(body, streams, body.logprobs, request_id)
-        return streams, {**options, "tools": ToolOptions.of(body) if tools else None}
+        reading = ToolOptions.of(body, fenced=self.text.knows_tools) if tools else None
+        return streams, {**options, "tools": reading}
 
     async def answer(self, request: Request, body: Sampled, make: Coroutine[Any, Any, Reply]) -> Response:
         reply = request.state.reply = await make

@@ -19,20 +19,21 @@ TOOL_CALLS = "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """How to read an answer for calls: of which functions, at most how many (None: any number), and whether it
-    must be calls."""
+    """How to read an answer for calls: of which functions, at most how many (None: any number), whether it must be
+    calls, and whether a block of Markdown may be one."""
 
     names: frozenset[str]
     most: int | None
     must: bool
+    fenced: bool
 
     @classmethod
-    def of(cls, body: ChatRequest) -> ToolOptions:
+    def of(cls, body: ChatRequest, *, fenced: bool) -> ToolOptions:
         names = frozenset(tool.function.name for tool in body.offered())
-        return cls(names, None if body.parallel_tool_calls else 1, body.tool_choice not in (None, "auto"))
+        return cls(names, None if body.parallel_tool_calls else 1, body.tool_choice not in (None, "auto"), fenced)
 
     def parser(self) -> ToolParser:
-        return ToolParser(self.names, self.most, silent=self.must)
+        return ToolParser(self.names, self.most, silent=self.must, fenced=self.fenced)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 from forerun.core.errors import ContextLengthError, RequestError
-from forerun.models.chat import OPENING, PYTHON_TAG, CallForm, Message, call_form, render_chat
+from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG, CallForm, Message, call_form, knows_tools, render_chat
 from forerun.models.tokenizer import REPLACEMENT, Detokenizer, encode, token_text
 
 T = TypeVar("T")
@@ -154,10 +154,15 @@ class TextService:
         return call_form(self.tokenizer, self.own_template)
 
     @cached_property
-    def hides_calls(self) -> bool:
-        """Whether a marker of calls is a special token, which texts leave out unless told otherwise."""
+    def knows_tools(self) -> bool:
+        """Whether the template tells of tools in words of its own."""
+        return knows_tools(self.tokenizer.get_chat_template(self.own_template, [{}]))
+
+    @cached_property
+    def special_markers(self) -> frozenset[str]:
+        """Markers of calls that are special tokens here, which texts leave out unless told otherwise."""
         known = self.tokenizer.added_tokens_decoder.values()
-        return any(token.special and token.content in (OPENING, PYTHON_TAG) for token in known)
+        return frozenset(token.content for token in known if token.special) & {OPENING, CLOSING, PYTHON_TAG}
 
     def _token_text(self, token: int) -> tuple[str, list[int] | None]:
         """One token's text and, where they can be told, its bytes (half a character has no text of its own)."""

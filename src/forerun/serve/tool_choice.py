@@ -4,6 +4,7 @@ and meet its schema."""
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from typing import Any
 
 from forerun.core.errors import ConfigError
@@ -12,13 +13,17 @@ from forerun.sampling.params import StructuredOutputsParams
 from forerun.serve.messages import Chosen, Tool
 from forerun.serve.schema import ChatRequest
 
+OBJECT = '{"name": '
 MOST_CALLS = 4
 """In an answer that must call: a small model repeats its call until something ends it."""
 OPEN_ENDED = {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 
 
-def required_shape(body: ChatRequest, form: CallForm) -> StructuredOutputsParams | None:
-    """The grammar of a request with tools; None: the model is free to call or not.
+def required_shape(
+    body: ChatRequest, form: CallForm, special: Set[str] = frozenset()
+) -> StructuredOutputsParams | None:
+    """The grammar of a request with tools; None: the model is free to call or not. ``special`` are the markers of
+    calls that are special tokens.
 
     ``required`` or a named function permits calls alone. Under ``auto`` a ``response_format`` binds what is no call.
     Raises ConfigError for other structured output beside tools.
@@ -31,25 +36,28 @@ def required_shape(body: ChatRequest, form: CallForm) -> StructuredOutputsParams
     if choice in (None, "auto"):
         if asked is None:
             return None
-        rules, schemas = _calls(tools, form, several=body.parallel_tool_calls)
+        rules, schemas = _calls(tools, form, special, several=body.parallel_tool_calls)
         schemas["answer"] = _as_object(json.loads(asked.key[1]))
         return StructuredOutputsParams(grammar=f"start: @answer | calls\n{rules}", schemas=schemas)
     if isinstance(choice, Chosen):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     several = body.parallel_tool_calls and not isinstance(choice, Chosen)
-    rules, schemas = _calls(tools, form, several=several)
+    rules, schemas = _calls(tools, form, special, several=several)
     return StructuredOutputsParams(grammar=f"start: calls\n{rules}", schemas=schemas)
 
 
-def _calls(tools: list[Tool], form: CallForm, *, several: bool) -> tuple[str, dict[str, Any]]:
+def _calls(tools: list[Tool], form: CallForm, special: Set[str], *, several: bool) -> tuple[str, dict[str, Any]]:
     """Rules in Lark, and the schemas of the functions' arguments by name. Llama 3 makes one call at a time."""
     hermes = form is CallForm.HERMES
-    before, after = (f"{OPENING}\n", f"\n{CLOSING}") if hermes else ("", "")
     key = "arguments" if hermes else "parameters"
     functions = " | ".join(f"function_{place}" for place in range(len(tools)))
     more = f" ({_quoted(chr(10))} call){{0,{MOST_CALLS - 1}}}" if several and hermes else ""
-    opening, closing = before + '{"name": ', "}" + after
-    rules = [f"calls: call{more}", f"call: {_quoted(opening)} ({functions}) {_quoted(closing)}"]
+    line = chr(10) if hermes else ""
+    call = f"{_quoted(line + OBJECT)} ({functions}) {_quoted('}' + line)}"
+    if hermes:  # a name without quotes is that special token
+        opening, closing = (mark if mark in special else _quoted(mark) for mark in (OPENING, CLOSING))
+        call = f"{opening} {call} {closing}"
+    rules = [f"calls: call{more}", f"call: {call}"]
     for place, tool in enumerate(tools):
         begun = f"{json.dumps(tool.function.name)}, {json.dumps(key)}: "
         rules.append(f"function_{place}: {_quoted(begun)} @arguments_{place}")

@@ -2,6 +2,7 @@
 
 Two forms are known: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of the Hermes models, and
 ``{"name": ..., "parameters": {...}}`` of Llama 3 at the beginning of the answer, with or without ``<|python_tag|>``.
+Small models also write a call as a block of Markdown, which counts where the answer is nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG
 MARKERS = (OPENING, PYTHON_TAG)
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 OPEN_STRING = re.compile(r'"(?:[^"\\]|\\.)*\\?', re.S)
+FENCE = "```"
+FENCED = re.compile(FENCE + r"(?:json)?\s*(?={)")
+BEGUN_FENCE = re.compile("`{1,2}|" + FENCE + r"(?:j|js|jso|json)?\s*")
 ID = 9
 """Letters and digits of a call's id: Mistral's templates refuse any other number, and a prefix."""
 NAME = ""
@@ -78,13 +82,16 @@ class ToolParser:
 
     ``names`` are the functions that a call without a marker must name. More calls than ``most`` are dropped. An answer
     in the form of a call that is none is text. White space around calls belongs to them. ``silent``: the answer must be
-    calls, so that what is none is one that was cut off, and not told.
+    calls, so that what is none is one that was cut off, and not told. ``fenced``: a block of Markdown may be a call.
     """
 
-    def __init__(self, names: Collection[str], most: int | None = None, *, silent: bool = False) -> None:
+    def __init__(
+        self, names: Collection[str], most: int | None = None, *, silent: bool = False, fenced: bool = False
+    ) -> None:
         self.names = names
         self.most = most
         self.silent = silent
+        self.fenced = fenced
         self.calls: list[Call] = []
         self.content = ""
         """Text outside of calls."""
@@ -125,6 +132,11 @@ class ToolParser:
         bare = len(held) - len(held.lstrip()) if self._bare else -1
         if 0 <= bare < len(held) and held[bare] == "{":
             return self._begin(0, bare)
+        if self.fenced and bare >= 0 and not self.calls:
+            if block := FENCED.match(held, bare):
+                return self._begin(0, block.end())
+            if BEGUN_FENCE.fullmatch(held, bare) and not self._last:
+                return False
         found = [(at, marker) for marker in MARKERS if (at := held.find(marker)) >= 0]
         if found:
             at, marker = min(found)
@@ -145,10 +157,10 @@ class ToolParser:
 
     def _read_head(self) -> bool:
         name, end = head_of(self._held)
-        marked = bool(self._marker.strip())
-        if not marked and not self._may_be_known(end):
+        marked, fenced = bool(self._marker.strip()), FENCE in self._marker
+        if (fenced or not marked) and not self._may_be_known(end):
             return self._release(0)
-        if name is not None:
+        if name is not None and not fenced:
             self._held = self._held[end - 1 :]  # from the arguments' bracket on
             self._start(name)
             self._brackets, self._step = Brackets(), self._read_arguments
@@ -190,15 +202,29 @@ class ToolParser:
         if end is None:
             self._scanned = len(self._held)
             return self._release(self._scanned) if self._last else False
-        end += self._scanned
-        calls = calls_in(self._held[:end])
+        self._scanned += end
+        if FENCE in self._marker:
+            self._step = self._read_fence
+            return True
+        return self._tell_calls(self._read_closing)
+
+    def _read_fence(self) -> bool:
+        """The end of a block, which must be the answer's."""
+        rest = self._held[self._scanned :].strip()
+        if not self._last and FENCE.startswith(rest):
+            return False
+        return self._tell_calls(self._drop) if rest == FENCE else self._release(self._scanned)
+
+    def _tell_calls(self, step: Callable[[], bool]) -> bool:
+        """Those of the text that was scanned, before the next ``step``."""
+        calls = calls_in(self._held[: self._scanned])
         if calls is None:
-            return self._release(end)
+            return self._release(self._scanned)
         for name, arguments in calls[: self.most]:
             self._start(name)
             self._more(arguments)
             self.calls[-1].complete = True
-        self._held, self._step = self._held[end:], self._read_closing
+        self._held, self._step = self._held[self._scanned :], step
         return True
 
     def _read_closing(self) -> bool:
