@@ -90,8 +90,7 @@ def read_config(folder: Path) -> Any:
     sanity.check_given(checkpoint.read_object(path), path)
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        config.get_text_config()
-    sanity.check_config(config, path)
+        sanity.check_config(config, path)
     return config
 
 
@@ -100,7 +99,7 @@ def _gguf_config(path: Path) -> Any:
     given = gguf_config.read_config(file)
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
-    sanity.check_config(config, path)
+        sanity.check_config(config, path)
     held = {name: checkpoint.Tensor(part.kind.name, part.shape, path) for name, part in file.tensors.items()}
     sanity.check_fit(config, held, path)
     return config

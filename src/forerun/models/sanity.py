@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ SIZES = (
 )  # fmt: skip
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+LAYERS = ("full_attention", "sliding_attention", "dense", "sparse")
+"""Kinds of layers that are run: attention over all tokens or the last ones, one MLP or experts."""
 SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
     "embedding_multiplier", "residual_multiplier", "logits_scaling",
@@ -106,6 +109,12 @@ def check_config(config: Any, path: Path) -> None:
     text = config.get_text_config()
     if not isinstance(text, PretrainedConfig):
         raise ModelError(f"{path} cannot be used: text_config must be an object, not {shown(text)}")
+    differing = text.per_layer_attributes
+    if differing:
+        raise ModelError(
+            f"{path.parent} ({text.model_type}) gives its layers sizes of their own ({', '.join(sorted(differing))}), "
+            "which forerun does not run"
+        )
 
     def refuse(name: str, wanted: str) -> None:
         raise ModelError(f"{path} cannot be used: {name} must be {wanted}, not {shown(getattr(text, name))}")
@@ -114,6 +123,12 @@ def check_config(config: Any, path: Path) -> None:
         for value in _each(getattr(text, name, None)):
             if not _is_count(value):
                 refuse(name, f"an integer from 1 to {LARGEST}")
+    for kind in _each(getattr(text, "layer_types", None)):
+        if kind not in LAYERS:
+            raise ModelError(
+                f"{path.parent} has layers of kind {shown(kind)}, which forerun does not run ({text.model_type}); it "
+                "runs models of full_attention and sliding_attention"
+            )
     context = getattr(text, "max_position_embeddings", None)
     if context is not None and not (_is_count(context) and context >= SHORTEST_CONTEXT):
         refuse("max_position_embeddings", f"an integer from {SHORTEST_CONTEXT} to {LARGEST}")
@@ -122,10 +137,10 @@ def check_config(config: Any, path: Path) -> None:
     if _is_count(heads) and _is_count(shared) and heads % shared:
         refuse("num_attention_heads", f"a multiple of num_key_value_heads ({shared})")
     for name in EPSILONS:
-        if getattr(text, name, None) is not None and not _is_number(getattr(text, name), least=0.0):
+        if getattr(text, name, None) is not None and not is_number(getattr(text, name), least=0.0):
             refuse(name, "a number of at least 0")
     for name in SCALES:
-        if getattr(text, name, None) is not None and not _is_number(getattr(text, name), above=0.0):
+        if getattr(text, name, None) is not None and not is_number(getattr(text, name), above=0.0):
             refuse(name, "a number above 0, or null")
     chosen = getattr(text, "num_experts_per_tok", None)
     for name in EXPERTS:
@@ -157,7 +172,7 @@ def check_rope(rope: Any, path: Path) -> None:
     for name, value in rope.items():
         if isinstance(value, Mapping):
             check_rope(value, path)
-        elif name in ROPE_NUMBERS and value is not None and not _is_number(value, above=0.0):
+        elif name in ROPE_NUMBERS and value is not None and not is_number(value, above=0.0):
             raise ModelError(f"{path} cannot be used: {name} of rope_parameters must be above 0, not {shown(value)}")
         elif name in ("rope_type", "type") and value not in ("default", *ROPE_INIT_FUNCTIONS):
             raise ModelError(f"{path} cannot be used: transformers knows no rope type {shown(value)}")
@@ -231,7 +246,8 @@ def _is_count(value: Any) -> bool:
     return _is_integer(value) and 1 <= value <= LARGEST
 
 
-def _is_number(value: Any, *, least: float = -math.inf, above: float = -math.inf) -> bool:
+def is_number(value: Any, *, least: float = -math.inf, above: float = -math.inf) -> bool:
+    """Whether a value that was read from a file is a number which a float can hold, in a range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return above < value < math.inf and value >= least
+    return abs(value) <= sys.float_info.max and value > above and value >= least
