@@ -154,7 +154,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, r"asks for DoRA, whose norms are learnt too \(use_dora\)"),
     "modules": ({"modules_to_save": ["lm_head"]}, "whole modules beside the adapter"),
     "biases": ({"bias": "all"}, "holds biases"),
-    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "begun with pissa_niter_4"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "begun with 'pissa_niter_4'"),
     "alpha": ({"lora_alpha": "x"}, "lora_alpha must be a number, not 'x'"),
     "alphas": ({"alpha_pattern": {"q_proj": None}}, "lora_alpha must be a number, not None"),
 }

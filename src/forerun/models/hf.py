@@ -2,7 +2,8 @@
 
 An attention function of ours is registered under the name ``forerun``; the stock model is called with
 ``input_ids`` [1, rows], ``position_ids`` [1, rows] and the forward's context as a keyword, which reaches the
-attention function untouched. No mask is ever built by transformers: rows see what the batch says.
+attention function untouched. No mask is ever built by transformers: rows see what the batch says, in the window that
+the mask would have had.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | int | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -97,6 +98,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls: query [1, heads, rows, width]."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if isinstance(attention_mask, int):
+        sliding_window, attention_mask = attention_mask, None
     if attention_mask is not None or not causal:
         kind = "a mask of its own" if attention_mask is not None else "attention to later tokens"
         raise ModelError(f"{type(module).__name__} uses {kind}; forerun runs causal decoders")
@@ -118,12 +121,13 @@ def _attend(
     return out.view(1, query.shape[2], query.shape[1], -1), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
+def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> int | None:
+    """Of a causal mask that transformers would build: some models name their window nowhere else."""
+    return local_size
 
 
 AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, _window)
 
 
 def _settings(layer: torch.nn.Module) -> str:
@@ -245,7 +249,8 @@ class HFModel:
         for hook in hooks:
             hook.remove()
         hooks = [module.get_input_embeddings().register_forward_hook(mark)]
-        hooks += [part.register_forward_hook(follow, with_kwargs=True) for part in module.modules()]
+        own = (part for part in module.modules() if not type(part).__module__.startswith("torch."))
+        hooks += [part.register_forward_hook(follow, with_kwargs=True) for part in own]
         marked = _run(module, device)[1]
         for hook in hooks:
             hook.remove()

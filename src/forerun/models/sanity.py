@@ -151,7 +151,8 @@ def check_config(config: Any, path: Path) -> None:
         if getattr(text, name, None) is not None and not _is_activation(getattr(text, name)):
             refuse(name, "an activation that transformers knows")
     window = getattr(text, "sliding_window", None)
-    if window is not None and not _is_count(window):
+    unused = window == 0 and getattr(text, "use_sliding_window", None) is False  # as transformers reads Qwen 2's experts
+    if window is not None and not _is_count(window) and not unused:
         refuse("sliding_window", "an integer of at least 1, or null")
     vocabulary = getattr(text, "vocab_size", None)
     padding = getattr(text, "pad_token_id", None)
