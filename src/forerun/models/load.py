@@ -87,7 +87,9 @@ def read_config(folder: Path) -> Any:
     if gguf_model.is_gguf(folder):
         return _gguf_config(folder)
     path = folder / checkpoint.CONFIG
-    sanity.check_given(checkpoint.read_object(path), path)
+    given = checkpoint.read_object(path)
+    sanity.check_given(given, path)
+    sanity.check_depth(given, path)
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         sanity.check_config(config, path)

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.core.errors import ModelError, shown
+from forerun.models import checkpoint
 from forerun.models.architectures import seq2seq
 from forerun.models.checkpoint import Tensor
 from forerun.models.prequantized import refusal
@@ -38,6 +39,13 @@ SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
     "embedding_multiplier", "residual_multiplier", "logits_scaling",
 )  # fmt: skip
+DEPTHS = (
+    "num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_blocks", "num_encoder_layers", "num_decoder_layers",
+    "encoder_layers", "decoder_layers",
+)  # fmt: skip
+"""What configs call the number of layers."""
+DEEP = 1000
+"""No model has more layers: such a number is compared with the weights before transformers counts up to it."""
 USUAL = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 ROPE_NUMBERS = (
@@ -79,6 +87,20 @@ def check_given(given: Mapping[str, Any], path: Path) -> None:
         raise ModelError(f"{path} cannot be used: architectures is {shown(names)}, not a list of names")
 
 
+def check_depth(given: Mapping[str, Any], path: Path) -> None:
+    """Raise ModelError where ``config.json`` asks for more layers than there are tensors."""
+    for part in (given, *(value for value in given.values() if isinstance(value, Mapping))):
+        for name in DEPTHS:
+            depth = part.get(name)
+            if not _is_integer(depth) or depth <= DEEP:
+                continue
+            held = len(checkpoint.read_headers(checkpoint.weight_files(path.parent), packed=True))
+            if depth > held:
+                raise ModelError(
+                    f"{path} does not fit its weights: {name} is {shown(depth)}, but they are {held} tensors"
+                )
+
+
 def scheme(quantization: Any) -> str:
     """Which way of quantizing a ``quantization_config`` describes, in words."""
     if not isinstance(quantization, Mapping):
@@ -89,7 +111,7 @@ def scheme(quantization: Any) -> str:
         if quantization.get(f"load_in_{count}bit") is True:
             bits = count
     name = SCHEMES.get(method.lower(), method)
-    return f"{name} ({bits} bits)" if isinstance(bits, int) else name
+    return f"{name} ({shown(bits)} bits)" if isinstance(bits, int) else name
 
 
 def has_encoder(config: Any) -> bool:
@@ -151,7 +173,9 @@ def check_config(config: Any, path: Path) -> None:
         if getattr(text, name, None) is not None and not _is_activation(getattr(text, name)):
             refuse(name, "an activation that transformers knows")
     window = getattr(text, "sliding_window", None)
-    unused = window == 0 and getattr(text, "use_sliding_window", None) is False  # as transformers reads Qwen 2's experts
+    unused = (
+        window == 0 and getattr(text, "use_sliding_window", None) is False
+    )  # as transformers reads Qwen 2's experts
     if window is not None and not _is_count(window) and not unused:
         refuse("sliding_window", "an integer of at least 1, or null")
     vocabulary = getattr(text, "vocab_size", None)
@@ -171,12 +195,13 @@ def check_rope(rope: Any, path: Path) -> None:
     if not isinstance(rope, Mapping):
         raise ModelError(f"{path} cannot be used: rope_parameters must be an object, not {shown(rope)}")
     for name, value in rope.items():
-        if isinstance(value, Mapping):
+        if name in ("rope_type", "type"):
+            if value not in ("default", *ROPE_INIT_FUNCTIONS):
+                raise ModelError(f"{path} cannot be used: transformers knows no rope type {shown(value)}")
+        elif isinstance(value, Mapping):
             check_rope(value, path)
         elif name in ROPE_NUMBERS and value is not None and not is_number(value, above=0.0):
             raise ModelError(f"{path} cannot be used: {name} of rope_parameters must be above 0, not {shown(value)}")
-        elif name in ("rope_type", "type") and value not in ("default", *ROPE_INIT_FUNCTIONS):
-            raise ModelError(f"{path} cannot be used: transformers knows no rope type {shown(value)}")
 
 
 def check_fit(config: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -189,7 +214,7 @@ def check_fit(config: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
         f"num_hidden_layers is {layers}": layers <= len(tensors),
         f"vocab_size is {vocabulary} and hidden_size {width}": vocabulary * width <= 4 * total,
     }
-    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS):
         size = _largest(getattr(text, name, None))
         asked[f"{name} is {size}"] = size * width <= 4 * total
     for what, fits in asked.items():
