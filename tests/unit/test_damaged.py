@@ -112,7 +112,8 @@ def test_the_shortest_context_runs_to_its_end(tmp_path, kind):
 
 
 @pytest.mark.parametrize("changes", [
-    {"num_hidden_layers": 2**31 - 1}, {"num_hidden_layers": 10**400}, {"model_type": "qwen3", "num_hidden_layers": 1001},
+    {"num_hidden_layers": 2**31 - 1}, {"num_hidden_layers": 10**400},
+    {"model_type": "qwen3", "num_hidden_layers": 1001},
     {"model_type": "gpt2", "n_layer": 2**31 - 1}, {"model_type": "t5", "num_decoder_layers": 2**31 - 1},
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 2**31 - 1}},
 ])  # fmt: skip
@@ -120,7 +121,7 @@ def test_layers_are_compared_with_the_weights_before_a_config_is_made_of_them(fo
     monkeypatch.setattr("forerun.models.load.AutoConfig", None)
     edit(CONFIG, **changes)(folder)
     name = next(name for name in (*changes, "num_hidden_layers") if "layer" in name)
-    assert re.search(rf"does not fit its weights: {name} is \d.*, but they are 20 tensors", refused(folder))
+    assert re.search(rf"does not fit its weights: {name} is \d.*, but they are 21 tensors", refused(folder))
 
 
 @pytest.mark.parametrize("path", ["native", "hf"])
@@ -141,23 +142,22 @@ def test_layers_of_different_sizes_are_refused_by_what_differs(folder, kind):
 
 def test_every_config_of_transformers_is_read_or_refused_in_one_line(tmp_path):
     """As it stands where nothing is chosen; and all that loading asks of it before there are weights."""
-    ends = {"read": 0, "refused": 0}
+    read, messages = 0, []
     for kind, made in CONFIG_MAPPING.items():
         try:
-            given = {**made().to_dict(), "model_type": kind}
-            text = json.dumps(given)
-        except Exception:  # noqa: BLE001 - some configs are made of others, and have no defaults
-            continue
-        (tmp_path / CONFIG).write_text(text)
+            given = made().to_dict()
+        except (ValueError, TypeError, AttributeError, KeyError, ImportError):
+            continue  # some are made of others, and have no defaults
+        (tmp_path / CONFIG).write_text(json.dumps({**given, "model_type": kind}, default=str))
         try:
             config = read_config(tmp_path)
             applies(config), eos_ids(tmp_path, config), parse_dtype("auto", config)
-            ends["read"] += 1
+            read += 1
         except ForerunError as error:
-            assert "\n" not in str(error)
-            ends["refused"] += 1
-    assert ends["read"] > 100
-    assert ends["refused"] > 200
+            messages.append(str(error))
+    assert read > 100
+    assert len(messages) > 200
+    assert [text for text in messages if "\n" in text] == []
 
 
 VALUES = st.one_of(

@@ -67,9 +67,9 @@ class _Probe:
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         self.shapes[layer] = KVShape(key.shape[1], key.shape[3], value.shape[3])
-        lost = sum(side.isnan().any(3).any(1) for side in (query, key, value))
+        queries, keys, values = (side.isnan().any(3).any(1) for side in (query, key, value))
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        return out.masked_fill_((lost > 0)[:, :, None, None], math.nan)
+        return out.masked_fill_((queries | keys | values)[:, :, None, None], math.nan)
 
     @classmethod
     def spread(cls, found: Any) -> bool:

@@ -150,8 +150,8 @@ def _scale(folder: Path, config: Mapping[str, Any], name: str, held: int) -> flo
         raise ModelError(f"{folder / ADAPTER} cannot be used: lora_alpha must be a number, not {shown(alpha)}")
     if not is_number(rank, above=0.0) or rank != held:
         raise ModelError(
-            f"{folder}: the rank of {name} is {shown(rank)} by its {ADAPTER} and {held} by its weights; both must be the "
-            "same, and at least 1"
+            f"{folder}: the rank of {name} is {shown(rank)} by its {ADAPTER} and {held} by its weights; both must be "
+            "the same, and at least 1"
         )
     scale = float(alpha) / (math.sqrt(held) if config.get("use_rslora") else held)
     if abs(scale) > torch.finfo(torch.float32).max:

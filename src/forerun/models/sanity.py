@@ -91,7 +91,7 @@ def check_depth(given: Mapping[str, Any], path: Path) -> None:
     """Raise ModelError where ``config.json`` asks for more layers than there are tensors."""
     for part in (given, *(value for value in given.values() if isinstance(value, Mapping))):
         for name in DEPTHS:
-            depth = part.get(name)
+            depth: Any = part.get(name)
             if not _is_integer(depth) or depth <= DEEP:
                 continue
             held = len(checkpoint.read_headers(checkpoint.weight_files(path.parent), packed=True))
