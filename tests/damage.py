@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,73 @@ DAMAGES: dict[str, Damage] = {
     **_named(TOKENIZER, TOKENIZERS),
     **_named(TOKENIZER_CONFIG, TOKENIZER_FIELDS),
 }  # fmt: skip
+
+
+JUNK: tuple[Any, ...] = (
+    None, True, 0, -1, 3, 2**31 - 1, 2**63, 10**400, 0.5, 1e300, float("nan"), float("inf"), "", "x", [], [0], {},
+    {"a": 1}, [[1, 2]], "[",
+)  # fmt: skip
+KINDS = (
+    torch.float32,
+    torch.float16,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+)
+
+
+def changed(tensor: torch.Tensor, random: random.Random) -> torch.Tensor:
+    """Another shape, another kind of numbers, or other numbers."""
+    axis = random.randrange(max(tensor.dim(), 1))
+    ways: tuple[Callable[[], torch.Tensor], ...] = (
+        lambda: tensor[:0],
+        lambda: tensor[tensor.shape[0] // 2 :],
+        lambda: tensor.narrow(axis, 0, tensor.shape[axis] - 1),
+        lambda: tensor.narrow(axis, 0, 0),
+        lambda: torch.cat([tensor, tensor], dim=axis),
+        lambda: tensor.unsqueeze(axis),
+        lambda: tensor.flatten(),
+        lambda: tensor.flatten()[0],
+        lambda: tensor.flatten()[:1],
+        lambda: tensor.transpose(0, -1),
+        lambda: tensor.new_zeros((0, *tensor.shape)),
+        lambda: tensor.to(torch.float32).to(random.choice(KINDS)),
+        lambda: torch.zeros_like(tensor),
+        lambda: torch.full(tensor.shape, random.choice((-(2**31), 2**31 - 1, -1, 7)), dtype=torch.int32),
+    )
+    return (random.choice(ways)() if tensor.dim() else tensor.to(random.choice(KINDS))).contiguous().clone()
+
+
+def mutate_tensor(file: str, random: random.Random) -> Damage:
+    def damage(folder: Path) -> None:
+        found = load_file(folder / file)
+        name = random.choice(sorted(found))
+        if random.random() < 0.15:
+            del found[name]
+        else:
+            found[name] = changed(found[name], random)
+        save_file(found, folder / file, metadata={"format": "pt"})
+
+    return damage
+
+
+def mutate_json(file: str, random: random.Random, *within: str) -> Damage:
+    """Another value in place of one of a JSON file, in the object at a path, at any depth."""
+
+    def damage(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        part = content
+        for key in within:
+            part = part[key]
+        while True:
+            key = random.choice(sorted(part) if isinstance(part, dict) else range(len(part)))
+            if not isinstance(part[key], (dict, list)) or not part[key] or random.random() < 0.5:
+                break
+            part = part[key]
+        part[key] = random.choice(JUNK)
+        (folder / file).write_text(json.dumps(content))
+
+    return damage

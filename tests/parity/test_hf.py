@@ -184,15 +184,15 @@ def test_sharded_weights(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        ("bloom", {"n_layer": 2, "n_head": 4}, "BloomForCausalLM does not use transformers' attention interface"),
+        ("bloom", {"n_layer": 2, "n_head": 4}, "its BloomAttention reads other tokens than its own"),
         ("gpt_oss", {**EXPERTS, **MIXED}, "s_aux, which forerun does not implement"),
         (
             "falcon_h1",
             {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
-            "keeps state beside its keys and values",
+            "has layers of kind 'hybrid', which forerun does not run",
         ),
         ("bert", {}, "attention to later tokens"),
-        ("mamba", {"state_size": 4}, "MambaForCausalLM does not use transformers' attention interface"),
+        ("mamba", {"state_size": 4}, "has layers of kind 'linear_attention'"),
     ],
 )
 def test_an_architecture_outside_the_interface_is_named(tmp_path, kind, options, reason):

@@ -10,12 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from damage import CONFIG, DAMAGES, SCHEMES, edit
 from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams
+from forerun.models.architectures.spec import applies
+from forerun.models.load import eos_ids, load_model, parse_dtype, read_config
 from tiny import save_tokenizer, tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -100,6 +110,55 @@ def test_the_shortest_context_runs_to_its_end(tmp_path, kind):
     save_tokenizer(tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     assert len(LLM(str(tmp_path)).generate([5] * 20, params)[0].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("changes", [
+    {"num_hidden_layers": 2**31 - 1}, {"num_hidden_layers": 10**400},
+    {"model_type": "qwen3", "num_hidden_layers": 1001},
+    {"model_type": "gpt2", "n_layer": 2**31 - 1}, {"model_type": "t5", "num_decoder_layers": 2**31 - 1},
+    {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 2**31 - 1}},
+])  # fmt: skip
+def test_layers_are_compared_with_the_weights_before_a_config_is_made_of_them(folder, monkeypatch, changes):
+    monkeypatch.setattr("forerun.models.load.AutoConfig", None)
+    edit(CONFIG, **changes)(folder)
+    name = next(name for name in (*changes, "num_hidden_layers") if "layer" in name)
+    assert re.search(rf"does not fit its weights: {name} is \d.*, but they are 21 tensors", refused(folder))
+
+
+@pytest.mark.parametrize("path", ["native", "hf"])
+def test_experts_are_compared_with_the_weights(tmp_path, monkeypatch, path):
+    MixtralForCausalLM(MixtralConfig(**EXPERTS)).save_pretrained(tmp_path)
+    edit(CONFIG, num_local_experts=2**31 - 1)(tmp_path)
+    monkeypatch.setattr("forerun.models.mapped.bind", None)
+    monkeypatch.setattr("forerun.models.modules.AutoModelForCausalLM", None)
+    with pytest.raises(ModelError, match="does not fit its weights: num_local_experts is 2147483647, but there are"):
+        load_model(tmp_path, model_path=path)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"])
+def test_layers_of_different_sizes_are_refused_by_what_differs(folder, kind):
+    AutoConfig.for_model(kind).save_pretrained(folder)
+    assert "gives its layers sizes of their own (head_dim), which forerun does not run" in refused(folder)
+
+
+def test_every_config_of_transformers_is_read_or_refused_in_one_line(tmp_path):
+    """As it stands where nothing is chosen; and all that loading asks of it before there are weights."""
+    read, messages = 0, []
+    for kind, made in CONFIG_MAPPING.items():
+        try:
+            given = made().to_dict()
+        except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError, ImportError):
+            continue  # some are made of others, and have no defaults
+        (tmp_path / CONFIG).write_text(json.dumps({**given, "model_type": kind}, default=str))
+        try:
+            config = read_config(tmp_path)
+            applies(config), eos_ids(tmp_path, config), parse_dtype("auto", config)
+            read += 1
+        except ForerunError as error:
+            messages.append(str(error))
+    assert read > 100
+    assert len(messages) > 200
+    assert [text for text in messages if "\n" in text] == []
 
 
 VALUES = st.one_of(

@@ -198,6 +198,8 @@ def test_drafts_change_no_token(models, case):
     ("case", "changes", "message"),
     [
         ("qwen2", {"qwen2.rope.scaling.type": "yarn"}, "scales its rotary frequencies .'yarn'."),
+        ("qwen3_moe", {"qwen3moe.expert_count": 2**31 - 1}, "has 2147483647 experts by its metadata, and 4 by its"),
+        ("mixtral", {"llama.expert_count": 2**31 - 1}, "has 2147483647 experts by its metadata, and 4 by its"),
         ("qwen3_moe", {"qwen3moe.expert_used_count": 9}, "num_experts_per_tok must be an integer"),
         ("gemma2", {"gemma2.attention.sliding_window_pattern": [True]}, "has 3 layers, but says of 1"),
         ("phi3", {"phi3.rope.dimension_count": 7}, "heads of 16 numbers, but 7"),
@@ -206,4 +208,13 @@ def test_drafts_change_no_token(models, case):
 def test_what_is_not_read_is_named(tmp_path, models, case, changes, message):
     path = write(models(case)[0], tmp_path / "model.gguf", changes)
     with pytest.raises(ModelError, match=message):
+        load_model(path)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "smollm3"])
+def test_layers_are_compared_with_the_tensors_before_a_config_is_made_of_them(tmp_path, models, monkeypatch, case):
+    kind = NAMES.get(CASES[case][0], CASES[case][0])
+    path = write(models(case)[0], tmp_path / "model.gguf", {f"{kind}.block_count": 2**31 - 1})
+    monkeypatch.setattr("forerun.models.load.CONFIG_MAPPING", None)
+    with pytest.raises(ModelError, match=r"has 2147483647 layers in \d+ tensors"):
         load_model(path)

@@ -223,7 +223,7 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
         ({"tokenizer.ggml.eot_token_id": 999}, None, "999 as tokenizer.ggml.eot_token_id"),
         ({}, {"blk.2.attn_q.weight": (32, 32)}, "a tensor blk.2.attn_q.weight, which its metadata leave out"),
         ({"llama.block_count": 3}, None, "lacks 9 weights, model.layers.2.self_attn.q_proj.weight among them"),
-        ({"llama.block_count": 1 << 30}, None, "num_hidden_layers is 1073741824, but there are 20 tensors"),
+        ({"llama.block_count": 1 << 30}, None, "has 1073741824 layers in 20 tensors"),
         ({"llama.feed_forward_length": 1 << 31}, None, "intermediate_size must be an integer"),
         ({"llama.feed_forward_length": 1 << 20}, None, "intermediate_size is 1048576, but there are"),
         ({"llama.embedding_length": 64}, None, r"token_embd.weight has shape \[50, 32\].* ask for \[50, 64\]"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from forerun.engine.tuned import load, save
 from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import blocks
 from forerun.models.load import load_model
-from forerun.models.lora import parse
+from forerun.models.lora import parse, read
 from gguf_files import write_model
 from here import where
 
@@ -81,6 +82,63 @@ def test_scales_of_single_layers(tiny_target, tmp_path):
     found = load_model(tiny_target, lora=str(tmp_path / "a"), dtype="float32", invariant=False)
     own = {LAYERS[0]: products.pop(LAYERS[0])}
     assert close(logits(found, TEXTS), merged(tiny_target, (1, own), (4, products)))
+
+
+def get_pattern_key(pattern_keys, key_to_match):
+    """PEFT's own (peft/utils/other.py of 0.21)."""
+    for key in pattern_keys:
+        match = re.match(rf"(.*\.)?({key})$", key_to_match)
+        if not match:
+            continue
+        return key
+
+    return key_to_match
+
+
+PATTERNS: list[dict[str, int]] = [
+    {"q_proj": 2}, {"proj": 2}, {"_proj": 2}, {".*_proj": 2}, {"q_proj|v_proj": 2}, {"layers.0": 2},
+    {r".*\.layers\.1\..*": 2}, {r"model\.layers\.[01]\.self_attn\.q_proj": 2}, {"^model.*q_proj": 2},
+    {r"layers\.0.*": 2, "q_proj": 4}, {"q_proj": 4, r"layers\.0.*": 2}, {"q_proj$": 2}, {"": 2}, {"LAYERS.*": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_patterns_are_matched_as_peft_matches_them(tiny_target, tmp_path, pattern):
+    adapter(tmp_path / "a", tiny_target, alpha_pattern=pattern)
+    found = {name: pair.scale for name, pair in read(tmp_path / "a", 1.0).pairs.items()}
+    assert found == {name: pattern.get(get_pattern_key(pattern, name), 8) / 4 for name in LAYERS}
+    ranks = {name: pattern.get(get_pattern_key(pattern, name), 4) for name in LAYERS}
+    adapter(tmp_path / "b", tiny_target, rank_pattern=pattern)
+    if set(ranks.values()) == {4}:
+        assert read(tmp_path / "b", 1.0).pairs.keys() == ranks.keys()
+    else:
+        refuse(tiny_target, tmp_path / "b", "is 2 by its adapter_config.json and 4 by its weights")
+
+
+PEFT = {
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None, "bias": "none",
+    "corda_config": None, "ensure_weight_tying": False, "eva_config": None, "exclude_modules": None,
+    "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "kasa_config": None,
+    "layer_replication": None, "layers_pattern": None, "layers_to_transform": None, "loftq_config": {},
+    "lora_bias": False, "lora_dropout": 0.05, "lora_ga_config": None, "megatron_config": None,
+    "megatron_core": "megatron.core", "modules_to_save": None, "monteclora_config": None, "peft_version": "0.21.2",
+    "qalora_group_size": 16, "rank_pattern": {}, "revision": None, "target_modules": ["q_proj"],
+    "target_parameters": None, "task_type": "CAUSAL_LM", "trainable_token_indices": None, "use_bdlora": None,
+    "use_dora": False, "use_qalora": False, "use_rslora": False, "velora_config": None,
+}  # fmt: skip
+"""What PEFT 0.21 writes where nothing is asked for."""
+
+
+def test_what_peft_writes_by_default_is_merged(tiny_target, tmp_path):
+    products = adapter(tmp_path / "a", tiny_target, **PEFT)
+    found = load_model(tiny_target, lora=str(tmp_path / "a"), dtype="float32", invariant=False)
+    assert close(logits(found, TEXTS), merged(tiny_target, (2, products)))
+
+
+@pytest.mark.parametrize("begun", [False, "gaussian", "orthogonal", "eva"])
+def test_beginnings_that_leave_the_weights(tiny_target, tmp_path, begun):
+    adapter(tmp_path / "a", tiny_target, init_lora_weights=begun, loftq_config={"loftq_bits": 4})
+    assert len(read(tmp_path / "a", 1.0).pairs) == len(LAYERS)
 
 
 @pytest.mark.parametrize("quantization", where(blocks.can_run(), ["int8_rows", "q8_0"]))
@@ -154,7 +212,25 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, r"asks for DoRA, whose norms are learnt too \(use_dora\)"),
     "modules": ({"modules_to_save": ["lm_head"]}, "whole modules beside the adapter"),
     "biases": ({"bias": "all"}, "holds biases"),
-    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "begun with pissa_niter_4"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "begun with 'pissa_niter_4'"),
+    "lora_ga": ({"init_lora_weights": "lora_ga"}, "begun with 'lora_ga'"),
+    "mica": ({"init_lora_weights": "mica"}, "begun with 'mica'"),
+    "a beginning that is none": ({"init_lora_weights": {"a": 1}}, "begun with {'a': 1}"),
+    "alora": ({"alora_invocation_tokens": [5, 9]}, r"wait for certain tokens \(alora_invocation_tokens\)"),
+    "bdlora": ({"use_bdlora": {"nblocks": 2}}, r"\(use_bdlora\)"),
+    "arrow": ({"arrow_config": {"top_k": 3}}, r"\(arrow_config\)"),
+    "monteclora": ({"monteclora_config": {"num_samples": 8}}, r"\(monteclora_config\)"),
+    "kasa": ({"kasa_config": {"beta": 1.0}}, r"\(kasa_config\)"),
+    "velora": ({"velora_config": {"scale": 1.0}}, r"asks for what is not known here, .* \(velora_config\)"),
+    "tied": ({"ensure_weight_tying": True}, r"asks for what is not known here, True \(ensure_weight_tying\)"),
+    "unknown": ({"use_telepathy": "on"}, r"asks for what is not known here, 'on' \(use_telepathy\)"),
+    "a pattern": ({"alpha_pattern": {"q_proj(": 2}}, r"'q_proj\(' is no regular expression"),
+    "patterns": ({"rank_pattern": ["q_proj"]}, r"rank_pattern must be an object, not \['q_proj'\]"),
+    "rank": ({"r": 8}, "the rank of .* is 8 by its adapter_config.json and 4 by its weights"),
+    "no rank": ({"r": None}, "is None by its adapter_config.json and 4 by its weights"),
+    "a rank beyond floats": ({"r": 10**400}, "is 1000.* by its adapter_config.json and 4"),
+    "alpha beyond floats": ({"lora_alpha": 10**400}, "lora_alpha must be a number, not 1000"),
+    "alpha beyond 32 bits": ({"lora_alpha": 1e300}, r"lora_alpha 1e\+300 is beyond 32-bit numbers"),
     "alpha": ({"lora_alpha": "x"}, "lora_alpha must be a number, not 'x'"),
     "alphas": ({"alpha_pattern": {"q_proj": None}}, "lora_alpha must be a number, not None"),
 }
@@ -172,6 +248,16 @@ def refuse(model: str, folder: Path, message: str) -> None:
         with pytest.raises(ModelError, match=message) as caught:
             load_model(model, lora=str(folder), model_path=path)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_an_adapter_of_no_rank(tiny_target, tmp_path, stable):
+    adapter(tmp_path / "a", tiny_target, rank=0, use_rslora=stable)
+    refuse(
+        tiny_target,
+        tmp_path / "a",
+        "is 0 by its adapter_config.json and 0 by its weights; both must be the same, and at least 1",
+    )
 
 
 def test_adapters_for_another_model(tiny_target, tmp_path):

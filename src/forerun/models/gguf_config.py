@@ -25,6 +25,8 @@ READ = {each.gguf: each for each in ARCHITECTURES.values() if each.gguf != LLAMA
 """By ``general.architecture``; Mistral and Mixtral are Llamas there."""
 FREQUENCIES = "rope_freqs.weight"
 """By what Llama 3 divides its rotary frequencies."""
+ROUTER = ".ffn_gate_inp.weight"
+"""How the name of the layer that chooses experts ends."""
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXTS = 1.0, 4.0, (8192, *(2**power for power in range(11, 18)))
 """Its other parameters, which files leave out, and the lengths of a text that it may have been stretched from."""
 LARGEST = {GEMMA2.gguf: 46, GEMMA3.gguf: 62}
@@ -76,13 +78,16 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         raise ModelError(f"{file.path} holds a model of architecture {shown(architecture)}; only {', '.join(READ)} "
                          "are read from GGUF")  # fmt: skip
     keys = Keys(file)
+    layers = keys.whole("block_count")
+    if layers > len(file.tensors):
+        raise ModelError(f"{file.path} has {layers} layers in {len(file.tensors)} tensors")
     vocabulary, (hidden, heads, width) = _vocabulary(file), _widths(file, keys)
     config: dict[str, Any] = {
         "architectures": [READ[architecture].causal],
         "model_type": READ[architecture].model_type,
         "hidden_size": hidden,
         "intermediate_size": keys.whole("feed_forward_length"),
-        "num_hidden_layers": keys.whole("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.whole("attention.head_count_kv", heads),
         "head_dim": width,
@@ -125,7 +130,11 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
 
 
 def _experts(keys: Keys, count: str) -> dict[str, Any]:
-    return {count: keys.whole("expert_count"), "num_experts_per_tok": keys.whole("expert_used_count")}
+    experts = keys.whole("expert_count")
+    held = {tensor.shape[0] for name, tensor in keys.file.tensors.items() if name.endswith(ROUTER)}
+    if held - {experts}:
+        raise ModelError(f"{keys.file.path} has {experts} experts by its metadata, and {max(held)} by its tensors")
+    return {count: experts, "num_experts_per_tok": keys.whole("expert_used_count")}
 
 
 def _rope(file: GGUFFile, keys: Keys, width: int) -> dict[str, Any]:
@@ -183,8 +192,6 @@ def _widths(file: GGUFFile, keys: Keys) -> tuple[int, int, int]:
 
 def _gemma(keys: Keys, config: dict[str, Any], period: int) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
-    if layers > len(keys.file.tensors):
-        raise ModelError(f"{keys.file.path} has {layers} layers in {len(keys.file.tensors)} tensors")
     width = config["hidden_size"] // config["num_attention_heads"]
     return {
         "sliding_window": keys.whole("attention.sliding_window"),

@@ -2,11 +2,14 @@
 
 An attention function of ours is registered under the name ``forerun``; the stock model is called with
 ``input_ids`` [1, rows], ``position_ids`` [1, rows] and the forward's context as a keyword, which reaches the
-attention function untouched. No mask is ever built by transformers: rows see what the batch says.
+attention function untouched. No mask is ever built by transformers: rows see what the batch says, in the window that
+the mask would have had.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +22,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from forerun.attention.base import Attention, Metadata, Query
 from forerun.cache.pool import KVShape
 from forerun.core import tiles
-from forerun.core.batch import Batch, Output, Span
+from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.models import activations, tiling
-from forerun.models.base import ModelInfo, Tiles, new_attention, pad_rows
+from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.checkpoint import library
 from forerun.models.linear import Linear, choose, describe, replace_linears
 
@@ -53,10 +56,31 @@ class _Context:
 
 
 class _Probe:
-    """Stands in for the context once, to learn each layer's KV shape and keywords."""
+    """Stands in for the context once, to learn each layer's KV shape and keywords. Rows do not meet in its attention:
+    it adds nothing, but NaN to a row that brings NaN."""
+
+    rows, marked = 7, 3
+    """How many are run, and the one whose embedding is NaN when the question is who reads it."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        self.shapes[layer] = KVShape(key.shape[1], key.shape[3], value.shape[3])
+        queries, keys, values = (side.isnan().any(3).any(1) for side in (query, key, value))
+        out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        return out.masked_fill_((queries | keys | values)[:, :, None, None], math.nan)
+
+    @classmethod
+    def spread(cls, found: Any) -> bool:
+        """Whether rows beside the marked one have NaN: those of the first dimension with as many places."""
+        if isinstance(found, torch.Tensor):
+            if not found.is_floating_point() or cls.rows not in found.shape:
+                return False
+            lost = found.isnan().movedim(found.shape.index(cls.rows), 0).flatten(1).any(1)
+            return bool(lost.sum() > lost[cls.marked].sum())
+        parts = found.values() if isinstance(found, dict) else found if isinstance(found, (list, tuple)) else ()
+        return any(cls.spread(part) for part in parts)
 
 
 def _attend(
@@ -64,7 +88,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | int | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -74,6 +98,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls: query [1, heads, rows, width]."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if isinstance(attention_mask, int):
+        sliding_window, attention_mask = attention_mask, None
     if attention_mask is not None or not causal:
         kind = "a mask of its own" if attention_mask is not None else "attention to later tokens"
         raise ModelError(f"{type(module).__name__} uses {kind}; forerun runs causal decoders")
@@ -87,20 +113,21 @@ def _attend(
     if layer is None or forerun is None:
         raise ModelError(f"{type(module).__name__} does not pass its layer or its keywords on to attention")
     if isinstance(forerun, _Probe):
-        forerun.shapes[layer] = KVShape(key.shape[1], key.shape[3], value.shape[3])
-        out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        return out, None
+        if layer in forerun.shapes:
+            raise ModelError(f"{type(module).__name__} attends more than once in layer {layer}; forerun cannot run it")
+        return forerun.attend(layer, query, key, value), None
     q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
     out = forerun.attention.run(Query(layer, q, k, v, scale, sliding_window, softcap), forerun.metadata)
     return out.view(1, query.shape[2], query.shape[1], -1), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
+def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> int | None:
+    """Of a causal mask that transformers would build: some models name their window nowhere else."""
+    return local_size
 
 
 AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, _window)
 
 
 def _settings(layer: torch.nn.Module) -> str:
@@ -122,6 +149,20 @@ def _sizes(module: PreTrainedModel, replaced: list[Linear]) -> tuple[int, int]:
     table, head = embedding.weight, module.get_output_embeddings()
     shared = head.weight is table and "forward" not in vars(head)
     return held, held if shared else held - table.nbytes
+
+
+def _run(module: PreTrainedModel, device: torch.device) -> tuple[_Probe, torch.Tensor]:
+    """Some rows through the module, and their logits."""
+    probe = _Probe()
+    with library(f"{type(module).__name__} cannot run with this checkpoint's config"):
+        out = module(
+            input_ids=torch.zeros(1, _Probe.rows, dtype=torch.long, device=device),
+            position_ids=torch.arange(_Probe.rows, device=device)[None],
+            use_cache=False,
+            output_hidden_states=True,  # what collects them settles on the layers of the first call that asks
+            forerun=probe,
+        )
+    return probe, out.logits
 
 
 class HFModel:
@@ -165,7 +206,6 @@ class HFModel:
             weight_bytes=held,
             token_bytes=read,
         )
-        self._check_pieces()
         if invariant:
             self.tiles = tiling.find(self)
 
@@ -187,50 +227,47 @@ class HFModel:
             found.setdefault(_settings(layer), index)
         return [(index,) for index in found.values()]
 
-    @inference
-    def _check_pieces(self) -> None:
-        """Refuse a model whose logits change when a text is fed in pieces: it keeps state outside the KV cache."""
-        tokens = [(7 * i + 1) % self.info.vocab_size for i in range(6)]
-        attention = new_attention(self, max_seqs=2, max_len=len(tokens))
-
-        def last(key: int, start: int, end: int) -> torch.Tensor:
-            span = Span(key, start, tokens[start:end], logits=[end - start - 1])
-            return self.forward(Batch([span], self.info.device), attention).logits[0]
-
-        whole = last(0, 0, len(tokens))
-        for token in range(len(tokens)):
-            pieces = last(1, token, token + 1)
-        limit = 1e-2 if self.info.dtype == torch.float32 else 0.3
-        if (whole - pieces).norm() > limit * whole.norm():
-            raise ModelError(
-                f"{self.info.architecture} keeps state beside its keys and values: its logits change when a text is "
-                "fed in pieces, so forerun cannot run it"
-            )
-
     @staticmethod
     @inference
     def _probe(module: PreTrainedModel, device: torch.device) -> tuple[tuple[KVShape, ...], list[torch.nn.Linear]]:
-        """Each layer's entries, and the linear layers that are called, not only read."""
-        probe = _Probe()
-        ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+        """Each layer's entries, and the linear layers that are called, not only read. Raises ModelError where tokens
+        meet, or are counted, elsewhere than forerun decides."""
+        name = type(module).__name__
         called: dict[torch.nn.Linear, None] = {}
+        readers: list[str] = []
+
+        def follow(part: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: Any) -> None:
+            if _Probe.spread(out) and not _Probe.spread((args, given)):
+                readers.append(type(part).__name__)
+
+        def mark(part: torch.nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+            return out.index_fill(1, torch.tensor([_Probe.marked], device=out.device), math.nan)
+
         linears = [part for part in module.modules() if type(part) is torch.nn.Linear]
         hooks = [part.register_forward_hook(lambda part, *_: called.update({part: None})) for part in linears]
-        with library(f"{type(module).__name__} cannot run with this checkpoint's config"):
-            module(
-                input_ids=ids,
-                position_ids=torch.arange(2, device=device)[None],
-                use_cache=False,
-                output_hidden_states=True,  # what collects them settles on the layers of the first call that asks
-                forerun=probe,
-            )
+        probe, whole = _run(module, device)
         for hook in hooks:
             hook.remove()
+        hooks = [module.get_input_embeddings().register_forward_hook(mark)]
+        own = (part for part in module.modules() if not type(part).__module__.startswith("torch."))
+        hooks += [part.register_forward_hook(follow, with_kwargs=True) for part in own]
+        marked = _run(module, device)[1]
+        for hook in hooks:
+            hook.remove()
+        if not whole.isnan().any() and (_Probe.spread(marked) or not marked[0, _Probe.marked].isnan().any()):
+            raise ModelError(
+                f"{name} does not use transformers' attention interface wherever tokens meet: its "
+                f"{readers[0] if readers else 'decoder'} reads other tokens than its own (as states, convolutions and "
+                "attention of a model's own do), so forerun cannot run it"
+            )
         if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
             raise ModelError(
-                f"{type(module).__name__} does not use transformers' attention interface in every layer; "
-                "forerun cannot run it"
+                f"{name} does not use transformers' attention interface in every layer; forerun cannot run it"
             )
+        if "position_ids" not in inspect.signature(module.forward).parameters:
+            raise ModelError(f"{name} counts positions by itself (it takes no position_ids); forerun cannot run it")
+        if module._is_stateful and getattr(module.config.get_text_config(), "layer_types", None) is None:
+            raise ModelError(f"{name} keeps state beside its keys and values; forerun cannot run it")
         return tuple(probe.shapes[layer] for layer in range(len(probe.shapes))), list(called)
 
     @inference

@@ -89,11 +89,12 @@ def read_config(folder: Path) -> Any:
     if gguf_model.is_gguf(folder):
         return _gguf_config(folder)
     path = folder / checkpoint.CONFIG
-    sanity.check_given(checkpoint.read_object(path), path)
+    given = checkpoint.read_object(path)
+    sanity.check_given(given, path)
+    sanity.check_depth(given, path)
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        config.get_text_config()
-    sanity.check_config(config, path)
+        sanity.check_config(config, path)
     return config
 
 
@@ -102,7 +103,7 @@ def _gguf_config(path: Path) -> Any:
     given = gguf_config.read_config(file)
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
-    sanity.check_config(config, path)
+        sanity.check_config(config, path)
     held = {name: checkpoint.Tensor(part.kind.name, part.shape, path) for name, part in file.tensors.items()}
     sanity.check_fit(config, held, path)
     return config

@@ -21,6 +21,7 @@ from forerun.models.checkpoint import ADAPTER
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
+from forerun.models.sanity import is_number
 from forerun.models.weights import Weights
 
 WEIGHTS = "adapter_model.safetensors"
@@ -31,10 +32,23 @@ REFUSED = {
     "fan_in_fan_out": "weights that lie the other way round", "modules_to_save": "whole modules beside the adapter",
     "layer_replication": "layers twice", "target_parameters": "parameters that are no layers",
     "trainable_token_indices": "single tokens' embeddings", "megatron_config": "layers of Megatron's",
+    "alora_invocation_tokens": "layers that wait for certain tokens", "use_bdlora": "blocks of a matrix",
+    "arrow_config": "a choice among adapters", "monteclora_config": "samples of weights",
+    "kasa_config": "changed weights beneath",
 }  # fmt: skip
 """Keys of ``adapter_config.json`` that ask for what is not merged, and what that is."""
-CHANGED = ("pissa", "olora", "corda", "loftq", "eva")
-"""Ways of beginning that may leave the weights beneath changed."""
+PLAIN = frozenset(
+    {
+        "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision",
+        "inference_mode", "runtime_config", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias",
+        "lora_dropout", "init_lora_weights", "target_modules", "exclude_modules", "layers_to_transform",
+        "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+        "qalora_group_size",
+    }
+)  # fmt: skip
+"""Keys that are read here, or that leave open what is merged: how it was trained, and from what it began."""
+BEGUN = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Ways of beginning (``init_lora_weights``) that leave the weights beneath as they are."""
 
 
 @dataclass(frozen=True)
@@ -97,33 +111,52 @@ def read(folder: Path, weight: float) -> Adapter:
     for name, parts in sides.items():
         if len(parts) < 2 or parts["A"].shape[0] != parts["B"].shape[1]:
             raise ModelError(f"{folder}: lora_A and lora_B of {name} do not belong together")
-        pairs[name] = Pair(parts["A"], parts["B"], _scale(config, name, len(parts["A"])))
+        pairs[name] = Pair(parts["A"], parts["B"], _scale(folder, config, name, len(parts["A"])))
     return Adapter(folder, weight, pairs)
 
 
 def _check(folder: Path, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise ModelError(f"{folder} holds an adapter of type {shown(config.get('peft_type'))}; only LORA is merged")
-    for key, what in REFUSED.items():
-        if config.get(key):
+    for key, value in config.items():
+        if key not in PLAIN and value not in (None, False, "", [], {}):
+            what = REFUSED.get(key, f"what is not known here, {shown(value)}")
             raise ModelError(f"{folder} asks for {what} ({key}), which forerun does not merge")
     if config.get("bias", "none") != "none":
         raise ModelError(f"{folder} holds biases (bias is {shown(config['bias'])}), which forerun does not merge")
     begun = config.get("init_lora_weights")
-    if isinstance(begun, str) and begun.lower().startswith(CHANGED):
+    if begun not in BEGUN:
         raise ModelError(
-            f"{folder} was begun with {begun}, which changes the weights beneath: convert it to plain LoRA"
+            f"{folder} was begun with {shown(begun)}, which may change the weights beneath: convert it to plain LoRA"
         )
-    alphas = config.get("alpha_pattern") or {}
-    for value in (config.get("lora_alpha"), *(alphas.values() if isinstance(alphas, Mapping) else [None])):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ModelError(f"{folder / ADAPTER} cannot be used: lora_alpha must be a number, not {shown(value)}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(key) or {}, Mapping):
+            raise ModelError(f"{folder / ADAPTER} cannot be used: {key} must be an object, not {shown(config[key])}")
 
 
-def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
-    own = (value for key, value in (config.get("alpha_pattern") or {}).items() if f".{name}".endswith(f".{key}"))
-    alpha = next(own, config["lora_alpha"])
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else max(1, rank))
+def _of(folder: Path, config: Mapping[str, Any], key: str, name: str) -> Any:
+    """``r`` or ``lora_alpha`` of a layer: that of the first pattern which matches its name as PEFT matches them, or
+    that of all others."""
+    for pattern, own in (config.get({"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[key]) or {}).items():
+        with checkpoint.library(f"{folder / ADAPTER} cannot be used: {shown(pattern)} is no regular expression"):
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return own
+    return config.get(key)
+
+
+def _scale(folder: Path, config: Mapping[str, Any], name: str, held: int) -> float:
+    rank, alpha = (_of(folder, config, key, name) for key in ("r", "lora_alpha"))
+    if not is_number(alpha):
+        raise ModelError(f"{folder / ADAPTER} cannot be used: lora_alpha must be a number, not {shown(alpha)}")
+    if not is_number(rank, above=0.0) or rank != held:
+        raise ModelError(
+            f"{folder}: the rank of {name} is {shown(rank)} by its {ADAPTER} and {held} by its weights; both must be "
+            "the same, and at least 1"
+        )
+    scale = float(alpha) / (math.sqrt(held) if config.get("use_rslora") else held)
+    if abs(scale) > torch.finfo(torch.float32).max:
+        raise ModelError(f"{folder / ADAPTER} cannot be used: lora_alpha {shown(alpha)} is beyond 32-bit numbers")
+    return scale
 
 
 class Merged:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.core.errors import ModelError
+from forerun.core.errors import ModelError, shown
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
@@ -26,6 +26,16 @@ SHIFTS = {4: tuple(range(0, 32, 4)), 8: tuple(range(0, 32, 8))}
 MIDDLE = {4: 8, 8: 128}
 """The level that stands for 0 where there are no zeros of their own."""
 BLOCK = 32
+INDICES = (torch.int32, torch.int64)
+NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+BYTES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+HELD: Mapping[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]] = {
+    **dict.fromkeys(("qweight", "qzeros", "weight_packed"), ((torch.int32,), (2,))),
+    **dict.fromkeys(("g_idx", "weight_g_idx", "weight_shape"), (INDICES, (1,))),
+    **dict.fromkeys(("weight_scale", "weight_scale_inv"), (NUMBERS, (0, 1, 2))),
+    "scales": (NUMBERS, (2,)), "weight": (BYTES, (2,)), "weight_zero_point": ((*INDICES, torch.int8), (0, 1, 2)),
+}  # fmt: skip
+"""What the parts of a layer are held in, and how many dimensions they have."""
 Tensors = Mapping[str, torch.Tensor]
 """Of one layer, by the ends of their names."""
 
@@ -147,11 +157,7 @@ def _gptq(found: Tensors, config: Mapping[str, Any]) -> Rows:
     _fits(scales, (None, outputs), inputs)
     _fits(zeros, (scales.shape[0], outputs // 8))
     less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1  # the first version holds zeros less one
-    groups = found.get("g_idx")
-    if groups is not None:
-        _fits(groups, (inputs,))
-        if not bool(((groups >= 0) & (groups < scales.shape[0])).all()):
-            raise ValueError("its g_idx names groups that there are not")
+    groups = _groups(found.get("g_idx"), inputs, scales.shape[0])
 
     def open() -> Unpacked:
         return Unpacked(unpacked(words.T, SHIFTS[4]), (unpacked(zeros, SHIFTS[4]) + less & 15).T)
@@ -164,6 +170,7 @@ def _compressed(found: Tensors, config: Mapping[str, Any]) -> Rows:
     if "weight_packed" not in found:
         return _whole(found["weight"], scales, found.get("weight_zero_point"))
     bits = _bits(config)
+    _fits(found["weight_shape"], (2,))
     outputs, inputs = (int(size) for size in found["weight_shape"].tolist())
     words, zeros = found["weight_packed"], found.get("weight_zero_point")
     _fits(words, (outputs, -(-inputs * bits // 32)))
@@ -177,7 +184,7 @@ def _compressed(found: Tensors, config: Mapping[str, Any]) -> Rows:
             return Unpacked(levels, torch.full(scales.shape, MIDDLE[bits]))
         return Unpacked(levels, unpacked(zeros.T, SHIFTS[bits]).T[:outputs])
 
-    return Grouped((outputs, inputs), bits, open, scales, found.get("weight_g_idx"))
+    return Grouped((outputs, inputs), bits, open, scales, _groups(found.get("weight_g_idx"), inputs, scales.shape[1]))
 
 
 def _whole(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Rows:
@@ -189,10 +196,12 @@ def _whole(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | Non
         if outputs % scales.shape[0] or inputs % scales.shape[1]:
             raise ValueError(f"its scales are {[*scales.shape]}")
         return Scaled(weight, scales, (outputs // scales.shape[0], inputs // scales.shape[1]))
-    scales = scales.expand(outputs, -1)
+    scales = scales.expand(outputs, -1) if len(scales) == 1 else scales
     _fits(scales, (outputs, None), inputs)
     if zeros is not None:
         zeros = zeros.reshape(-1, 1) if zeros.numel() in (1, outputs) else zeros
+        if zeros.shape != scales.shape and zeros.shape[1:] != (1,):
+            raise ValueError(f"its zeros are {[*zeros.shape]}")
         zeros = zeros.expand(scales.shape).short() + MIDDLE[8]
 
     def open() -> Unpacked:
@@ -208,17 +217,40 @@ def _fp8(found: Tensors, config: Mapping[str, Any]) -> Rows:
     tile = config.get("weight_block_size")
     if not isinstance(tile, (list, tuple)):
         return _whole(weight, scales, None)
-    rows, columns = (int(size) for size in tile)
+    if len(tile) != 2 or not all(type(size) is int and size > 0 for size in tile):
+        raise ValueError(f"weight_block_size is {shown(tile)}, not two sizes")
+    rows, columns = tile
     _fits(scales, (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)))
     return Scaled(weight, scales, (rows, columns))
 
 
 def _bits(config: Mapping[str, Any]) -> int:
     groups = config.get("config_groups")
-    found = {group["weights"]["num_bits"] for group in groups.values()} if isinstance(groups, Mapping) else set()
-    if len(found) != 1 or not found <= {4, 8}:
-        raise ValueError(f"weights of {sorted(found)} bits; 4 or 8 in all layers are read")
-    return int(found.pop())
+    weights = [
+        group.get("weights") if isinstance(group, Mapping) else None
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+    ]
+    found = [part.get("num_bits") if isinstance(part, Mapping) else None for part in weights]
+    if not found or found[0] not in (4, 8) or any(bits != found[0] for bits in found):
+        raise ValueError(f"weights of {shown(found)} bits; 4 or 8 in all layers are read")
+    return int(found[0])
+
+
+def _groups(groups: torch.Tensor | None, inputs: int, count: int) -> torch.Tensor | None:
+    """To which of so many groups each input belongs, where that is given."""
+    if groups is not None:
+        _fits(groups, (inputs,))
+        if not bool(((groups >= 0) & (groups < count)).all()):
+            raise ValueError("it names groups (g_idx) that there are not")
+    return groups
+
+
+def _held(parts: Tensors) -> None:
+    """Raise ValueError for a part that is empty, or is not held as such parts are."""
+    for end, part in parts.items():
+        kinds, dimensions = HELD.get(end, ((part.dtype,), (part.dim(),)))
+        if not part.numel() or part.dtype not in kinds or part.dim() not in dimensions:
+            raise ValueError(f"its {end} is {[*part.shape]} of {str(part.dtype).removeprefix('torch.')}")
 
 
 def _fits(tensor: torch.Tensor, shape: tuple[int | None, ...], inputs: int | None = None) -> None:
@@ -262,19 +294,19 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 
 def refusal(config: Any) -> str | None:
     """Why weights of such a ``quantization_config`` are not read; None: they are."""
-    if not isinstance(config, Mapping) or config.get("quant_method") not in SCHEMES:
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    if not isinstance(method, str) or method not in SCHEMES:
         return "which forerun does not read"
-    method = config["quant_method"]
     if method in ("awq", "gptq") and config.get("bits", config.get("w_bit", 4)) != 4:
         return "of which only 4 bits are read"
     if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
-        return f"of version {config['version']!r}, of which only gemm is read"
+        return f"of version {shown(config['version'])}, of which only gemm is read"
     if method == "gptq" and config.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
-        return f"in the format {config['checkpoint_format']!r}, which forerun does not read"
+        return f"in the format {shown(config['checkpoint_format'])}, which forerun does not read"
     if method == "compressed-tensors":
         sparse = config.get("sparsity_config")
         if config.get("format") not in FORMATS or config.get("transform_config"):
-            return f"in the format {config.get('format')!r}, which forerun does not read"
+            return f"in the format {shown(config.get('format'))}, which forerun does not read"
         if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
             return "and sparse, which forerun does not read"
     return None
@@ -296,6 +328,7 @@ def gather(tensors: dict[str, torch.Tensor], config: Mapping[str, Any], place: s
         if bias is not None and not bool(bias.any()):
             used.add(f"{stem}.bias")  # as some tools write them for layers without one
         try:
+            _held(parts)
             found[f"{stem}.weight"] = scheme.make(parts, config)
         except KeyError as error:
             raise ModelError(f"{place} lacks {stem}.{error.args[0]}, a part of a {scheme.name} weight") from error

@@ -10,6 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun import kernels
 from forerun.core.batch import Batch
+from forerun.core.errors import shown
+from forerun.models import checkpoint
 
 ROPE_TYPES = ("default", "linear", "llama3")
 """Kinds whose frequencies do not depend on the length of the text."""
@@ -88,10 +90,10 @@ def _frequencies(config: PretrainedConfig, width: int, kind: str | None) -> tupl
     """One frequency per pair that is turned, float32, and the factor on cosines and sines."""
     rope: dict[str, Any] = dict(config.rope_parameters or {})
     rope = rope if kind is None else rope[kind]
-    how = rope.get("rope_type", "default")
-    if how == "default":
-        width = int(width * rope.get("partial_rotary_factor", 1.0))
-        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0
-    given = {} if kind is None else {"layer_type": kind}
-    frequencies, factor = ROPE_INIT_FUNCTIONS[how](config, torch.device("cpu"), **given)
-    return frequencies.float(), factor
+    with checkpoint.library(f"the model's rope_parameters cannot be used ({shown(rope)})"):
+        if rope.get("rope_type", "default") == "default":
+            width = int(width * rope.get("partial_rotary_factor", 1.0))
+            return 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0
+        given = {} if kind is None else {"layer_type": kind}
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), **given)
+        return frequencies.float(), factor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.core.errors import ModelError, shown
+from forerun.models import checkpoint
 from forerun.models.architectures import seq2seq
 from forerun.models.checkpoint import Tensor
 from forerun.models.prequantized import refusal
@@ -31,10 +33,19 @@ SIZES = (
 )  # fmt: skip
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+LAYERS = ("full_attention", "sliding_attention", "dense", "sparse")
+"""Kinds of layers that are run: attention over all tokens or the last ones, one MLP or experts."""
 SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
     "embedding_multiplier", "residual_multiplier", "logits_scaling",
 )  # fmt: skip
+DEPTHS = (
+    "num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_blocks", "num_encoder_layers", "num_decoder_layers",
+    "encoder_layers", "decoder_layers",
+)  # fmt: skip
+"""What configs call the number of layers."""
+DEEP = 1000
+"""No model has more layers: such a number is compared with the weights before transformers counts up to it."""
 USUAL = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 ROPE_NUMBERS = (
@@ -85,6 +96,20 @@ def check_tokenizer(given: Mapping[str, Any], path: Path) -> None:
             raise ModelError(f"{path} names other files ({key}), which are not loaded: remove that key")
 
 
+def check_depth(given: Mapping[str, Any], path: Path) -> None:
+    """Raise ModelError where ``config.json`` asks for more layers than there are tensors."""
+    for part in (given, *(value for value in given.values() if isinstance(value, Mapping))):
+        for name in DEPTHS:
+            depth: Any = part.get(name)
+            if not _is_integer(depth) or depth <= DEEP:
+                continue
+            held = len(checkpoint.read_headers(checkpoint.weight_files(path.parent), packed=True))
+            if depth > held:
+                raise ModelError(
+                    f"{path} does not fit its weights: {name} is {shown(depth)}, but they are {held} tensors"
+                )
+
+
 def scheme(quantization: Any) -> str:
     """Which way of quantizing a ``quantization_config`` describes, in words."""
     if not isinstance(quantization, Mapping):
@@ -95,7 +120,7 @@ def scheme(quantization: Any) -> str:
         if quantization.get(f"load_in_{count}bit") is True:
             bits = count
     name = SCHEMES.get(method.lower(), method)
-    return f"{name} ({bits} bits)" if isinstance(bits, int) else name
+    return f"{name} ({shown(bits)} bits)" if isinstance(bits, int) else name
 
 
 def has_encoder(config: Any) -> bool:
@@ -115,6 +140,12 @@ def check_config(config: Any, path: Path) -> None:
     text = config.get_text_config()
     if not isinstance(text, PretrainedConfig):
         raise ModelError(f"{path} cannot be used: text_config must be an object, not {shown(text)}")
+    differing = text.per_layer_attributes
+    if differing:
+        raise ModelError(
+            f"{path.parent} ({text.model_type}) gives its layers sizes of their own ({', '.join(sorted(differing))}), "
+            "which forerun does not run"
+        )
 
     def refuse(name: str, wanted: str) -> None:
         raise ModelError(f"{path} cannot be used: {name} must be {wanted}, not {shown(getattr(text, name))}")
@@ -123,6 +154,12 @@ def check_config(config: Any, path: Path) -> None:
         for value in _each(getattr(text, name, None)):
             if not _is_count(value):
                 refuse(name, f"an integer from 1 to {LARGEST}")
+    for kind in _each(getattr(text, "layer_types", None)):
+        if kind not in LAYERS:
+            raise ModelError(
+                f"{path.parent} has layers of kind {shown(kind)}, which forerun does not run ({text.model_type}); it "
+                "runs models of full_attention and sliding_attention"
+            )
     context = getattr(text, "max_position_embeddings", None)
     if context is not None and not (_is_count(context) and context >= SHORTEST_CONTEXT):
         refuse("max_position_embeddings", f"an integer from {SHORTEST_CONTEXT} to {LARGEST}")
@@ -131,10 +168,10 @@ def check_config(config: Any, path: Path) -> None:
     if _is_count(heads) and _is_count(shared) and heads % shared:
         refuse("num_attention_heads", f"a multiple of num_key_value_heads ({shared})")
     for name in EPSILONS:
-        if getattr(text, name, None) is not None and not _is_number(getattr(text, name), least=0.0):
+        if getattr(text, name, None) is not None and not is_number(getattr(text, name), least=0.0):
             refuse(name, "a number of at least 0")
     for name in SCALES:
-        if getattr(text, name, None) is not None and not _is_number(getattr(text, name), above=0.0):
+        if getattr(text, name, None) is not None and not is_number(getattr(text, name), above=0.0):
             refuse(name, "a number above 0, or null")
     chosen = getattr(text, "num_experts_per_tok", None)
     for name in EXPERTS:
@@ -145,7 +182,10 @@ def check_config(config: Any, path: Path) -> None:
         if getattr(text, name, None) is not None and not _is_activation(getattr(text, name)):
             refuse(name, "an activation that transformers knows")
     window = getattr(text, "sliding_window", None)
-    if window is not None and not _is_count(window):
+    unused = (
+        window == 0 and getattr(text, "use_sliding_window", None) is False
+    )  # as transformers reads Qwen 2's experts
+    if window is not None and not _is_count(window) and not unused:
         refuse("sliding_window", "an integer of at least 1, or null")
     vocabulary = getattr(text, "vocab_size", None)
     padding = getattr(text, "pad_token_id", None)
@@ -164,12 +204,13 @@ def check_rope(rope: Any, path: Path) -> None:
     if not isinstance(rope, Mapping):
         raise ModelError(f"{path} cannot be used: rope_parameters must be an object, not {shown(rope)}")
     for name, value in rope.items():
-        if isinstance(value, Mapping):
+        if name in ("rope_type", "type"):
+            if value not in ("default", *ROPE_INIT_FUNCTIONS):
+                raise ModelError(f"{path} cannot be used: transformers knows no rope type {shown(value)}")
+        elif isinstance(value, Mapping):
             check_rope(value, path)
-        elif name in ROPE_NUMBERS and value is not None and not _is_number(value, above=0.0):
+        elif name in ROPE_NUMBERS and value is not None and not is_number(value, above=0.0):
             raise ModelError(f"{path} cannot be used: {name} of rope_parameters must be above 0, not {shown(value)}")
-        elif name in ("rope_type", "type") and value not in ("default", *ROPE_INIT_FUNCTIONS):
-            raise ModelError(f"{path} cannot be used: transformers knows no rope type {shown(value)}")
 
 
 def check_fit(config: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -182,7 +223,7 @@ def check_fit(config: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
         f"num_hidden_layers is {layers}": layers <= len(tensors),
         f"vocab_size is {vocabulary} and hidden_size {width}": vocabulary * width <= 4 * total,
     }
-    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS):
         size = _largest(getattr(text, name, None))
         asked[f"{name} is {size}"] = size * width <= 4 * total
     for what, fits in asked.items():
@@ -240,7 +281,8 @@ def _is_count(value: Any) -> bool:
     return _is_integer(value) and 1 <= value <= LARGEST
 
 
-def _is_number(value: Any, *, least: float = -math.inf, above: float = -math.inf) -> bool:
+def is_number(value: Any, *, least: float = -math.inf, above: float = -math.inf) -> bool:
+    """Whether a value that was read from a file is a number which a float can hold, in a range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return above < value < math.inf and value >= least
+    return abs(value) <= sys.float_info.max and value > above and value >= least

@@ -1,0 +1,152 @@
+"""Models that keep state beside keys and values: each is refused by what its config says, and, where that says nothing,
+by what its modules read; however small its weights are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from forerun.core.batch import Batch, Span
+from forerun.core.errors import ModelError
+from forerun.models import sanity
+from forerun.models.base import new_attention
+from forerun.models.hf import HFModel
+from forerun.models.load import load_model
+
+SIZES = {
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": None,
+    "pad_token_id": 0, "num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32,
+}  # fmt: skip
+LINEAR, CONV, FULL = "linear_attention", "conv", "full_attention"
+HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_state": 8}
+GDN = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": [LINEAR, FULL], "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "bailing_hybrid": ({}, LINEAR, "BailingHybridDeltaAttention"),
+    "bamba": ({**HEADS, "attn_layer_indices": [1]}, LINEAR, "BambaMixer"),
+    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "hybrid", "FalconH1Mixer"),
+    "falcon_mamba": ({"state_size": 4}, LINEAR, "FalconMambaMixer"),
+    "granitemoehybrid": ({**HEADS, "layer_types": [LINEAR, FULL]}, LINEAR, "GraniteMoeHybridMambaLayer"),
+    "jamba": ({"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1}, LINEAR, "JambaMambaMixer"),
+    "kimi_linear": ({}, LINEAR, "KimiLinearDeltaAttention"),
+    "lara_mini": ({}, LINEAR, "LaraMiniGatedDeltaNet"),
+    "lfm2": ({"layer_types": [CONV, FULL]}, CONV, "Lfm2ShortConv"),
+    "lfm2_moe": ({"layer_types": [CONV, FULL]}, CONV, "Lfm2MoeShortConv"),
+    "lfm3": ({"layer_types": [CONV, FULL]}, CONV, "Lfm3ShortConv"),
+    "mamba": ({"state_size": 4}, LINEAR, "MambaMixer"),
+    "mamba2": ({"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2}, LINEAR, "Mamba2Mixer"),
+    "minimax": ({"layer_types": [LINEAR, FULL]}, LINEAR, "MiniMaxLightningAttention"),
+    "nemotron_h": ({"layers_block_type": [LINEAR, "moe", FULL]}, LINEAR, "NemotronHMamba2Mixer"),
+    "olmo_hybrid": ({"layer_types": [LINEAR, FULL]}, LINEAR, "OlmoHybridGatedDeltaNet"),
+    "qwen3_5_moe_text": (GDN, LINEAR, "Qwen3_5MoeGatedDeltaNet"),
+    "qwen3_5_text": (GDN, LINEAR, "Qwen3_5GatedDeltaNet"),
+    "qwen3_next": (GDN, LINEAR, "Qwen3NextGatedDeltaNet"),
+    "qwen4_exp_text": ({}, LINEAR, "Qwen4ExpTextGatedDeltaNet"),
+    "recurrent_gemma": ({"block_types": ["recurrent", "attention"]}, LINEAR, "RecurrentGemmaRecurrentBlock"),
+    "rwkv": ({"attention_hidden_size": 32}, "", "RwkvSelfAttention"),
+    "xlstm": ({"num_heads": 4}, "", "xLSTMBackend"),
+    "zamba": ({"num_hidden_layers": 3, "layers_block_type": [LINEAR, "hybrid", "hybrid"]}, LINEAR, "ZambaAttention"),
+    "zamba2": ({"layers_block_type": [LINEAR, "hybrid"]}, LINEAR, "Zamba2MambaMixer"),
+    "zaya": ({"num_experts_per_tok": 1}, "hybrid", "ZayaCCA"),
+}  # fmt: skip
+WORKS = {
+    "granitemoehybrid": {"layer_types": [FULL, FULL], **HEADS},
+    "lfm2": {"layer_types": [FULL, FULL]},
+    "minimax": {"layer_types": [FULL, FULL]},
+    "phimoe": {"sliding_window": 8},
+    "qwen2_moe": {"use_sliding_window": False, "shared_expert_intermediate_size": 32},
+}
+"""Classes that may have no state, and what others got wrong."""
+
+
+def save(kind: str, options: dict[str, Any], folder: Path, spread: float) -> None:
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            middle = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
+            torch.nn.init.normal_(parameter, middle, spread)
+    module.tie_weights()
+    module.save_pretrained(folder)
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, invariant=False)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_model_with_state_is_refused_by_name(tmp_path, monkeypatch, kind):
+    options, layers, reader = CASES[kind]
+    save(kind, options, tmp_path, 1e-3)
+    if layers:
+        assert f"has layers of kind '{layers}', which forerun does not run ({kind})" in refused(tmp_path)
+        monkeypatch.setattr(sanity, "LAYERS", (*sanity.LAYERS, LINEAR, CONV, "hybrid", "moe"))
+    assert reader in refused(tmp_path)
+
+
+def test_every_class_with_state_is_tried():
+    """Of those that transformers calls so. DeepSeek V4 says it in its layers: compressed attention."""
+    stateful = {
+        config.model_type for config, module in MODEL_FOR_CAUSAL_LM_MAPPING.items()
+        if getattr(module, "_is_stateful", False)
+    }  # fmt: skip
+    whole = {"qwen3_5", "qwen3_5_moe", "qwen4_exp"}  # with eyes: the same text models
+    assert stateful - whole - {"deepseek_v4"} <= set(CASES)
+
+
+@pytest.mark.parametrize("types", [["telepathy", FULL], [FULL, "chunked_attention"], ["moe", FULL]])
+def test_layers_of_unknown_kinds_are_refused(types):
+    config = AutoConfig.for_model("qwen3", **SIZES)
+    config.layer_types = types
+    with pytest.raises(ModelError, match=f"has layers of kind {next(kind for kind in types if kind != FULL)!r}"):
+        sanity.check_config(config, Path("m/config.json"))
+
+
+class Shifted(torch.nn.Module):
+    """An MLP that reads the token before, however little."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) + 1e-30 * hidden.roll(1, 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
+def test_a_module_that_reads_other_tokens_is_found_however_little_it_adds(kind):
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256} if kind == "gpt2" else {}
+    config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
+    module = AutoModelForCausalLM.from_config(config, attn_implementation="forerun")
+    build = {"name": kind, "eos_ids": frozenset(), "invariant": False}
+    assert HFModel(module, **build).info.num_layers == 2
+    layer = module.transformer.h[1] if kind == "gpt2" else module.model.layers[1]
+    layer.mlp = Shifted(layer.mlp)
+    with pytest.raises(ModelError, match="its Shifted reads other tokens than its own"):
+        HFModel(module, **build)
+
+
+@pytest.mark.parametrize("kind", WORKS)
+def test_a_class_that_may_have_state_runs_without(tmp_path, kind):
+    save(kind, WORKS[kind], tmp_path, 0.15)
+    model = load_model(tmp_path, model_path="hf", invariant=False)
+    ids = torch.randint(3, SIZES["vocab_size"], (30,)).tolist()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([ids]), use_cache=False).logits[0]
+    attention, rows = new_attention(model, max_seqs=1, max_len=64), []
+    for start, end in ((0, 1), (1, 13), (13, 30)):
+        span = Span(0, start, ids[start:end], logits=list(range(end - start)))
+        rows.append(model.forward(Batch([span]), attention).logits)
+    assert (torch.cat(rows) - wanted).abs().max() < 1e-4 * wanted.abs().max()
