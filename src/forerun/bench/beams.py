@@ -181,7 +181,7 @@ def measure(wanted: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
     """Rows and the environment. Raises ForerunError."""
     widths = [int(width) for width in wanted.widths.split(",")]
     engine = {"dtype": wanted.dtype, "page_size": 16, "max_num_seqs": max(8, *widths)}
-    base = LLM(wanted.model, **engine)
+    base = LLM(wanted.model, speculative_config=None, **engine)
     contenders = {"plain": ours(base, speculate=False)}
     for setting in json.loads(wanted.settings) if wanted.settings else SETTINGS:
         given = (

@@ -161,7 +161,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 def streams(model: str, name: str, counts: Seq[int], tokens: int, prompts: Seq[Seq[int]]) -> list[Stream]:
     longest = max(map(len, prompts)) + tokens
-    llm = LLM(model, quantization=name, max_num_seqs=max(counts), max_model_len=longest)
+    llm = LLM(model, quantization=name, max_num_seqs=max(counts), max_model_len=longest, speculative_config=None)
     rows = []
     for count in counts:
         asked = [{"prompt_token_ids": list(prompts[i % len(prompts)])} for i in range(count)]

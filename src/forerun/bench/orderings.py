@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    llm = LLM(given.model, dtype=given.dtype)
+    llm = LLM(given.model, dtype=given.dtype, speculative_config=None)
     prompts = make_prompts(given.prompt_set, llm.tokenizer, count=given.prompts, length=given.prompt_tokens)
     found = compare_all(Bench(llm, prompts, given.max_tokens, given.concurrency, given.speculative_config))
     print(json.dumps([asdict(item) for item in found], indent=1) if given.json else "\n".join(lines(found)))

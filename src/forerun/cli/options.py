@@ -198,7 +198,7 @@ SAMPLING = Flags(
         defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
     ),
 )
-DEFAULTS = "draft_model for the bundled pair, else suffix with adaptive lengths; smollm2's text comes with Forerun"
+DEFAULTS = "auto: a known draft of the model that is on disk, else suffix"
 SYNTHETIC_HELP = (
     "accept drafts as often as was published for Llama-3.2-1B, whatever their tokens, to measure speed: "
     f"{', '.join(PROFILES)}; the text is not the model's"
@@ -222,9 +222,8 @@ SPECULATIVE = Flags(
 
 
 def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
-    """``speculative_config`` from JSON and shorthands. Where no method is named, the bundled pair drafts with its draft
-    model, and another model from the text itself (``suffix``), as far as it pays if that changes no token, and from
-    what comes with Forerun for it. Raises ConfigError for a key that is given twice with different values."""
+    """``speculative_config`` from JSON and shorthands. Where no method is named, ``engine.auto`` chooses.
+    Raises ConfigError for a key that is given twice with different values."""
     config = dict(given.get("speculative_config") or {})
     if "tuned" in given:
         if names_method(given):
@@ -242,24 +241,10 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
             option = flag.replace("_", "-")
             raise ConfigError(f"{key} is {config[key]!r} in --speculative-config and {value!r} in --{option}")
     if "method" not in config and "model" not in config:
-        config["method"] = _usual(config) if "model" in engine else "draft_model"
-        if "model" in engine and rules[config.get("accept", "coupled")].identity:
-            config.setdefault("length", "adaptive")
-            config = {**_bundled(config["method"], engine), **config}
+        from forerun.engine.auto import choose
+
+        config = choose(str(engine.get("model", EngineConfig.model)), config, engine.get("lora"))
     return config
-
-
-def _bundled(method: str, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of the model from the folder that comes for it, if that drafts by ``method``."""
-    from forerun.engine.tuned import has_bundled
-
-    found = {} if engine.get("lora") or not has_bundled(str(engine["model"])) else read_tuned(BUNDLED, engine)
-    return found if found.get("method") == method else {}
-
-
-def _usual(config: Mapping[str, Any]) -> str:
-    """Who drafts for a model of one's own: ``suffix``, unless an option is of ``ngram`` alone."""
-    return "ngram" if set(config) & {*KEYS["ngram"].split(), *KEYS["prompt_lookup"].split()} else "suffix"
 
 
 def read_tuned(folder: str, engine: Mapping[str, Any]) -> dict[str, Any]:

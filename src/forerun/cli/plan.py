@@ -98,7 +98,7 @@ def _plans(
     from forerun.plan.run import LENGTHS, run_plan
 
     with progress("loading", len(loads) * (len(LENGTHS) + settings["layer_trials"])) as step:
-        llm = LLM(**engine)
+        llm = LLM(**engine, speculative_config=None)
         prompts = make_prompts(tokenizer=llm.tokenizer, **texts)
         plans = [run_plan(llm, options, prompts, concurrency=count, step=step, **settings) for count in loads]
     found = plans[0] | {"loads": [_load(one) for one in plans]}

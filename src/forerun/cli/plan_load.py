@@ -77,7 +77,7 @@ def _measure(load: Load, setting: Setting) -> tuple[Costs, Limits, dict[str, Any
 
     engine = {"page_size": PAGE_SIZE, **setting.engine}
     with progress("loading", steps(engine.get("max_num_seqs"), len(setting.drafters))) as step:
-        llm = LLM(**engine)
+        llm = LLM(**engine, speculative_config=None)
         load = load.within(llm.engine.max_model_len)
 
         def prompts(count: int, length: int) -> list[list[int]]:

@@ -4,6 +4,8 @@ what it writes."""
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
 import os
 import stat
@@ -11,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 POSIX = hasattr(os, "geteuid")
@@ -125,3 +128,29 @@ def let_read(path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
+
+
+class Record:
+    """What was measured once and is kept as JSON in the cache folder: under ``kind``, by the circumstances that it
+    holds in."""
+
+    def __init__(self, kind: str, *circumstances: str) -> None:
+        key = hashlib.sha256("\0".join(circumstances).encode()).hexdigest()[:24]
+        self._place = Path(kind) / f"{key}.json"
+
+    def read(self) -> Any:
+        """None if there is none, or it is damaged, or others can have written it."""
+        try:
+            path = cache_folder() / self._place
+            return None if distrust(path) else json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, RuntimeError, ValueError):  # RuntimeError: there is no cache folder
+            return None
+
+    def write(self, value: Any) -> None:
+        """Keep ``value``, where there is a cache folder that can be written."""
+        try:
+            path = cache_folder() / self._place
+            make_folder(path.parent)
+            replace_with(path, lambda made: made.write_text(json.dumps(value), encoding="utf-8"))
+        except (OSError, RuntimeError) as error:
+            log.info("what was measured cannot be kept: %s", error)

@@ -7,20 +7,15 @@ compared once: a call of one row repeated must give one result in all of them, a
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from forerun import kernels
-from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
+from forerun.core.folders import Record
 
-log = logging.getLogger(__name__)
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)
 """Row counts that a call may have."""
 ENOUGH = 8
@@ -93,28 +88,12 @@ def circumstances() -> list[str]:
 def remembered(what: str, find: Callable[[], T], good: Callable[[object], T | None]) -> T:
     """``find()``, or what it found here before: kept in the cache folder, by ``what`` and the circumstances, and taken
     as ``good`` has it, which is None for what ``find`` cannot have returned."""
-    key = hashlib.sha256("\0".join([what, *circumstances()]).encode()).hexdigest()[:24]
-    try:
-        path = cache_folder() / "tiles" / f"{key}.json"
-    except (OSError, RuntimeError):  # there is none
-        return find()
-    found = good(_read(path))
+    record = Record("tiles", what, *circumstances())
+    found = good(record.read())
     if found is None:
         found = find()
-        try:
-            make_folder(path.parent)
-            replace_with(path, lambda made: made.write_text(json.dumps(found), encoding="utf-8"))
-        except OSError as error:
-            log.info("what was found about row counts cannot be kept: %s", error)
+        record.write(found)
     return found
-
-
-def _read(path: Path) -> object:
-    """None if the file is not there or damaged, or others can have written it."""
-    try:
-        return None if distrust(path) else json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def groups_of(value: object) -> Groups | None:

@@ -89,10 +89,11 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config needs a 'method'")
         accept = rest.pop("accept", "coupled")
         rule = rules[accept]
-        if method != NONE and "length" not in rest and not set(SYNTHETIC) & set(rest):
-            rest = drafters[method].config_class.usual(rest)
-            if not rule.identity and rest.get("length") == "adaptive":
-                del rest["length"]  # budgets that follow measured times would change its tokens from run to run
+        if method != NONE and not set(SYNTHETIC) & set(rest):
+            usual = drafters[method].config_class.usual(rest)
+            if "length" not in rest and not rule.identity:
+                usual.pop("length", None)  # budgets that follow measured times would change tokens from run to run
+            rest = usual
         length = rest.pop("length", "fixed")
         _ = policies[length]
         synthetic = {key: rest.pop(key) for key in SYNTHETIC if key in rest}

@@ -97,6 +97,7 @@ class Engine:
         self.jobs: dict[int, Job] = {}
         self.on_round: Callable[[Round], None] | None = None
         """Sees every round as it ends, for measurements."""
+        self.on_close: list[Callable[[], object]] = []
         self._ids = itertools.count()
 
     def _drafters(self, configs: Seq[SpeculativeConfig]) -> dict[str, Any]:
@@ -357,6 +358,8 @@ class Engine:
     def close(self) -> None:
         """Let drafters write down what they have learnt. The engine can go on afterwards."""
         self.router.close()
+        for act in self.on_close:
+            act()
 
     def check(self) -> None:
         """Raise AssertionError if a page is unaccounted for, or an idle engine still holds some."""

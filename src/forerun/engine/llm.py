@@ -15,7 +15,7 @@ import torch
 
 from forerun.core.config import as_python
 from forerun.core.errors import ConfigError, RequestError, shown
-from forerun.engine import beams
+from forerun.engine import auto, beams
 from forerun.engine.admission import token_ids
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -70,12 +70,13 @@ class RequestOutput:
 
 
 class LLM:
-    """A model that generates text, with speculation where asked for.
+    """A model that generates text, with speculation.
 
     ``model`` is a folder, a GGUF file, ``hf:OWNER/NAME[:QUANTIZATION]`` or a fetched model's name (default: the
     bundled target).
-    ``speculative_config`` has vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters; None
-    decodes plainly. ``tuned`` is a folder that ``forerun tune`` made for this model, which says how to speculate; True:
+    ``speculative_config`` has vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters;
+    ``"auto"`` chooses a drafter for the model (``engine.auto.choose``); None decodes plainly.
+    ``tuned`` is a folder that ``forerun tune`` made for this model, which says how to speculate; True:
     the bundled one. Other keywords are the fields of ``EngineConfig``, or vLLM's: ``block_size``,
     ``enable_prefix_caching``, ``revision`` and ``download_dir`` mean what they mean there, ``enforce_eager``,
     ``trust_remote_code=False`` and their like say what is so anyway, and others are refused with
@@ -90,14 +91,16 @@ class LLM:
         self,
         model: str = "forerun:target",
         *,
-        speculative_config: Mapping[str, Any] | SpeculativeConfig | Seq[Mapping[str, Any]] | None = None,
+        speculative_config: Mapping[str, Any] | SpeculativeConfig | Seq[Mapping[str, Any]] | str | None = auto.AUTO,
         tuned: str | Path | bool | None = None,
         **options: Any,
     ) -> None:
         if tuned is not None and tuned is not False:
-            if speculative_config is not None:
+            if speculative_config != auto.AUTO:
                 raise ConfigError("tuned says how to speculate: leave speculative_config out, or tuned")
             speculative_config = load_tuned(tuned, str(model), options.get("lora"))
+        elif speculative_config == auto.AUTO:
+            speculative_config = auto.choose(str(model), lora=options.get("lora"))
         self.config = EngineConfig.from_options(understood({"model": str(model), **options}))
         speculative = SpeculativeConfig.parse_all(speculative_config)
         self.speculative = speculative[0]
@@ -117,6 +120,7 @@ class LLM:
         self.tokenizer = load_tokenizer(config.tokenizer or config.model)
         loaded.info = with_end(loaded.info, self.tokenizer)
         self.engine = Engine(loaded, self.tokenizer, config, speculative)
+        auto.remember(self.engine)
         self._turn = threading.Lock()
         self._owner: int | None = None
         """The thread whose turn it is."""

@@ -49,7 +49,7 @@ def rates(tokens: int, temperature: float, progress: object = None) -> dict[str,
 
 def _written(tokens: int, temperature: float) -> Iterator[tuple[list[int], int]]:
     """The target's own texts, prompt and all, and where the answer begins."""
-    llm = LLM(TARGET)
+    llm = LLM(TARGET, speculative_config=None)
     ids = encode_files(list(held_out_files()), llm.tokenizer, 0).tolist()
     count = -(-tokens // ANSWER)
     step = (len(ids) - PROMPT) // count
@@ -71,7 +71,7 @@ def _laws(module: torch.nn.Module, text: list[int]) -> Tensor:
 
 
 def _counts(vocabulary: int) -> Counts:
-    tokenizer = LLM(TARGET).tokenizer
+    tokenizer = LLM(TARGET, speculative_config=None).tokenizer
     unseen = set(held_out_files())
     files = [path for path in list_files(standard_library()) if path not in unseen]
     return Counts([encode_files(files, tokenizer, 0)[:COUNTED].tolist()], vocabulary)

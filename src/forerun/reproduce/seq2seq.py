@@ -109,7 +109,7 @@ def table_2(settings: Settings) -> Table:
         for heat in (0, 1):
             gamma, printed = PAPER_2[name, heat]
             config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
-            plain, fast = LLM(str(target)), LLM(str(target), speculative_config=config)
+            plain, fast = LLM(str(target), speculative_config=None), LLM(str(target), speculative_config=config)
             sources = [source for source, _ in task.held_out[:SOURCES]]
             params = [SamplingParams(temperature=heat, max_tokens=ANSWER, seed=i) for i in range(len(sources))]
             ratios, slow, quick = _in_turns(plain, fast, sources, params)

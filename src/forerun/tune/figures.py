@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--depth", type=int, default=3)
     given = parser.parse_args()
-    llm = LLM(given.model, quantization=given.quantization, max_num_seqs=1, max_model_len=2048)
+    llm = LLM(given.model, quantization=given.quantization, max_num_seqs=1, max_model_len=2048, speculative_config=None)
     compared = ways(given.head, given.depth, given.text)
     rows = [
         row

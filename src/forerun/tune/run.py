@@ -124,7 +124,7 @@ def _texts(config: TuneConfig, run: Path) -> Path | None:
 
 
 def _load(config: TuneConfig, **more: Any) -> LLM:
-    return LLM(config.model, quantization=config.quantization, **more)
+    return LLM(config.model, quantization=config.quantization, **{"speculative_config": None, **more})
 
 
 def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callable[[str], None]) -> None:

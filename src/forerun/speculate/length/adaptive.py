@@ -379,19 +379,31 @@ class Adaptive(LengthPolicy):
             else:
                 sequence.reads = reads or None
 
-    def state(self) -> dict[str, Any]:
-        """What was learnt, for the next engine of the same kind on this machine."""
+    def state(self) -> dict[str, Any] | None:
+        """What was learnt, for the next engine of the same kind on this machine; None: next to nothing."""
+        if not self.costs.sure(1) or any(belief.asked[0] < self.OPEN for belief in self.methods.values()):
+            return None
         beliefs = {
             method: [[round(value, 3) for value in values] for values in (b.reached, b.kept, b.asked, b.made)]
             for method, b in self.methods.items()
         }
         return {"costs": self.costs.state(), "acceptance": beliefs, "lengths": list(self.lengths.seen)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over another's ``state``."""
-        self.costs.restore(state["costs"])
-        for method, (reached, kept, asked, made) in state["acceptance"].items():
+    def restore(self, state: Any) -> None:
+        """Take over another's ``state``; whatever else it is given, nothing."""
+        try:
+            beliefs = {m: [[float(x) for x in values] for values in state["acceptance"][m]] for m in self.methods}
+            lengths = [int(length) for length in state["lengths"]]
+            costs = Costs(self.setting.nodes, self.setting.row_multiple)
+            costs.restore(state["costs"])
+        except (TypeError, KeyError, ValueError):
+            return
+        depths = {len(values) for m in self.methods for values in beliefs[m]}
+        if depths != {len(belief.asked) for belief in self.methods.values()}:
+            return
+        self.costs = costs
+        for method, (reached, kept, asked, made) in beliefs.items():
             belief = self.methods[method]
             belief.reached, belief.kept, belief.asked, belief.made = reached, kept, asked, made
             belief.loosen(self.OPEN)
-        self.lengths.seen.extend(int(length) for length in state["lengths"])
+        self.lengths.seen.extend(lengths)

@@ -1,0 +1,71 @@
+"""``speculative_config="auto"``: who drafts for a model where nobody says, and what was learnt about it before."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from forerun.core.folders import Record
+from forerun.core.tiles import circumstances
+from forerun.engine.engine import Engine
+from forerun.engine.tuned import has_bundled, load
+from forerun.models.known import KNOWN
+from forerun.models.shelf import known_draft
+from forerun.speculate.length.adaptive import Adaptive
+from forerun.speculate.names import KEYS, rules
+
+AUTO = "auto"
+LARGE = 64 << 20
+"""Bytes of a target for which what was learnt is kept: a smaller one is learnt about in a moment."""
+
+
+def choose(
+    model: str, given: Mapping[str, Any] | None = None, lora: Sequence[str] | str | None = None
+) -> dict[str, Any]:
+    """The ``speculative_config`` for ``model`` with such adapters, where ``given`` says the rest but no drafter: the
+    bundled draft model for the bundled target; what comes with Forerun for a model (``tuned``); a known draft of this
+    model that is on disk; else ``suffix``, which drafts from the text itself. Drafts go as far as they pay
+    (``adaptive``) where that changes no token."""
+    rest = dict(given or {})
+    if rules[rest.get("accept", "coupled")].identity:
+        rest.setdefault("length", "adaptive")
+    lookup = {*KEYS["ngram"].split(), *KEYS["prompt_lookup"].split()} & set(rest)
+    if lookup:
+        return {"method": "ngram", **rest}
+    if model.startswith("forerun:"):
+        return {"method": "draft_model", **rest}
+    if has_bundled(model) and not lora:
+        return {**load(True, model), **rest}
+    draft = known_draft(model)
+    return {"method": "suffix", **rest} if draft is None else {"method": "draft_model", "model": str(draft), **rest}
+
+
+def advice(model: str) -> str | None:
+    """What would make ``model`` faster and is not on this machine."""
+    from forerun.models.shelf import drafts_of
+
+    names = drafts_of(model)
+    if not names or known_draft(model) is not None:
+        return None
+    return f"forerun fetch {names[0]} brings a draft for it ({KNOWN[names[0]].title})"
+
+
+def remember(engine: Engine) -> None:
+    """Let the engine's length policy begin with what an earlier engine of this kind learnt on this machine, and keep
+    what it learns when the engine is closed or the process ends."""
+    policy, info = engine.policy, engine.model.info
+    if type(policy) is not Adaptive or info.weight_bytes < LARGE:
+        return
+    drafts = [(model.info.path, model.info.weight_bytes) for model in engine.router.models()]
+    what = repr((info.architecture, info.path, info.weight_bytes, drafts, engine.speculative, torch.get_num_threads()))
+    record = Record("lengths", what, *circumstances())
+    policy.restore(record.read())
+    engine.on_close.append(weakref.finalize(engine, _keep, policy, record))
+
+
+def _keep(policy: Adaptive, record: Record) -> None:
+    if (state := policy.state()) is not None:
+        record.write(state)
