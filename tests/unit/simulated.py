@@ -96,8 +96,16 @@ def play(
     chance ``exists``. ``policy`` None: plain decoding.
     """
     draw = random.Random(seed)
-    decides = _policy(machine, policy, depth)
-    found, drawn_until, silent = Play(), {}, 99
+    found, silent = Play(), 99
+    drawn_until: dict[int, int] = {}
+
+    def lag(sequence: Sequence) -> int:
+        if not machine.per_token_behind:  # it reads nothing that costs
+            return 0
+        missing = len(sequence.tokens) - drawn_until.get(sequence.id, 0)
+        return missing if sequence.reads is None else min(missing, sequence.reads)
+
+    decides = _policy(machine, policy, depth, lag)
     todo = [_request(i, prompt, length, policy) for i in range(max(requests, count))][::-1]
     running: list[Sequence] = []
     while todo or running:
@@ -109,7 +117,7 @@ def play(
         drafting = [i for i, budget in enumerate(budgets) if budget]
         behind = 0
         for i in drafting:
-            behind += len(running[i].tokens) - drawn_until.get(running[i].id, 0)
+            behind += lag(running[i])
             drawn_until[running[i].id] = len(running[i].tokens)
         drafts = [Draft.chain([0] * budget if draw.random() < exists else []) for budget in budgets]
         verdicts = [_verdict(sequence, draft, accepts, draw) for sequence, draft in zip(running, drafts)]
@@ -138,8 +146,9 @@ def play(
     return found
 
 
-def _policy(machine: Machine, policy: str | None, depth: int) -> LengthPolicy:
-    decides: LengthPolicy = policies[policy or "fixed"](Setting({"m": list(range(depth + 1))}, machine.multiple))
+def _policy(machine: Machine, policy: str | None, depth: int, lag: Callable[[Sequence], int]) -> LengthPolicy:
+    setting = Setting({"m": list(range(depth + 1))}, machine.multiple, lag)
+    decides: LengthPolicy = policies[policy or "fixed"](setting)
     ticks = itertools.count()
     if isinstance(decides, Adaptive):
         decides.clock = lambda: next(ticks) * 0.5e-3 * machine.host

@@ -102,6 +102,10 @@ class LLM:
         elif speculative_config == auto.AUTO:
             speculative_config = auto.choose(str(model), lora=options.get("lora"))
         self.config = EngineConfig.from_options(understood({"model": str(model), **options}))
+        if isinstance(speculative_config, str):
+            raise ConfigError(
+                f"speculative_config must be a mapping, {auto.AUTO!r} or None, not {speculative_config!r}"
+            )
         speculative = SpeculativeConfig.parse_all(speculative_config)
         self.speculative = speculative[0]
         config = self.config

@@ -95,7 +95,7 @@ class Adaptive(LengthPolicy):
     """Rounds of a trial, and of a plan whose method is little known."""
     SPEND = 0.005
     """What a plain round pays into the balance."""
-    START, MOST, DEBT = 0.9, 12.0, -0.5
+    START, MOST, DEBT = 0.8, 12.0, -0.5
     """The first balance, which plain rounds fill again; most that is kept; what ends a plan."""
     WAITS = (16, 64)
     """Plain rounds before the next trial: at first, and at most. A trial in vain doubles them."""
@@ -224,8 +224,10 @@ class Adaptive(LengthPolicy):
             drafted = [Drafted(m, len(made), max(made), entry.behind.get(m, 0)) for m, made in parts.items()]
             costs.drafted(entry.rows, entry.draft, entry.verify, drafted)
             plain = costs.verify(entry.sequences)
-            expected = costs.verify(entry.rows) + sum(costs.draft(d.method, d.sequences, d.depth) for d in drafted)
-            cost = expected + took
+            drafting = sum(costs.draft(d.method, d.sequences, d.depth) for d in drafted)
+            if not all(costs.priced(d.method) for d in drafted):
+                drafting = min(drafting, entry.draft / costs.pace)
+            cost = costs.verify(entry.rows) + drafting + took
             gain = entry.tokens / entry.sequences - cost / plain
             self.balance = max(min(self.balance + gain, self.MOST), -self.MOST)
 
@@ -251,7 +253,7 @@ class Adaptive(LengthPolicy):
                 return Plan(self._few(sequences, longest), self.TRIAL, 1.0, best.known)
             self._next_wait = self.WAITS[0]
             due = self._check - self._since  # a check may be overdue while prompts are read
-            best.left = min(self.ROUNDS, due if due > 0 else self.TRIAL * 3)
+            best.left = min(self.ROUNDS, due if due > 0 else self.TRIAL * 4)
             best.promise = max(best.promise, self.MARGIN)
             best.expected = self._tokens(sequences, best.budgets)
             return self._explore(sequences, longest, best)
@@ -366,9 +368,11 @@ class Adaptive(LengthPolicy):
             behind = self.setting.behind(sequence)
             if behind <= self.setting.nodes[method][-1] + 1:
                 continue
-            gain = self._best([sequence], [longest[index]]).promise - 1.0
+            best = self._best([sequence], [longest[index]])
+            gain = best.promise - 1.0
             each = self.costs.verify(len(sequences)) / len(sequences)  # what one token of this sequence takes
-            rest = self.lengths.rest(sequence) * each
+            # An answer ends somewhere in a draft.
+            rest = (self.lengths.rest(sequence) - self._tokens([sequence], best.budgets)) * each
             options = [(behind, None, 1.0), *((n, n, n / (n + self.BLUR)) for n in self.WINDOWS if n < behind)]
             worth, reads = max(
                 (rest * (1.0 - 1.0 / (1.0 + gain * quality)) - self.costs.read(method, tokens), window or 0)

@@ -144,6 +144,10 @@ class Costs:
                 return seconds * (1.0 + 0.2 * (size - known)) if size > known else seconds
         return 0.1 * depth * self.verify(1)
 
+    def priced(self, method: str) -> bool:
+        """Whether a draft of this method was measured."""
+        return any(name == method for name, _ in self.drafts)
+
     def read(self, method: str, tokens: int) -> float:
         """Expected seconds of a drafter that reads so many tokens before it drafts."""
         known = self.reading[method]

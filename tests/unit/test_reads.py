@@ -1,0 +1,95 @@
+"""A draft model may begin with the last tokens of a text, or wait until reading it pays."""
+
+from __future__ import annotations
+
+import pytest
+from simulated import Machine, play
+
+from forerun import LLM, SamplingParams
+from forerun.core.sequence import Sequence
+from forerun.speculate.length.fixed import Fixed
+
+PROMPT = "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef w(path):\n"
+
+
+@pytest.fixture(params=[{}, {"tree": [2, 1, 1]}], ids=["chain", "tree"])
+def llm(request) -> LLM:
+    config = {"method": "draft_model", "num_speculative_tokens": 3, **request.param}
+    return LLM(speculative_config=config, page_size=16, max_num_seqs=2)
+
+
+def reading(llm: LLM, count: int | None):
+    """The engine's policy lets drafters begin with so many tokens."""
+
+    class Reading(Fixed):
+        behind: list[int] = []  # noqa: RUF012
+
+        def budgets(self, sequences):
+            for sequence in sequences:
+                sequence.reads = count
+                self.behind.append(self.setting.behind(sequence))
+            return super().budgets(sequences)
+
+    llm.engine.policy = Reading(llm.engine.policy.setting)
+    return llm.engine.policy
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("count", [1, 8, 1000, None])
+def test_the_tokens_are_the_same_however_much_is_read(llm: LLM, count: int | None, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=60)
+    (plain,) = llm.generate([PROMPT], params, use_tqdm=False, speculate=False)
+    policy = reading(llm, count)
+    (drafter,) = llm.engine.router.drafters.values()
+    fed: list[int] = []
+    forward = drafter.model.forward
+    drafter.chains = None  # so that every forward is seen
+    drafter.model.forward = lambda batch, attention: fed.append(batch.num_rows) or forward(batch, attention)
+    (out,) = llm.generate([PROMPT], params, use_tqdm=False)
+    assert out.outputs[0].token_ids == plain.outputs[0].token_ids
+    length = len(out.prompt_token_ids) + 1
+    assert fed[0] == (length if count is None else min(count, length))
+    assert max(policy.behind) == length, "it tells what it would have to read of all"
+    assert not drafter.begins
+    llm.engine.check()
+
+
+def test_what_is_cached_is_not_behind(llm: LLM) -> None:
+    policy = reading(llm, None)
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    llm.generate([PROMPT * 3], params, use_tqdm=False)
+    policy.behind.clear()
+    llm.generate([PROMPT * 3], params, use_tqdm=False)
+    assert max(policy.behind) <= 16 + 2
+
+
+PAIR = {"base": 40.9, "per_sequence": 0.0, "per_row": 3.4, "draft": 1.0, "per_level": 12.2, "per_draft_token": 0.0}
+"""A 1.5B target and its 0.5B draft on two cores, in milliseconds."""
+READING, PREFILL = 2.5, 3.8
+"""Milliseconds for each prompt token: the draft's, the target's."""
+
+
+@pytest.mark.parametrize("prompt", [50, 300, 1500])
+@pytest.mark.parametrize("length", [8, 32, 128])
+def test_whole_requests_are_not_slower(prompt: int, length: int) -> None:
+    """Time to read the prompt included, from the first answer on; drafts as far as possible lose a third of a short
+    answer to a long prompt."""
+    machine = Machine(**PAIR, per_token_behind=READING, multiple=1)
+
+    def seconds(policy: str | None) -> float:
+        runs = [
+            play(machine, policy, 1, lambda *_: 0.87, depth=7, length=length, requests=8, prompt=prompt, seed=seed)
+            for seed in range(3)
+        ]
+        return sum(run.work for run in runs) + 3 * 8 * prompt * 1e-3 * PREFILL
+
+    plain = seconds(None)
+    assert plain / seconds("adaptive") > 0.97
+    if length == 128:
+        assert plain / seconds("adaptive") > (1.1 if prompt == 1500 else 1.3)
+    if prompt == 1500 and length == 8:
+        assert plain / seconds("fixed") < 0.7
+
+
+def test_a_sequence_reads_all_unless_told_otherwise() -> None:
+    assert Sequence(0, [1], 1, SamplingParams(), 0).reads is None
