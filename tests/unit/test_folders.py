@@ -30,6 +30,18 @@ pytestmark = pytest.mark.slow
 
 NOBODY = 65534
 ROOT = "only root makes files of another user"
+MENDS = """
+import pathlib, sys
+from forerun import kernels
+path, log, *damages = map(pathlib.Path, sys.argv[1:])
+whole = path.read_bytes()
+for damage in damages:
+    path.unlink()
+    path.write_bytes(damage.read_bytes())
+    log.unlink(missing_ok=True)
+    print(kernels.library.__wrapped__() is not None and path.read_bytes() == whole, log.exists(), flush=True)
+"""
+"""Whether each damaged library is made again, and by the compiler."""
 RUNS = """
 import sys
 from forerun import kernels
@@ -200,14 +212,14 @@ def test_a_damaged_library_is_made_again(tmp_path, home, monkeypatch):
     changed = bytearray(whole)
     changed[len(whole) // 2] ^= 1
     damages = [whole[:5000], b"", whole[: len(whole) // 2], whole[: -kernels.SEAL], whole[:-1], bytes(changed)]
-    for content in [*damages, bytes(len(whole))]:
-        path.unlink()
-        path.write_bytes(content)
-        log.unlink(missing_ok=True)
-        done = subprocess.run([sys.executable, "-c", RUNS], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, (done.returncode, done.stderr)
-        assert path.read_bytes() == whole
-        assert log.exists()
+    damages.append(bytes(len(whole)))
+    for number, content in enumerate(damages):
+        (tmp_path / f"{number}").write_bytes(content)
+    command = [sys.executable, "-c", MENDS, str(path), str(log), *(str(tmp_path / f"{n}") for n in range(len(damages)))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert [line.split() for line in done.stdout.splitlines()] == [["True", "True"]] * len(damages)
+    assert path.read_bytes() == whole
     log.unlink()
     assert kernels.library.__wrapped__() is not None
     assert not log.exists(), "what is whole is kept"
