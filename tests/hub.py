@@ -39,6 +39,21 @@ class Hub:
 
 
 @contextlib.contextmanager
+def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server on loopback; yields its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
 def hub(**repositories: Repository) -> Iterator[Hub]:
     """Repositories of ``own``, by name."""
     state = Hub({f"own/{name.replace('_', '-')}": each for name, each in repositories.items()})
@@ -109,15 +124,8 @@ def hub(**repositories: Repository) -> Iterator[Hub]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
-        yield state
-    finally:
-        ended.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with _serving(Handler) as state.url:
+        try:
+            yield state
+        finally:
+            ended.set()

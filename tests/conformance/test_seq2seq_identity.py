@@ -294,7 +294,7 @@ def test_a_source_as_long_as_the_positions(engine):
 
 
 def test_a_draft_with_fewer_positions_stands_aside(engine, seq2seq):
-    config = {"method": "draft_model", "model": seq2seq("bart"), "max_model_len": 32}
+    config = {"method": "draft_model", "model": seq2seq("bart"), "max_model_len": 32, "num_speculative_tokens": 3}
     target = engine("bart")
     short = Engine(target.model, target.tokenizer, target.config, SpeculativeConfig.parse(config))
     jobs = run(short, [("x" * 33, options(max_tokens=12)), ("x" * 20, options(max_tokens=12))])

@@ -172,7 +172,7 @@ def serve(
         max_num_seqs=CONCURRENCY,
         max_prefill_tokens=PROMPT_TOKENS,
     )
-    engine = Engine(alone.model, alone.tokenizer, config, [SpeculativeConfig.parse(keys) for keys in drafters])
+    engine = Engine(alone.model, alone.tokenizer, config, SpeculativeConfig.parse_all(drafters))
     assert engine.identity
     alone.sampler.noise.capacity = engine.sampler.noise.capacity = NOISE_ROWS
     methods = [keys["method"] for keys in drafters]
@@ -197,7 +197,7 @@ def serve(
 
 def test_soak(engine: Callable[..., Engine], tiny_draft: str) -> None:
     drafters = [
-        {"method": "draft_model", "model": tiny_draft},
+        {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3},
         {"method": "ngram"},
         {"method": "suffix"},
         {"method": "staged", "model": tiny_draft, "num_speculative_tokens": 3},

@@ -26,7 +26,7 @@ def test_a_verdict_needs_two_standard_errors():
 
 
 def test_the_target_as_its_own_draft_beats_random_guesses(llm, tiny_target):
-    own, guess = {"method": "draft_model", "model": tiny_target}, {"method": "random"}
+    own, guess = {"method": "draft_model", "model": tiny_target, "num_speculative_tokens": 3}, {"method": "random"}
     prompts = [[5 + i, 6, 7, 8] for i in range(4)]
     cases = [
         Ordering("a", "x", own, guess),

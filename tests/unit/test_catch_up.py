@@ -29,10 +29,10 @@ HOT = SamplingParams(temperature=0.8, seed=5, max_tokens=90, ignore_eos=True)
 PARAMS = [COLD, HOT, COLD, HOT]
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True)
 METHODS: dict[str, dict[str, Any]] = {
-    "draft_model": {"method": "draft_model", "model": "DRAFT"},
+    "draft_model": {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3},
     "tree": {"method": "draft_model", "model": "DRAFT", "tree": [2, 1, 1]},
     "staged": {"method": "staged", "model": "DRAFT"},
-    "tli": {"method": "draft_model", "model": "STRANGER", "use_heterogeneous_vocab": True},
+    "tli": {"method": "draft_model", "model": "STRANGER", "use_heterogeneous_vocab": True, "num_speculative_tokens": 3},
     "slem": {
         "method": "draft_model", "model": "STRANGER", "use_heterogeneous_vocab": True,
         "heterogeneous_vocab_method": "slem",
@@ -135,7 +135,7 @@ def test_what_is_read_in_parts_makes_the_same_drafts(name: str, tiny_target: str
 
 @pytest.mark.parametrize("chunk", [0, -1, True, "8"])
 def test_a_part_is_at_least_a_token(chunk: Any, tiny_target: str, tiny_draft: str) -> None:
-    config = {"method": "draft_model", "model": tiny_draft, "prefill_chunk": chunk}
+    config = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3, "prefill_chunk": chunk}
     with pytest.raises(ConfigError, match="prefill_chunk must be an integer"):
         LLM(tiny_target, speculative_config=config)
 
@@ -187,7 +187,7 @@ def test_drafts_stop_where_the_drafts_context_ends(
     """By the checkpoint, or by ``max_model_len``: decoding goes on without drafts, and one prompt is beyond it from the
     beginning."""
     if name == "checkpoint":
-        config = {"method": "draft_model", "model": short_sighted}
+        config = {"method": "draft_model", "model": short_sighted, "num_speculative_tokens": 3}
     else:
         config = configured(name, max_model_len=CONTEXT)
     engine = LLM(tiny_target, speculative_config=config, max_num_seqs=4, page_size=page_size).engine

@@ -49,7 +49,7 @@ def forerun(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 
 @pytest.fixture
 def pair(tiny_target: str, tiny_draft: str) -> list[str]:
-    return ["--model", tiny_target, "--spec-model", tiny_draft, "--max-tokens", "24"]
+    return ["--model", tiny_target, "--spec-model", tiny_draft, "--spec-tokens", "3", "--max-tokens", "24"]
 
 
 def test_json_is_the_contract_and_the_text_is_transformers_own(forerun, pair, tiny_target):

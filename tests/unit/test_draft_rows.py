@@ -18,7 +18,7 @@ ROWS = len(ALPHABET) + 8
 PROMPTS = [[40, 41, 42, 9, 8, 40, 41], [5, 9, ROWS - 1, 7, len(ALPHABET), 9], [8, 9, 8, 9, 8, 9, 8]]
 STRANGE = 1
 """The prompt with ids that the draft lacks."""
-DRAFT = {"method": "draft_model", "model": "DRAFT"}
+DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}
 CONFIGS: dict[str, dict[str, Any]] = {
     "chain": DRAFT,
     "tree": {**DRAFT, "tree": [3, 2, 1]},
@@ -85,7 +85,7 @@ def filled(options: Any, draft: str) -> Any:
 def test_they_may_be_in_a_source(drafting: str, tmp_path: Path, seq2seq: Callable[[str], str], tiny_draft: str) -> None:
     save_seq2seq("t5", tmp_path, vocab_size=ROWS)
     draft = seq2seq("t5") if drafting == "t5" else tiny_draft
-    speculative = LLM(str(tmp_path), speculative_config={"method": "draft_model", "model": draft})
+    speculative = LLM(str(tmp_path), speculative_config=filled(DRAFT, draft))
     check(LLM(str(tmp_path)), speculative, PROMPTS, 0.9)
 
 

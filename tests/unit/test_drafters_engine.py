@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
+from forerun.speculate.names import policies
 from tiny import ALPHABET, UNKNOWN, save_tokenizer, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -32,8 +33,8 @@ def fill(options: Any, places: dict[str, str]) -> Any:
     return places.get(options, options) if isinstance(options, str) else options
 
 
-DRAFT = {"method": "draft_model", "model": "DRAFT"}
-STRANGER = {"method": "draft_model", "model": "STRANGER", "use_heterogeneous_vocab": True}
+DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}
+STRANGER = {**DRAFT, "model": "STRANGER", "use_heterogeneous_vocab": True}
 STAGED = {"method": "staged", "model": "DRAFT", "num_speculative_tokens": 5}
 CONFIGS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"method": "prompt_lookup", "prompt_lookup_min": 1},
@@ -51,7 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cascade": {"method": "cascade", "drafters": [{"method": "ngram"}, DRAFT], "min_confidence": 0.5},
     "staged": STAGED,
     "staged-twice": {**STAGED, "drafter": {**STAGED, "num_speculative_tokens": 3}},
-    "staged-model": {**STAGED, "drafter": {**DRAFT, "tree": [2, 1]}},
+    "staged-model": {**STAGED, "drafter": {"method": "draft_model", "model": "DRAFT", "tree": [2, 1]}},
     "tli": STRANGER,
     "tli-best-first": {**STRANGER, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4},
     "tli-tree": {**STRANGER, "tree": [2, 2, 1]},
@@ -224,7 +225,7 @@ def test_a_cache_that_was_rolled_back_drafts_like_one_filled_afresh(name: str, l
 
 
 def test_a_copy_of_the_target_is_accepted_whole_through_every_composition(llm, tiny_target: str) -> None:
-    same = {"method": "draft_model", "model": tiny_target}
+    same = {"method": "draft_model", "model": tiny_target, "num_speculative_tokens": 3}
     for config in (
         {"method": "staged", "model": tiny_target, "num_speculative_tokens": 4},
         {"method": "merged", "drafters": [{"method": "random"}, same]},
@@ -241,7 +242,7 @@ def test_a_token_that_a_draft_cannot_read_costs_others_no_draft(llm, tiny_draft:
     alphabet = ["<nothing>" if token == UNKNOWN else token for token in ALPHABET]
     LlamaForCausalLM.from_pretrained(tiny_draft).save_pretrained(tmp_path)
     save_tokenizer(tmp_path, alphabet, unknown="<nothing>")
-    config = {"method": "draft_model", "model": str(tmp_path), "use_heterogeneous_vocab": True}
+    config = {**STRANGER, "model": str(tmp_path)}
     speculative = llm({**config, "heterogeneous_vocab_method": method})
     silent = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={ALPHABET.index(UNKNOWN): 99.0})
     reader = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -259,3 +260,13 @@ def test_a_checkpoint_without_shared_tokens_is_refused(tmp_path: Path, tiny_targ
     with pytest.raises(ConfigError, match="shares no token"):
         LLM(tiny_target, speculative_config={"method": "draft_model", "model": str(tmp_path),
                                              "use_heterogeneous_vocab": True})  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "wanted"), [({}, "adaptive"), ({"length": "fixed"}, "fixed")])
+def test_drafters_that_name_no_length_policy_share_the_others(tiny_target: str, tiny_draft: str, said, wanted) -> None:
+    """A draft model by its name alone has another usual policy than n-grams."""
+    by_name, ngram = {"model": tiny_draft}, {"method": "ngram", **said}
+    for configs in ([by_name, ngram], [ngram, {"method": "staged", **by_name}, by_name]):
+        engine = LLM(tiny_target, speculative_config=configs).engine
+        assert len(engine.router.drafters) == len(configs)
+        assert type(engine.policy) is policies[wanted]

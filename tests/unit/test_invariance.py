@@ -191,6 +191,7 @@ def test_what_was_found_is_kept_and_a_damaged_record_is_not_trusted(monkeypatch,
 
 def test_nothing_is_kept_where_nothing_can_be(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "folder"))
     wanted = build(weights="plain").tiles
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))
     assert build(weights="plain").tiles == wanted

@@ -80,7 +80,9 @@ def test_a_pool_too_small_for_a_request_says_so(llm: Callable[..., LLM]) -> None
 
 def test_a_full_draft_pool_means_plain_decoding(llm: Callable[..., LLM], tiny_draft: str) -> None:
     """Not an error, not a lost drafter: the next request drafts again."""
-    model = llm({"method": "draft_model", "model": tiny_draft}, page_size=8, prefix_caching=False)
+    model = llm(
+        {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3}, page_size=8, prefix_caching=False
+    )
     pool = model.engine.pools[1]
     blocker = -1
     pool.reserve(blocker, 8 * (pool.num_pages - 1))

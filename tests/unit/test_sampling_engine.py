@@ -81,7 +81,7 @@ def test_speculative_equals_plain(llm: Loader, tiny_draft: str, params: list[Sam
     plain = answers(llm(), params)
     for spec in (
         {"method": "ngram"},
-        {"method": "draft_model", "model": tiny_draft},
+        {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3},
         {"method": "draft_model", "model": tiny_draft, "tree": [3, 2], "draft_temperature": 0.6},
     ):
         assert answers(llm(spec), params) == plain
@@ -97,7 +97,7 @@ def test_only_allowed_tokens_come(llm: Loader, tiny_draft: str, accept: str, hea
     assert {token for answer in plain for token in answer} <= set(allowed)
     free = llm().generate(PROMPTS, params.clone(allowed_token_ids=None))
     assert {token for output in free for token in output.outputs[0].token_ids} - set(allowed)
-    for spec in ({"method": "ngram"}, {"method": "draft_model", "model": tiny_draft}):
+    for spec in ({"method": "ngram"}, {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3}):
         outputs = llm({**spec, "accept": accept}).generate(PROMPTS, params)
         found = [output.outputs[0].token_ids for output in outputs]
         assert {token for answer in found for token in answer} <= set(allowed)
@@ -150,7 +150,7 @@ def log_softmax(values: numpy.ndarray) -> numpy.ndarray:
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
 def test_logprobs(llm: Loader, tiny_draft: str, raw_logits: Callable, mode: str, method: str) -> None:
     """Values, ranks and the likeliest tokens, of the model's distribution or of the sampled one."""
-    spec = {"method": method, **({"model": tiny_draft} if method == "draft_model" else {})}
+    spec = {"method": method, **({"model": tiny_draft, "num_speculative_tokens": 3} if method == "draft_model" else {})}
     params = [
         SamplingParams(temperature=0.0, logprobs=3, max_tokens=LENGTH, ignore_eos=True),
         SamplingParams(temperature=0.7, seed=1, logprobs=5, top_k=9, repetition_penalty=1.3, max_tokens=LENGTH),

@@ -89,11 +89,11 @@ def test_prefix_caching_by_its_name_there(tiny_target):
 def test_a_revision_and_a_folder_reach_the_download(monkeypatch, tiny_target, tmp_path):
     asked = []
 
-    def download(name, **options):
-        asked.append((name, options["revision"], options["cache_dir"]))
-        return tiny_target
+    def download(place, revision, cache):
+        asked.append((place.repository, revision, cache))
+        return Path(tiny_target)
 
-    monkeypatch.setattr("forerun.models.load.snapshot_download", download)
+    monkeypatch.setattr("forerun.models.hub.download", download)
     found = understood({"model": "someone/something", "revision": "v2", "download_dir": str(tmp_path)})
     assert found == {"model": tiny_target}
     assert asked == [("someone/something", "v2", str(tmp_path))]

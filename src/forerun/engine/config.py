@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.config import check_seed, check_types
@@ -123,10 +123,17 @@ class SpeculativeConfig:
     ) -> tuple[SpeculativeConfig, ...]:
         """One config, or several whose drafters share an engine; requests choose by method, the first by default.
 
-        Raises ConfigError unless the methods differ and rule and length policy are the same throughout.
+        Those that name no length policy share the others'. Raises ConfigError unless the methods differ and rule and
+        length policy are the same throughout.
         """
         several = isinstance(options, Seq) and not isinstance(options, str)
-        configs = tuple(cls.parse(item) for item in options) if several else (cls.parse(options),)  # type: ignore
+        items: Seq[Any] = options if several else [options]  # type: ignore
+        configs = tuple(cls.parse(item) for item in items)
+        silent = [isinstance(item, Mapping) and "length" not in item for item in items]
+        said = [config.length for config, quiet in zip(configs, silent) if not quiet]
+        shared = [*said, *(config.length for config in configs if config.length != cls.length)]
+        if shared:
+            configs = tuple(replace(each, length=shared[0]) if quiet else each for each, quiet in zip(configs, silent))
         if not configs:
             return (cls(),)
         methods = [config.method for config in configs]

@@ -42,6 +42,11 @@ class StagedConfig(DraftModelConfig):
     drafter: Any = None
     """Options of the drafter that drafts for the draft model (it may be staged itself); None: ``ngram``."""
 
+    @classmethod
+    def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Chains are drafted as far as asked: the draft model has no say in their end."""
+        return dict(options)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.branches:
