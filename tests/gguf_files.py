@@ -41,8 +41,13 @@ SIZES = {
 }
 
 
-SCALES = {Kinds.Q4_K: {0: 2e-3, 2: 2e-3}, Kinds.Q5_K: {0: 1e-3, 2: 1e-3}, Kinds.Q6_K: {208: 1e-4}}
-"""Where float16 scales lie in a block of 256 values, and such that its values are like others'."""
+SCALES = {
+    Kinds.Q4_K: {0: 2e-3, 2: 2e-3}, Kinds.Q5_K: {0: 1e-3, 2: 1e-3}, Kinds.Q6_K: {208: 1e-4},
+    Kinds.Q2_K: {80: 1e-2, 82: 1e-2}, Kinds.Q3_K: {108: 4e-3}, Kinds.IQ4_NL: {0: 2e-3}, Kinds.IQ4_XS: {0: 1e-4},
+    Kinds.IQ3_S: {0: 1e-3}, Kinds.IQ3_XXS: {0: 1e-3}, Kinds.IQ2_S: {0: 2e-3}, Kinds.IQ2_XS: {0: 2e-3},
+    Kinds.IQ2_XXS: {0: 2e-3}, Kinds.IQ1_S: {0: 1e-2}, Kinds.IQ1_M: {}, Kinds.NVFP4: {}, Kinds.Q1_0: {},
+}  # fmt: skip
+"""Where float16 scales lie in a block, and such that its values are like others'."""
 
 
 def shapes(width: int) -> dict[str, tuple[int, ...]]:
@@ -86,8 +91,8 @@ def write_model(
 
 
 def blocks(kind: Kinds, shape: tuple[int, ...], noise: np.random.Generator) -> np.ndarray:
-    """A random tensor's bytes. The gguf package rounds to no type of 256 values: of these every byte is random, with
-    scales that give values like the others'."""
+    """A random tensor's bytes. Of types that the gguf package does not round to every byte is random, with scales that
+    give values like the others'."""
     if kind not in SCALES:
         return gguf.quants.quantize(noise.normal(scale=0.3, size=shape).astype(np.float32), kind)
     of, size = gguf.GGML_QUANT_SIZES[kind]
@@ -95,6 +100,10 @@ def blocks(kind: Kinds, shape: tuple[int, ...], noise: np.random.Generator) -> n
     for at, scale in SCALES[kind].items():
         halves = (scale * (1 + noise.random(raw.shape[:-1]))).astype(np.float16)
         raw[..., at : at + 2] = halves[..., None].view(np.uint8)
+    if kind is Kinds.IQ1_M:  # its scale, 0.04, is in the high halves of four bytes
+        raw[..., 49::2] = raw[..., 49::2] & 15 | np.array([0, 0, 0x90, 0x20], np.uint8)
+    if kind is Kinds.NVFP4:  # scales of 0.0625 to 0.234, halved
+        raw[..., :4] = raw[..., :4] & 15 | 0x18
     return raw.reshape(*shape[:-1], -1)
 
 

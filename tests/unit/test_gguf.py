@@ -108,7 +108,7 @@ def described(shape: tuple[int, ...], kind: int = 0, offset: int = 0, names: tup
         (described((2**40, 2**40)), "truncated or damaged: t ends at byte"),
         (described((8,), offset=2**50), "truncated or damaged: t ends at byte"),
         (described((8,), offset=8), "not at a multiple of 32"),
-        (described((8,), kind=99), "unknown kind 99"),
+        (described((8,), kind=99), "unknown type 99; F32, .*NVFP4 are read"),
         (described((48,), kind=8), "48 values, not a multiple of Q8_0's 32"),
         (described((1,) * 5), "5 dimensions"),
         (described((0, 8)), "shape"),

@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kinds
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forerun import LLM, SamplingParams
+from forerun.bench.weights import logits
 from forerun.core.errors import ModelError
+from forerun.models.formats import blocks
 from forerun.models.gguf_config import FREQUENCIES
 from forerun.models.load import load_model, read_config
 from forerun.models.modules import read_module
+from forerun.models.quantize import error
 from gguf_files import TOKENS, VOCABULARY, add, finish
+from here import where
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -106,7 +111,9 @@ def divisors(rope: dict[str, Any], width: int) -> torch.Tensor:
     return torch.tensor(found)
 
 
-def write(module: PreTrainedModel, path: Path, changes: dict[str, Any] | None = None) -> Path:
+def write(
+    module: PreTrainedModel, path: Path, changes: dict[str, Any] | None = None, experts: Kinds = Kinds.F32
+) -> Path:
     config, kind = module.config, module.config.model_type
     name = NAMES.get(kind, kind)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -140,7 +147,9 @@ def write(module: PreTrainedModel, path: Path, changes: dict[str, Any] | None = 
         else:
             add(writer, key, value)
     for to, weight in converted(module):
-        writer.add_tensor(to, weight.detach().float().contiguous().numpy(), raw_dtype=Kinds.F32)
+        kind = experts if "_exps" in to else Kinds.F32
+        raw = gguf.quants.quantize(weight.detach().float().contiguous().numpy(), kind)
+        writer.add_tensor(to, raw, raw_dtype=kind)
     return finish(writer, path)
 
 
@@ -169,6 +178,22 @@ def test_the_logits_are_those_of_the_checkpoint(models, case):
     for place, found in enumerate(llm.generate({"prompt_token_ids": IDS}, params)[0].prompt_logprobs[1:]):
         for token, given in found.items():
             assert given.logprob == pytest.approx(float(wanted[place, token]), abs=2e-4)
+
+
+@pytest.mark.parametrize("case", where(blocks.can_run(), ["qwen3_moe"]))
+def test_stacks_of_experts_in_a_type_that_is_held_as_another(tmp_path, case):
+    module = make(*CASES[case])
+    path = write(module, tmp_path / "model.gguf", experts=Kinds.MXFP4)
+    for name, weight in module.named_parameters():
+        if ".experts." in name:
+            raw = gguf.quants.quantize(weight.detach().numpy(), Kinds.MXFP4)
+            weight.data = torch.from_numpy(np.array(gguf.quants.dequantize(raw, Kinds.MXFP4)))
+    with torch.inference_mode():
+        wanted = module(torch.tensor([IDS])).logits[0]
+    model = LLM(str(path)).model
+    assert "Q8_0" in model.info.path
+    assert error(wanted, logits(model, [IDS])) < 0.03
+    assert error(wanted, logits(LLM(str(path), quantization="float32").model, [IDS])) < 1e-5
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -109,6 +109,7 @@ def show_command(
         "architecture": found["architecture"],
         "parameters": "packed" if count is None else f"{count / 1e6:,.1f} million",
         "format": found["format"],
+        "holds": found["held"],
         "context": f"{found['context']} tokens" if found["context"] else "not stated",
         "vocabulary": f"{found['vocabulary']} tokens",
         "size": megabytes(found["size"]),
@@ -116,7 +117,8 @@ def show_command(
         "drafts with": ", ".join([*drafts, "its own text (suffix, ngram)"]),
     }
     for key, value in rows.items():
-        print(f"{key:12}  {value}")
+        if value:
+            print(f"{key:12}  {value}")
 
 
 def remove_command(

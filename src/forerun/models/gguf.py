@@ -16,6 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from forerun.core.errors import ModelError, shown
+from forerun.models.formats.gguf_types import TYPES
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -80,6 +81,10 @@ class GGUFFile:
             raise self._broken(f"{name} is of kind {tensor.kind.name}, which cannot be dequantized") from error
         return torch.from_numpy(np.array(found, dtype=np.float32)).reshape(tensor.shape)
 
+    def types(self) -> set[str]:
+        """Of its matrices."""
+        return {tensor.kind.name for tensor in self.tensors.values() if len(tensor.shape) > 1}
+
     def release(self) -> None:
         """Give the pages back that were read; they are read again where they are asked for again."""
         self._bytes.madvise(mmap.MADV_DONTNEED)
@@ -126,7 +131,7 @@ class GGUFFile:
         try:
             known = GGMLQuantizationType(kind)
         except ValueError as error:
-            raise self._broken(f"{name} is of unknown kind {kind}") from error
+            raise self._broken(f"{name} is of unknown type {kind}; {', '.join(TYPES)} are read") from error
         block, size = GGML_QUANT_SIZES[known]
         if shape[-1] % block:
             raise self._broken(f"rows of {name} have {shape[-1]} values, not a multiple of {known.name}'s {block}")

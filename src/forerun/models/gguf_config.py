@@ -17,10 +17,9 @@ from forerun.models.architectures.families import (
     QWEN3_MOE,
 )
 from forerun.models.architectures.spec import FULL, SLIDING
+from forerun.models.formats.gguf_types import FLOATS
 from forerun.models.gguf import GGUFFile
 
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Kinds of tensors that are numbers."""
 READ = {each.gguf: each for each in ARCHITECTURES.values() if each.gguf != LLAMA.gguf} | {LLAMA.gguf: LLAMA}
 """By ``general.architecture``; Mistral and Mixtral are Llamas there."""
 FREQUENCIES = "rope_freqs.weight"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -17,11 +18,13 @@ from forerun.models import gguf_split
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.shapes import shapes
 from forerun.models.formats.base import Rows
-from forerun.models.formats.gguf_blocks import UNPACK, Blocks
+from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.gguf_types import FLOATS, TYPES, packed, told
 from forerun.models.gguf import GGUFFile, GGUFTensor
-from forerun.models.gguf_config import FLOATS, FREQUENCIES
+from forerun.models.gguf_config import FREQUENCIES
 from forerun.models.weights import Read
 
+log = logging.getLogger("forerun")
 SUFFIX = ".gguf"
 
 
@@ -75,6 +78,7 @@ class Dequantized:
 
     def __init__(self, file: GGUFFile, held: Held, order: torch.Tensor | None) -> None:
         self.file, self.kind, self.order = file, held.tensor.kind, order
+        self.place = f"{file.path}: {held.tensor.name}"
         self.shape = torch.Size(held.shape)
         first = held.place * self.shape[0]
         self.raw = file.rows(held.tensor.name)[first : first + self.shape[0]]
@@ -89,8 +93,8 @@ class Dequantized:
     def blocks(self) -> Blocks | None:
         if self.kind.name in FLOATS:
             return None
-        found = Blocks(self.kind.name.lower(), self.raw, self.shape[1])
-        return found if self.order is None else found.rows(self.order)
+        raw = self.raw if self.order is None else self.raw[self.order.numpy()]
+        return packed(self.kind.name.lower(), raw, self.shape[1], self.place)
 
 
 class GGUFWeights:
@@ -104,6 +108,7 @@ class GGUFWeights:
     def __init__(self, file: GGUFFile, config: Any, *, numbers: bool = False) -> None:
         self.file = file
         self.numbers = numbers  # as which all of them are to be had
+        self.untold = told(file.types()) if not numbers else ""
         architecture = ARCHITECTURES[config.model_type]
         shared = config.num_key_value_heads or config.num_attention_heads
         counts = {"q_proj": config.num_attention_heads, "k_proj": shared}
@@ -127,9 +132,8 @@ class GGUFWeights:
                     raise ModelError(f"{file.path}: {name} has shape {list(tensor.shape)}, which its metadata "
                                      f"contradict: they ask for {asked}")  # fmt: skip
                 self.tensors[own] = held
-            if tensor.kind.name not in FLOATS and tensor.kind.name.lower() not in UNPACK:
-                served = ", ".join([*FLOATS, *map(str.upper, UNPACK)])
-                raise ModelError(f"{file.path}: {name} is of type {tensor.kind.name}; {served} are read")
+            if tensor.kind.name not in TYPES:
+                raise ModelError(f"{file.path}: {name} is of type {tensor.kind.name}; {', '.join(TYPES)} are read")
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
             raise ModelError(f"{file.path} lacks {len(missing)} weights, {missing[0]} among them")
@@ -152,6 +156,9 @@ class GGUFWeights:
 
     def blocks(self, name: str) -> Blocks | None:
         self.read.add(name, self.tensors[name].size)
+        if self.untold:
+            log.warning("%s holds types that are kept as others: %s", self.file.path, self.untold)
+            self.untold = ""
         return None if self.numbers else self._matrix(name).blocks()
 
     def _matrix(self, name: str) -> Dequantized:

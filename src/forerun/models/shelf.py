@@ -14,6 +14,7 @@ import gguf
 from forerun.core.errors import ForerunError, ModelError
 from forerun.models import checkpoint, hub
 from forerun.models.fetch import held_parts
+from forerun.models.formats.gguf_types import told
 from forerun.models.gguf_model import is_gguf, open_gguf
 from forerun.models.gguf_split import parts_of
 from forerun.models.known import KNOWN, home, named, partial, place
@@ -121,17 +122,20 @@ def describe(name: str) -> dict[str, Any]:
         counts = [math.prod(tensor.shape) for tensor in file.tensors.values()]
         size = sum(part.stat().st_size for part in parts_of(path))
         kind = f"GGUF {_file_type(file.metadata.get('general.file_type'))}"
+        held = told(file.types())
     else:
         tensors = checkpoint.read_headers(checkpoint.weight_files(path), packed=True).values()
         counts = [tensor.numel for tensor in tensors]
         size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         kind = f"safetensors {max(tensors, key=lambda each: each.nbytes).kind}"
+        held = ""
     packed = getattr(config, "quantization_config", None)
     return {
         "name": name,
         "architecture": (config.architectures or [config.model_type])[0],
         "parameters": None if packed else sum(counts),
         "format": kind,
+        "held": held,
         "context": getattr(text, "max_position_embeddings", None),
         "vocabulary": text.vocab_size,
         "size": size,

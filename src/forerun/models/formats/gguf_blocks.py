@@ -32,17 +32,17 @@ class Unpacked:
     heads: tuple[np.ndarray, ...] = ()
 
 
-def _half(raw: Bytes, at: int) -> np.ndarray:
+def half(raw: Bytes, at: int) -> np.ndarray:
     """A float16 in every block, as bits."""
     return raw[..., at : at + 2].view("<u2")[..., 0]
 
 
 def _q4_0(raw: Bytes) -> Unpacked:
-    return Unpacked(raw[..., 2:], (_half(raw, 0),))
+    return Unpacked(raw[..., 2:], (half(raw, 0),))
 
 
 def _q4_1(raw: Bytes) -> Unpacked:
-    return Unpacked(raw[..., 4:], (_half(raw, 0), _half(raw, 2)))
+    return Unpacked(raw[..., 4:], (half(raw, 0), half(raw, 2)))
 
 
 def _fifth_bits(raw: Bytes, at: int) -> Bytes:
@@ -53,15 +53,15 @@ def _fifth_bits(raw: Bytes, at: int) -> Bytes:
 
 
 def _q5_0(raw: Bytes) -> Unpacked:
-    return Unpacked(_fifth_bits(raw, 2), (_half(raw, 0),))
+    return Unpacked(_fifth_bits(raw, 2), (half(raw, 0),))
 
 
 def _q5_1(raw: Bytes) -> Unpacked:
-    return Unpacked(_fifth_bits(raw, 4), (_half(raw, 0), _half(raw, 2)))
+    return Unpacked(_fifth_bits(raw, 4), (half(raw, 0), half(raw, 2)))
 
 
 def _q8_0(raw: Bytes) -> Unpacked:
-    return Unpacked(raw[..., 2:] ^ 128, (_half(raw, 0),))
+    return Unpacked(raw[..., 2:] ^ 128, (half(raw, 0),))
 
 
 def _whole_scales(raw: Bytes) -> tuple[Bytes, Bytes]:
@@ -81,14 +81,14 @@ def _sides(raw: Bytes) -> Bytes:
 def _q4_k(raw: Bytes) -> Unpacked:
     levels = _sides(raw[..., 16:])
     return Unpacked(
-        levels[..., :16] | levels[..., 16:] << 4, _whole_scales(raw[..., 4:16]), (_half(raw, 0), _half(raw, 2))
+        levels[..., :16] | levels[..., 16:] << 4, _whole_scales(raw[..., 4:16]), (half(raw, 0), half(raw, 2))
     )
 
 
 def _q5_k(raw: Bytes) -> Unpacked:
     bits = np.unpackbits(raw[..., 16:48, None], axis=-1, bitorder="little").swapaxes(-1, -2)
     levels = _sides(raw[..., 48:]) | bits.reshape(len(raw), -1, 32) << 4
-    return Unpacked(levels, _whole_scales(raw[..., 4:16]), (_half(raw, 0), _half(raw, 2)))
+    return Unpacked(levels, _whole_scales(raw[..., 4:16]), (half(raw, 0), half(raw, 2)))
 
 
 def _q6_k(raw: Bytes) -> Unpacked:
@@ -97,7 +97,7 @@ def _q6_k(raw: Bytes) -> Unpacked:
     twos = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-2)
     scales = raw[..., 192:208].view(np.int8).reshape(len(raw), -1, 2)
     levels = (fours | twos << 4).reshape(len(raw), -1, 32)
-    return Unpacked(levels, (scales[..., 0], scales[..., 1]), (_half(raw, 208),))
+    return Unpacked(levels, (scales[..., 0], scales[..., 1]), (half(raw, 208),))
 
 
 UNPACK: dict[str, Callable[[Bytes], Unpacked]] = {
