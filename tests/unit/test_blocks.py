@@ -51,9 +51,13 @@ def extreme(kind: str, outputs: int, inputs: int) -> Blocks:
     return found
 
 
-def levels_of(x: torch.Tensor) -> np.ndarray:
-    """Rows in 255 levels by blocks of 32, in float64: the step is largest / 127 in float32."""
-    parts = x.float().numpy().reshape(len(x), -1, 32)
+SPANS = {"q4_k": 256, "q5_k": 256}
+"""Inputs of a row that share a step, where it is not 32: those whose scales are multiplied as whole numbers."""
+
+
+def levels_of(x: torch.Tensor, span: int) -> np.ndarray:
+    """Rows in 255 levels by so many inputs, in float64: the step is largest / 127 in float32."""
+    parts = x.float().numpy().reshape(len(x), -1, span)
     step = np.abs(parts).max(-1, keepdims=True) / np.float32(127)
     step[step <= np.float32(1e-30) / 127] = 1
     levels = np.rint(parts * (np.float32(1) / step))
@@ -62,7 +66,7 @@ def levels_of(x: torch.Tensor) -> np.ndarray:
 
 def check(layer: Blocked, values: torch.Tensor, x: torch.Tensor) -> None:
     """Sums over blocks of exact integers differ from float64 by float32's rounding of each block and no more."""
-    rows, exact = levels_of(x), values.double().numpy()
+    rows, exact = levels_of(x, SPANS.get(layer.kind.lower(), 32)), values.double().numpy()
     wanted, terms = rows @ exact.T, np.abs(rows) @ np.abs(exact).T
     assert (np.abs(layer(x).double().numpy() - wanted) <= 3e-7 * terms + 1e-30).all()
 
