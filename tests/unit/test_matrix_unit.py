@@ -82,7 +82,7 @@ def test_whole_numbers_add_up_to_the_same_bits(form, outputs, inputs):
             assert (products() > before) is (rows > 0)
 
 
-@pytest.mark.parametrize("form", ["int8_rows", "q4_1"])
+@pytest.mark.parametrize("form", ["int8_rows", "q4_1", "q4_k"])
 def test_what_is_not_finite_stays_in_its_row(form):
     layer, x = ON_CPU[form].make(torch.randn(40, 96), None), torch.randn(20, 96)
     use(layer, asking.TILED)
@@ -117,7 +117,9 @@ def as_the_manual_has_it(weight: torch.Tensor, x: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 512), (50, 100), (7, 2), (33, 90), (5, 33)])
-@pytest.mark.parametrize("size", where(HAS_BFLOATS, [1, 2.0**-62], NO_BFLOATS))  # products of the latter are about the smallest normal number
+@pytest.mark.parametrize(
+    "size", where(HAS_BFLOATS, [1, 2.0**-62], NO_BFLOATS)
+)  # products of the latter are about the smallest normal number
 def test_bfloat16_rounds_as_the_unit_does_for_every_number_of_rows(outputs, inputs, size):
     torch.manual_seed(0)
     weight, x = (size * torch.randn(rows, inputs).bfloat16() for rows in (outputs, ROWS[-1]))

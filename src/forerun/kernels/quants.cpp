@@ -362,11 +362,19 @@ constexpr int64_t BEFORE = 4, RING = 8, PIECE = 32;  // blocks
 constexpr int64_t TILES_AHEAD = 1 << 14;             // bytes
 constexpr int64_t UNPACKED = 8 * TILE_BYTES;         // of a block
 using Products = int32_t[OUTPUTS * TILE_ROWS];
+template <int N>
+using Number = std::integral_constant<int, N>;
 
 template <class K>
 const char *block_at(const char *w, int64_t block) {
   return w + block / K::BLOCKS * RECORD<K> + K::HEAD + block % K::BLOCKS * K::BLOCK;
 }
+
+#if defined(TILES_WRITTEN_OUT)
+#define HERE  // tests compile soon
+#else
+#define HERE __attribute__((always_inline))  // or sums lie in memory
+#endif
 
 // Blocks [from, to) of so many rows. ``unpacked`` has places for ``kept`` blocks; ``fresh``: they are to be filled.
 template <class K, int ROWS>
@@ -380,7 +388,7 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
     if constexpr (!K::WHOLE)
       if (from) sums[r] = load(out + OUTPUTS * r);
   }
-  const auto unpack = [&](int64_t block) {
+  const auto unpack = [&](int64_t block) HERE {
     if (!fresh || block >= to) return;
     const char *const at = block_at<K>(w, block);
     const Ask ask{at, TILES_AHEAD, K::BLOCK, FAR, TILES_AHEAD};
@@ -396,26 +404,24 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
       }
     }
   };
-  const auto multiply = [&](int64_t block, auto turn) {
+  const auto multiply = [&](int64_t block, auto turn) HERE {
     if (block >= to) return;
     const char *const levels = K::LEVELS == UNPACKED ? block_at<K>(w, block) : unpacked[block % kept];
-    const auto part = [&](auto p, auto sum) {
+    const auto part = [&](auto p, auto sum) HERE {
       clear_tile<sum>();
       load_tile<4 + sum / 2>(x.at(block) + 16 * p, 2 * INPUTS);
       load_tile<6 + sum % 2>(levels + 4 * TILE_BYTES * p, TILE_BYTES);
       add_signed_unsigned<sum>();
       store_tile<sum>(products[turn][p], TILE_BYTES);
     };
-    using Zero = std::integral_constant<int, 0>;
-    using Three = std::integral_constant<int, 3>;  // which shares no tile with it
     if constexpr (K::PARTS == 2) {
-      part(Zero(), Zero());
-      part(std::integral_constant<int, 1>(), Three());
+      part(Number<0>(), Number<0>());
+      part(Number<1>(), Number<3>());
     } else {
-      part(Zero(), std::conditional_t<turn == 0, Zero, Three>());
+      part(Number<0>(), Number<3 * turn>());  // sums 0 and 3 share no tile
     }
   };
-  const auto scale = [&](int64_t block, int turn) {
+  const auto scale = [&](int64_t block, int turn) HERE {
     const char *const head = w + block / K::BLOCKS * RECORD<K>, *const at = block_at<K>(w, block);
     if constexpr (K::WHOLE) {
       const Ints scale = K::scale(at);
@@ -442,21 +448,22 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
     }
   };
   for (int64_t block = from; block < from + BEFORE; block++) unpack(block);
-  const auto step = [&](int64_t block, auto turn) {
-    if (block >= to) return;
-    unpack(block + BEFORE);
-    multiply(block + 1, std::integral_constant<int, 1 - turn>());
-    scale(block, turn);
-  };
-  multiply(from, std::integral_constant<int, 0>());
+  multiply(from, Number<0>());
   for (int64_t block = from; block < to; block += 2) {
-    step(block, std::integral_constant<int, 0>());
-    step(block + 1, std::integral_constant<int, 1>());
+    unpack(block + BEFORE);
+    multiply(block + 1, Number<1>());
+    scale(block, 0);
+    if (block + 1 == to) break;
+    unpack(block + 1 + BEFORE);
+    multiply(block + 2, Number<0>());
+    scale(block + 1, 1);
   }
   if constexpr (!K::WHOLE)
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) store(out + OUTPUTS * r, sums[r]);
 }
+
+#undef HERE
 
 template <class K, int ROWS, class... More>
 void passes_by_blocks(int64_t rows, More... more) {
