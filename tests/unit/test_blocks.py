@@ -97,7 +97,7 @@ def test_sums_are_of_whole_numbers(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_a_row_costs_half_a_step_at_most(kind):
-    """Against float64 with the row as it is: below half a step of each input, and 0.8 % of the whole for a normal row."""
+    """Against float64 with the row as it is: below half a step of each input, and 0.8 % of a normal row."""
     torch.manual_seed(0)
     found, x = weights(kind, 37, 1024), torch.randn(20, 1024)
     got, exact = Blocked(found, None)(x).double(), found.values().double()

@@ -598,7 +598,8 @@ template <class K, class T>
 void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads, Asking how) {
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), blocks = records * K::BLOCKS;
   const int64_t tiles = (out.outputs + OUTPUTS - 1) / OUTPUTS;
-  const int64_t most = std::clamp<int64_t>(CACHED / Kept<K>::place(blocks) / TOGETHER, LEAST_GROUPS, MOST_GROUPS) * TOGETHER;
+  const int64_t fit = CACHED / Kept<K>::place(blocks) / TOGETHER;
+  const int64_t most = std::clamp(fit, LEAST_GROUPS, MOST_GROUPS) * TOGETHER;
   const bool tiled = MAY_TILE && how == TILED && tiles_serve();
   for (int64_t from = 0; from < rows; from += most) {
     const Kept<K> kept(std::min(rows - from, most), blocks);
