@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, kernels
 from forerun.attention.base import Attention
 from forerun.bench.categories import median_interval
 from forerun.bench.environment import processor, read_bandwidth
@@ -210,15 +212,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m forerun.bench.costs", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2", help="as everywhere")
     parser.add_argument("--formats", default="none,bfloat16,int8_rows", help="as --quantization")
-    parser.add_argument("--rows", default="1,2,4,5,8,16,32", help="of one forward")
+    parser.add_argument("--rows", default="1,2,4,5,8,16,32,64", help="of one forward")
     parser.add_argument("--prefill", default="", help="such as 512,2000: prompts beside oneDNN's packed bfloat16")
     parser.add_argument("--streams", default="", help="such as 1,4,16,64: whole rounds")
     parser.add_argument("--tokens", type=int, default=64, help="of each stream's answer")
     parser.add_argument("--turns", type=int, default=31)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--both", action="store_true", help="with the matrix unit, then again without it")
     wanted = parser.parse_args()
     torch.set_num_threads(wanted.threads)
+    library = kernels.library()
+    print(f"{processor()}; matrix unit: {'yes' if library is not None and library.tiles else 'no'}\n", flush=True)
     counts = sorted({1, *map(int, wanted.rows.split(","))})
     names = wanted.formats.split(",")
     generator = torch.Generator().manual_seed(0)
@@ -252,6 +257,13 @@ def main() -> None:
         groups: dict[str, Seq[Any]] = {"rows": measured, "prefill": read, "streams": rounds}
         rows = {name: [asdict(row) for row in group] for name, group in groups.items()}
         wanted.out.write_text(json.dumps({"environment": about, **rows}, indent=1))
+    if wanted.both:
+        again = [argument for argument in sys.argv[1:] if argument != "--both"]
+        if wanted.out:
+            again += ["--out", str(wanted.out.with_suffix(".lanes.json"))]
+        print(flush=True)
+        around = {**os.environ, "FORERUN_TILES": "0"}
+        sys.exit(subprocess.run([sys.executable, "-m", "forerun.bench.costs", *again], env=around).returncode)
 
 
 if __name__ == "__main__":

@@ -159,9 +159,14 @@ def _key(parts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
+def sources() -> str:
+    """A name for the sources as they are."""
+    return _key(_written())
+
+
 def carried(name: str) -> Path:
     """Where a wheel has the kernels compiled as ``CARRIABLE[name]``, for the sources as they are."""
-    return CARRIED / f"{name}-{_key(_written())}.so"
+    return CARRIED / f"{name}-{sources()}.so"
 
 
 def carry() -> None:

@@ -5,7 +5,8 @@
 // nothing beside it, and a sum of lanes adds halves, quarters, and so on. Of a NaN and another number, ``max`` and
 // ``min`` give the second argument. ``fma``: a b + c; ``fnma``: c - a b; ``fms``: a b - c. ``exponent`` and
 // ``mantissa`` are for positive numbers, neither 0 nor denormal; ``times_power`` for whole powers and normal results.
-// ``compress`` moves the lanes of a mask to the front, with zeros behind them.
+// ``compress`` moves the lanes of a mask to the front, with zeros behind them. ``short_products``: of numbers of 16 bits,
+// added up in pairs.
 #pragma once
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include "lanes_avx512.h"
@@ -14,6 +15,9 @@
 #endif
 
 #include <initializer_list>
+
+LANES_INLINE Ints short_pairs(Ints v) { return short_products(v, broadcast_int(0x00010001)); }
+LANES_INLINE Ints twice(Ints v) { return add(v, shift_left<16>(v)); }  // numbers of 16 bits as pairs
 
 // Numbers in memory beside float, which converts to and from them.
 struct Bfloat16 {

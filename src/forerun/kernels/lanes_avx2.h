@@ -150,6 +150,8 @@ PAIRED(bit_and, _mm256_and_si256)
 PAIRED(bit_xor, _mm256_xor_si256)
 PAIRED(with_sign_of, _mm256_sign_epi8)
 PAIRED(byte_pairs, _mm256_maddubs_epi16)
+PAIRED(multiply_shorts, _mm256_mullo_epi16)
+PAIRED(short_products, _mm256_madd_epi16)
 #undef PAIRED
 template <int BITS>
 LANES_INLINE Ints shift_left(Ints v) { return {_mm256_slli_epi32(v.a, BITS), _mm256_slli_epi32(v.b, BITS)}; }
@@ -296,12 +298,19 @@ LANES_INLINE Floats whole(const Floats *four) {
 LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
   return {_mm256_dpbusd_avx_epi32(sum.a, x.a, w.a), _mm256_dpbusd_avx_epi32(sum.b, x.b, w.b)};
 }
+#elif defined(TILES_WRITTEN_OUT)  // and so are these, in which tests run what uses them anywhere
+#define HAS_BYTE_PRODUCTS 1
+LANES_INLINE __m256i add_byte_products(__m256i sum, __m256i x, __m256i w) {
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0xff)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(w, 8));
+  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+}
+LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
+  return {add_byte_products(sum.a, x.a, w.a), add_byte_products(sum.b, x.b, w.b)};
+}
 #endif
 // Compilers add up as they come; they like to form all terms of a sum first, and have no room for them.
 LANES_INLINE Ints in_register(Ints v) { return v; }  // there are too few
 LANES_INLINE void stay(Ints &v) { asm("" : "+x"(v.a), "+x"(v.b)); }
 LANES_INLINE Ints byte_sizes(Ints v) { return {_mm256_abs_epi8(v.a), _mm256_abs_epi8(v.b)}; }
-LANES_INLINE Ints short_pairs(Ints v) {
-  const __m256i one = _mm256_set1_epi16(1);
-  return {_mm256_madd_epi16(v.a, one), _mm256_madd_epi16(v.b, one)};
-}

@@ -131,4 +131,5 @@ LANES_INLINE Ints with_sign_of(Ints v, Ints of) {
   return _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(of), _mm512_setzero_si512(), v);
 }
 LANES_INLINE Ints byte_pairs(Ints a, Ints b) { return _mm512_maddubs_epi16(a, b); }
-LANES_INLINE Ints short_pairs(Ints v) { return _mm512_madd_epi16(v, _mm512_set1_epi16(1)); }
+LANES_INLINE Ints multiply_shorts(Ints a, Ints b) { return _mm512_mullo_epi16(a, b); }
+LANES_INLINE Ints short_products(Ints a, Ints b) { return _mm512_madd_epi16(a, b); }

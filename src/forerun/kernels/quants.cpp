@@ -1,14 +1,16 @@
 // Linear layers whose weights have 4 to 8 bits and scales by blocks of inputs, as GGUF files have them.
 //
-// A row's inputs are brought to 255 levels, each block of 32 with a step of its own, as ggml has them but for the step,
-// which stays in float32. Products of levels add up in 32 bits exactly; then scales and sums over blocks are float32, in
-// the order of the inputs. So a row's bits depend neither on the rows beside it nor on the processor.
+// A row's inputs are brought to 255 levels, each block of 32 with a step of its own, or each 256 where a record's blocks
+// have whole scales, as ggml has them but for the step, which stays in float32. Products of levels, and those with whole
+// scales, add up in 32 bits exactly; then scales and sums over blocks are float32, in the order of the inputs. So a
+// row's bits depend neither on the rows beside it nor on the processor.
 #include "quants.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "kernels.h"
 #include "rows.h"
@@ -19,14 +21,37 @@ namespace {
 constexpr int64_t AHEAD = 1 << 12;   // bytes from a weight that is used to the one asked for
 constexpr int64_t CACHED = 1 << 18;  // bytes of rows over which each tile of weights passes
 constexpr int TOGETHER = 16;        // rows that share one reading of the weights
+constexpr int64_t LEAST_GROUPS = 4, MOST_GROUPS = 16;  // that are brought to levels at a time, if there are so many
+constexpr int FEW = 8;              // rows whose blocks of whole scales the matrix unit multiplies one by one
 constexpr int AT_ONCE = 4;          // of them whose sums of products are in registers
 
-// A block of a row.
-struct Levels {
-  int8_t at[INPUTS];
+// What is known of a row's inputs that share a step.
+struct Block {
   float step;
   float sum;         // of its inputs, as the levels give them
   int32_t start[2];  // where sums of products begin, such that a level's zero counts as 0: for both halves, or for all
+};
+
+// The same of 256 inputs, where scales are whole.
+struct alignas(64) Blocks {
+  Bfloat16 parts[32];  // of the sum of each block's levels two that are exact, then zeros
+  float step;
+  int16_t sums[8];
+};
+
+template <class K>
+using Side = std::conditional_t<K::WHOLE, Blocks, Block>;
+template <class K>
+constexpr int64_t SPAN = K::WHOLE ? INPUTS * K::BLOCKS : INPUTS;
+
+// Rows that share a reading of the weights. Of two blocks a row's levels share a line, and rows lie side by side.
+template <class K>
+struct Rows {
+  const int8_t *levels;
+  const Side<K> *sides;  // for each span, rows side by side
+  int64_t count;         // of those that have a place
+
+  const int8_t *at(int64_t block) const { return levels + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS; }
 };
 
 // Sums over a block of weights' levels times inputs' levels.
@@ -38,6 +63,8 @@ struct Sum {
   void begin(int32_t start) { v = broadcast_int(start); }
   void add(Ints w, Ints x) { v = add_byte_products(v, w, x); }
   Ints end() const { return v; }
+  static Ints scale(Ints whole) { return whole; }
+  Ints scaled(Ints scale) const { return multiply(v, scale); }
 };
 #else
 template <int MOST>
@@ -62,6 +89,8 @@ struct Sum {
     stay(v);
   }
   Ints end() const { return ::add(SHORT ? short_pairs(v) : v, broadcast_int(start)); }
+  static Ints scale(Ints whole) { return SHORT ? twice(whole) : whole; }
+  Ints scaled(Ints scale) const { return SHORT ? short_products(v, scale) : multiply(v, scale); }
 };
 #endif
 
@@ -74,49 +103,118 @@ LANES_INLINE Ints four(const int8_t *at) {
   return broadcast_int(bytes);
 }
 
-// One block of some rows.
+// Products of one block and some rows.
 template <class K, int ROWS>
-LANES_INLINE void add_block(const Ints *levels, const Scales<K::PARTS> &scales, const Levels *x, Floats *sums) {
-  Sum<K::MOST> products[ROWS][K::PARTS];
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-    for (int p = 0; p < K::PARTS; p++) products[r][p].begin(x[r].start[p]);
+LANES_INLINE void add_products(const Ints *levels, const int8_t *x, Sum<K::MOST> (*products)[K::PARTS]) {
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++)
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
-      products[r][0].add(levels[j], four(x[r].at + 4 * j));
-      products[r][K::PARTS - 1].add(levels[4 + j], four(x[r].at + 16 + 4 * j));
+      products[r][0].add(levels[j], four(x + 2 * INPUTS * r + 4 * j));
+      products[r][K::PARTS - 1].add(levels[4 + j], four(x + 2 * INPUTS * r + 16 + 4 * j));
     }
+}
+
+// A block's sum of products of whole numbers, from ``start``, and what its minima make.
+template <class K>
+LANES_INLINE Floats add_scaled(Floats sum, const Ints *whole, const Scales<K::PARTS> &scales, const Block &side) {
+  const Floats step = broadcast(side.step);
+#pragma GCC unroll 2
+  for (int p = 0; p < K::PARTS; p++) sum = fma(to_floats(whole[p]), scales.part[p] * step, sum);
+  return K::MINIMA ? fma(scales.minimum, broadcast(side.sum), sum) : sum;
+}
+
+template <class K, int ROWS>
+LANES_INLINE void add_block(const Ints *levels, const Scales<K::PARTS> &scales, const int8_t *x, const Block *sides,
+                            Floats *sums) {
+  Sum<K::MOST> products[ROWS][K::PARTS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+    for (int p = 0; p < K::PARTS; p++) products[r][p].begin(sides[r].start[p]);
+  add_products<K, ROWS>(levels, x, products);
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) {
-    const Floats step = broadcast(x[r].step);
+    Ints whole[K::PARTS];
 #pragma GCC unroll 2
-    for (int p = 0; p < K::PARTS; p++) sums[r] = fma(to_floats(products[r][p].end()), scales.part[p] * step, sums[r]);
-    if (K::MINIMA) sums[r] = fma(scales.minimum, broadcast(x[r].sum), sums[r]);
+    for (int p = 0; p < K::PARTS; p++) whole[p] = products[r][p].end();
+    sums[r] = add_scaled<K>(sums[r], whole, scales, sides[r]);
   }
 }
 
-// One block of all rows, in parts as even as can be.
-template <class K, int ROWS, int PART>
-LANES_INLINE void add_blocks(const Ints *levels, const Scales<K::PARTS> &scales, const Levels *x, Floats *sums) {
-  constexpr int PARTS = (ROWS + AT_ONCE - 1) / AT_ONCE, FIRST = ROWS * PART / PARTS, END = ROWS * (PART + 1) / PARTS;
-  add_block<K, END - FIRST>(levels, scales, x + FIRST, sums + FIRST);
-  if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(levels, scales, x, sums);
+template <class K, int ROWS>
+LANES_INLINE void add_block(const Ints *levels, const Ints &scale, const int8_t *x, const Blocks *, Ints *totals) {
+  Sum<K::MOST> products[ROWS][1];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) products[r][0].begin(0);
+  add_products<K, ROWS>(levels, x, products);
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) totals[r] = add(totals[r], products[r][0].scaled(scale));
 }
 
-// Outputs of one tile for so many rows, whose blocks lie side by side.
+// One block of all rows, in parts as even as can be.
+template <class K, int ROWS, int PART, class S, class N>
+LANES_INLINE void add_blocks(const Ints *levels, const S &scales, const int8_t *x, const Side<K> *sides, N *sums) {
+  constexpr int PARTS = (ROWS + AT_ONCE - 1) / AT_ONCE, FIRST = ROWS * PART / PARTS, END = ROWS * (PART + 1) / PARTS;
+  add_block<K, END - FIRST>(levels, scales, x + 2 * INPUTS * FIRST, sides + FIRST, sums + FIRST);
+  if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(levels, scales, x, sides, sums);
+}
+
+// A record of whole scales: sums of products times them, and of minima, come to what the records before it made.
+LANES_INLINE void add_record(const char *head, int64_t record, float step, Ints total, Floats minima, float *out) {
+  const Floats before = record ? load(out) : zeros(), scale = halves(head), least = halves(head + 32);
+  const Floats sum = fma(to_floats(total), scale * broadcast(step), before);
+  store(out, fnma(minima, least * broadcast(step), sum));
+}
+
 template <class K, int ROWS>
-void pass(const char *w, const Levels *x, int64_t records, float *out, Ask ask) {
-  Floats sums[ROWS];
+LANES_INLINE void add_records(const char *head, int64_t record, const Blocks *sides, Ints *totals, float *out) {
+  int32_t kept[OUTPUTS * ROWS];
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) sums[r] = zeros();
+  for (int r = 0; r < ROWS; r++) {
+    store(kept + OUTPUTS * r, totals[r]);
+    totals[r] = zero_ints();
+  }
+  const char *const at = head + K::HEAD;
+  Ints minima[K::BLOCKS / 2];
+#pragma GCC unroll 4
+  for (int b = 0; b < K::BLOCKS / 2; b++)
+    minima[b] = add(K::minimum(at + 2 * b * K::BLOCK), shift_left<16>(K::minimum(at + (2 * b + 1) * K::BLOCK)));
+#pragma GCC unroll 1
+  for (int r = 0; r < ROWS; r++) {
+    Ints whole = zero_ints();
+#pragma GCC unroll 4
+    for (int b = 0; b < K::BLOCKS / 2; b++)
+      whole = add(whole, short_products(minima[b], four(reinterpret_cast<const int8_t *>(sides[r].sums + 2 * b))));
+    add_record(head, record, sides[r].step, load_ints(kept + OUTPUTS * r), to_floats(whole), out + OUTPUTS * r);
+  }
+}
+
+// What adds up in registers: all blocks, or those of a record with whole scales.
+template <bool WHOLE>
+struct Total {
+  using Number = Floats;
+  static Number zero() { return zeros(); }
+};
+template <>
+struct Total<true> {
+  using Number = Ints;
+  static Number zero() { return zero_ints(); }
+};
+
+// Outputs of one tile for so many rows.
+template <class K, int ROWS>
+void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Ask ask) {
+  const int8_t *at = x.levels;
+  const Side<K> *sides = x.sides;
+  typename Total<K::WHOLE>::Number sums[ROWS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++) sums[r] = Total<K::WHOLE>::zero();
   for (int64_t record = 0; record < records; record++) {
     const char *const head = w;
     w += K::HEAD;
     ask.at += K::HEAD;
-    for (int64_t b = 0; b < K::BLOCKS; b++, w += K::BLOCK, x += ROWS) {
+    for (int64_t block = record * K::BLOCKS, end = block + K::BLOCKS; block < end; block++, w += K::BLOCK) {
       if (ask.step) {
         for (int64_t i = 0; i < K::BLOCK; i += 64) ask.line(i);
         ask.at += ask.step;
@@ -124,105 +222,84 @@ void pass(const char *w, const Levels *x, int64_t records, float *out, Ask ask) 
       Ints levels[8];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) K::get(w, j, levels[j], levels[4 + j]);
-      const auto scales = K::scales(head, w);
-      add_blocks<K, ROWS, 0>(levels, scales, x, sums);
+      if constexpr (K::WHOLE)
+        add_blocks<K, ROWS, 0>(levels, Sum<K::MOST>::scale(K::scale(w)), at, sides, sums);
+      else
+        add_blocks<K, ROWS, 0>(levels, K::scales(head, w), at, sides, sums);
+      at += block & 1 ? (2 * x.count - 1) * INPUTS : INPUTS;
+      if (!K::WHOLE) sides += x.count;
+    }
+    if constexpr (K::WHOLE) {
+      add_records<K, ROWS>(head, record, sides, sums, out);
+      sides += x.count;
     }
   }
+  if constexpr (!K::WHOLE)
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) store(out + OUTPUTS * r, sums[r]);
+    for (int r = 0; r < ROWS; r++) store(out + OUTPUTS * r, sums[r]);
 }
 
 template <class K, int ROWS>
-void passes(int64_t rows, const char *w, const Levels *x, int64_t records, float *out, Ask ask) {
+void passes(int64_t rows, const char *w, const Rows<K> &x, int64_t records, float *out, Ask ask) {
   if (rows == ROWS) return pass<K, ROWS>(w, x, records, out, ask);
   if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, records, out, ask);
 }
 
-// Products of levels of some blocks, or of their halves, by the matrix unit: for each of its sums, rows of 16 outputs.
-template <class K, int SUM = 0>
-void multiply_blocks(const char *const *levels, const Levels *x, int64_t rows, int some,
-                     int32_t (*products)[OUTPUTS * TOGETHER]) {
-  constexpr int BLOCK = SUM / K::PARTS, HALF = SUM % K::PARTS;
-  if (BLOCK >= some) return;
-  clear_tile<SUM>();
-  load_tile<4 + SUM / 2>(x[BLOCK * rows].at + INPUTS / 2 * HALF, sizeof(Levels));
-  load_tile<6 + SUM % 2>(levels[BLOCK] + 4 * TILE_BYTES * HALF, TILE_BYTES);
-  add_signed_unsigned<SUM>();
-  store_tile<SUM>(products[SUM], TILE_BYTES);
-  if constexpr (SUM < 3) multiply_blocks<K, SUM + 1>(levels, x, rows, some, products);
-}
-
-// As ``passes``, by the matrix unit.
+// Bytes of a row's levels that the matrix unit takes at a time: half a block, a block, or two.
 template <class K>
-void pass_by_tiles(int64_t rows, const char *w, const Levels *x, int64_t records, float *out, Ask ask) {
-  constexpr int SOME = 4 / K::PARTS;
-  constexpr int64_t UNPACKED = 8 * TILE_BYTES;
-  alignas(64) char unpacked[SOME][UNPACKED];
-  alignas(64) int32_t products[4][OUTPUTS * TOGETHER];
-  for (int64_t r = 0; r < rows; r++) store(out + OUTPUTS * r, zeros());
-  for (int64_t block = 0, blocks = records * K::BLOCKS; block < blocks; block += SOME, x += SOME * rows) {
-    const int some = static_cast<int>(std::min<int64_t>(SOME, blocks - block));
-    const char *levels[SOME];
-    Scales<K::PARTS> scales[SOME];
-#pragma GCC unroll 4
-    for (int i = 0; i < SOME; i++) {
-      if (i == some) break;
-      const char *const head = w + (block + i) / K::BLOCKS * RECORD<K>;
-      const char *const at = head + K::HEAD + (block + i) % K::BLOCKS * K::BLOCK;
-      if (ask.step)
-        for (int64_t line = 0; line < K::BLOCK; line += 64) ask.line(at - w + line);
-      levels[i] = K::LEVELS == UNPACKED ? at : unpacked[i];
-      if constexpr (K::LEVELS != UNPACKED)
-        for (int j = 0; j < 4; j++) {
-          Ints sides[2];
-          K::get(at, j, sides[0], sides[1]);
-          for (int side = 0; side < 2; side++)
-            std::memcpy(unpacked[i] + TILE_BYTES * (4 * side + j), &sides[side], TILE_BYTES);
-        }
-      scales[i] = K::scales(head, at);
-    }
-    multiply_blocks<K>(levels, x, rows, some, products);
-    for (int64_t r = 0; r < rows; r++) {
-      Floats sum = load(out + OUTPUTS * r);
-#pragma GCC unroll 4
-      for (int i = 0; i < SOME; i++) {
-        if (i == some) break;
-        const Levels &row = x[i * rows + r];
-        const Floats step = broadcast(row.step);
-        for (int p = 0; p < K::PARTS; p++) {
-          Ints whole = load_ints(products[K::PARTS * i + p] + OUTPUTS * r);
-          if (K::ZERO) whole = add(whole, broadcast_int(row.start[p]));
-          sum = fma(to_floats(whole), scales[i].part[p] * step, sum);
-        }
-        if (K::MINIMA) sum = fma(scales[i].minimum, broadcast(row.sum), sum);
-      }
-      store(out + OUTPUTS * r, sum);
-    }
-  }
+constexpr int64_t wide(int64_t rows) {
+  return K::WHOLE && rows > FEW ? 2 * INPUTS : INPUTS / K::PARTS;
 }
 
-// A row, whose blocks are to lie ``apart`` from each other. Steps are NaN if an input is NaN, infinite if one is
-// infinite, and so is or becomes every output.
-template <class T>
-void quantize(const T *x, int64_t inputs, Levels *to, int64_t apart, int64_t blocks, int32_t zero, bool halved) {
-  for (int64_t i = 0; i < INPUTS * blocks; i += INPUTS, to += apart) {
-    const auto get = [=](int64_t at) { return at < inputs ? load(x + at, first(inputs - at)) : zeros(); };
-    const Floats low = get(i), high = get(i + 16);
-    Mask broken = is_nan(low);
-    broken |= is_nan(high);
-    const float largest = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(max(abs(low), abs(high)));
+// A whole number of up to 8 bits before its last zeros, exactly.
+inline Bfloat16 short_float(int32_t whole) {
+  const auto value = static_cast<float>(whole);
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return {static_cast<uint16_t>(bits >> 16)};
+}
+
+// A row, as one of those that have a place side by side. Steps are NaN if an input is NaN, infinite if one is infinite,
+// and so is or becomes every output.
+template <class K, class T>
+void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *levels, Side<K> *to, int64_t count) {
+  constexpr int64_t VECTORS = SPAN<K> / 16;
+  for (int64_t from = 0, end = SPAN<K> * spans, block = 0; from < end; from += SPAN<K>, to += count) {
+    const auto get = [=](int64_t v) {
+      const int64_t at = from + 16 * v;
+      return at < inputs ? load(x + at, first(inputs - at)) : zeros();
+    };
+    Mask broken{};
+    Floats top = zeros();
+    for (int64_t v = 0; v < VECTORS; v++) {
+      broken |= is_nan(get(v));
+      top = max(top, abs(get(v)));
+    }
+    const float largest = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(top);
     const float step = largest <= LEAST ? 1 : largest / 127;
     const Floats scale = broadcast(1 / step);
-    const Ints levels[2] = {to_nearest(low * scale), to_nearest(high * scale)};
-    int32_t sums[2];
-    for (int half = 0; half < 2; half++) {
-      store_bytes(reinterpret_cast<uint8_t *>(to->at + 16 * half), first(16), levels[half]);
-      sums[half] = std::isfinite(step) ? static_cast<int32_t>(reduce_sum(to_floats(levels[half]))) : 0;
-    }
     to->step = step;
-    to->sum = step * static_cast<float>(sums[0] + sums[1]);
-    to->start[0] = -zero * (halved ? sums[0] : sums[0] + sums[1]);
-    to->start[1] = -zero * sums[1];
+    if constexpr (K::WHOLE) std::memset(to->parts, 0, sizeof to->parts);
+    for (int64_t v = 0; v < VECTORS; v += 2, block++) {
+      int8_t *const at = levels + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS;
+      const Ints low = to_nearest(get(v) * scale), high = to_nearest(get(v + 1) * scale);
+      store_bytes(reinterpret_cast<uint8_t *>(at), first(16), low);
+      store_bytes(reinterpret_cast<uint8_t *>(at + 16), first(16), high);
+      const auto sum = [=](Ints of) {
+        return std::isfinite(step) ? static_cast<int32_t>(reduce_sum(to_floats(of))) : 0;
+      };
+      if constexpr (K::WHOLE) {
+        const int32_t whole = sum(add(low, high)), top = whole & ~63;
+        to->sums[v / 2] = static_cast<int16_t>(whole);
+        to->parts[v] = short_float(top);
+        to->parts[v + 1] = short_float(whole - top);
+      } else {
+        const int32_t second = sum(high), both = sum(low) + second;
+        to->sum = step * static_cast<float>(both);
+        to->start[0] = -ZERO<K> * (K::PARTS == 2 ? both - second : both);
+        to->start[1] = -ZERO<K> * second;
+      }
+    }
   }
 }
 
@@ -250,36 +327,300 @@ struct Groups {
   int64_t begin(int64_t group) const { return group * (rows / count) + std::min(group, rows % count); }
 };
 
+// Rows as they are kept while weights pass over them, group after group, each with places for as many as the largest
+// has: what lies in a place that is left over does not matter.
+template <class K>
+struct Kept {
+  Groups groups;
+  int64_t lines, sides, count;  // of a place, and places in a group
+  int8_t *at;
+
+  Kept(int64_t rows, int64_t blocks)
+      : groups(rows), lines((blocks + 1) / 2), sides(blocks * INPUTS / SPAN<K>), count(groups.most()),
+        at(reinterpret_cast<int8_t *>(aligned(room(groups.count * count * place(blocks) + 63)))) {}
+  static char *aligned(char *room) { return room + -reinterpret_cast<uintptr_t>(room) % 64; }
+  static int64_t place(int64_t blocks) {
+    return (blocks + 1) / 2 * 2 * INPUTS + blocks * INPUTS / SPAN<K> * static_cast<int64_t>(sizeof(Side<K>));
+  }
+  int8_t *levels(int64_t group) const { return at + group * count * lines * 2 * INPUTS; }
+  Side<K> *beside(int64_t group) const {
+    return reinterpret_cast<Side<K> *>(levels(groups.count)) + group * count * sides;
+  }
+  Rows<K> rows(int64_t group) const { return {levels(group), beside(group), count}; }
+
+  template <class T>
+  void fill(const T *x, int64_t inputs, int64_t group) const {
+    for (int64_t first = groups.begin(group), r = first; r < groups.begin(group + 1); r++)
+      quantize<K>(x + r * inputs, inputs, sides, levels(group) + (r - first) * 2 * INPUTS, beside(group) + r - first,
+                  count);
+  }
+};
+
+// What the matrix unit makes of one output tile. It and the lanes work at the same time if neither reads what the other
+// has just written: blocks are unpacked four ahead of the product, and products made one block ahead of their scaling.
+constexpr int64_t BEFORE = 4, RING = 8, PIECE = 32;  // blocks
+constexpr int64_t TILES_AHEAD = 1 << 14;             // bytes
+constexpr int64_t UNPACKED = 8 * TILE_BYTES;         // of a block
+using Products = int32_t[OUTPUTS * TILE_ROWS];
+template <int N>
+using Number = std::integral_constant<int, N>;
+
+template <class K>
+const char *block_at(const char *w, int64_t block) {
+  return w + block / K::BLOCKS * RECORD<K> + K::HEAD + block % K::BLOCKS * K::BLOCK;
+}
+
+#if defined(TILES_WRITTEN_OUT)
+#define HERE  // tests compile soon
+#else
+#define HERE __attribute__((always_inline))  // or sums lie in memory
+#endif
+
+// Blocks [from, to) of so many rows. ``unpacked`` has places for ``kept`` blocks; ``fresh``: they are to be filled.
+template <class K, int ROWS>
+void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, char (*unpacked)[UNPACKED], int64_t kept,
+                    bool fresh, float *out) {
+  alignas(64) Products products[2][K::PARTS];
+  typename Total<K::WHOLE>::Number sums[ROWS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++) {
+    sums[r] = Total<K::WHOLE>::zero();
+    if constexpr (!K::WHOLE)
+      if (from) sums[r] = load(out + OUTPUTS * r);
+  }
+  const auto unpack = [&](int64_t block) HERE {
+    if (!fresh || block >= to) return;
+    const char *const at = block_at<K>(w, block);
+    const Ask ask{at, TILES_AHEAD, K::BLOCK, FAR, TILES_AHEAD};
+    for (int64_t line = 0; line < K::BLOCK; line += 64) ask.line(line);
+    if constexpr (K::LEVELS != UNPACKED) {
+      char *const levels = unpacked[block % kept];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) {
+        Ints low, high;
+        K::get(at, j, low, high);
+        store(reinterpret_cast<int32_t *>(levels + TILE_BYTES * j), low);
+        store(reinterpret_cast<int32_t *>(levels + TILE_BYTES * (4 + j)), high);
+      }
+    }
+  };
+  const auto multiply = [&](int64_t block, auto turn) HERE {
+    if (block >= to) return;
+    const char *const levels = K::LEVELS == UNPACKED ? block_at<K>(w, block) : unpacked[block % kept];
+    const auto part = [&](auto p, auto sum) HERE {
+      clear_tile<sum>();
+      load_tile<4 + sum / 2>(x.at(block) + 16 * p, 2 * INPUTS);
+      load_tile<6 + sum % 2>(levels + 4 * TILE_BYTES * p, TILE_BYTES);
+      add_signed_unsigned<sum>();
+      store_tile<sum>(products[turn][p], TILE_BYTES);
+    };
+    if constexpr (K::PARTS == 2) {
+      part(Number<0>(), Number<0>());
+      part(Number<1>(), Number<3>());
+    } else {
+      part(Number<0>(), Number<3 * turn>());  // sums 0 and 3 share no tile
+    }
+  };
+  const auto scale = [&](int64_t block, int turn) HERE {
+    const char *const head = w + block / K::BLOCKS * RECORD<K>, *const at = block_at<K>(w, block);
+    if constexpr (K::WHOLE) {
+      const Ints scale = K::scale(at);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++)
+        sums[r] = add(sums[r], ::multiply(load_ints(products[turn][0] + OUTPUTS * r), scale));
+      if (block % K::BLOCKS == K::BLOCKS - 1) {
+        const int64_t record = block / K::BLOCKS;
+        add_records<K, ROWS>(head, record, x.sides + record * x.count, sums, out);
+      }
+    } else {
+      const auto scales = K::scales(head, at);
+      const Block *const sides = x.sides + block * x.count;
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        Ints whole[K::PARTS];
+#pragma GCC unroll 2
+        for (int p = 0; p < K::PARTS; p++) {
+          whole[p] = load_ints(products[turn][p] + OUTPUTS * r);
+          if (K::ZERO) whole[p] = add(whole[p], broadcast_int(sides[r].start[p]));
+        }
+        sums[r] = add_scaled<K>(sums[r], whole, scales, sides[r]);
+      }
+    }
+  };
+  for (int64_t block = from; block < from + BEFORE; block++) unpack(block);
+  multiply(from, Number<0>());
+  for (int64_t block = from; block < to; block += 2) {
+    unpack(block + BEFORE);
+    multiply(block + 1, Number<1>());
+    scale(block, 0);
+    if (block + 1 == to) break;
+    unpack(block + 1 + BEFORE);
+    multiply(block + 2, Number<0>());
+    scale(block + 1, 1);
+  }
+  if constexpr (!K::WHOLE)
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) store(out + OUTPUTS * r, sums[r]);
+}
+
+#undef HERE
+
+template <class K, int ROWS, class... More>
+void passes_by_blocks(int64_t rows, More... more) {
+  if (rows == ROWS) return pass_by_blocks<K, ROWS>(more...);
+  if constexpr (ROWS > 1) passes_by_blocks<K, ROWS - 1>(rows, more...);
+}
+
+// Records of whole scales: levels times a part of three bits of their scale are bytes too, and their products with a
+// row's levels add up over a record in the unit. Each record is unpacked while the one before it is multiplied.
+template <class K>
+struct ByRecords {
+  static constexpr int STEPS = K::BLOCKS / 2, LOW = 3;  // of two blocks; bits
+  alignas(64) char weights[2][STEPS][2][2 * UNPACKED], minima[2][TILE_ROWS * TILE_BYTES] = {};
+  alignas(64) Products products[2][2][3];  // in turn, of two groups: with low parts, with high ones, and of minima
+  const char *w;
+  const Kept<K> &kept;
+  float *out;
+
+  ByRecords(const char *w, const Kept<K> &kept, float *out) : w(w), kept(kept), out(out) {}
+
+  void unpack(int64_t record, int step) {
+    for (int i = 0; i < 2; i++) {
+      const int block = 2 * step + i;
+      const char *const at = block_at<K>(w, record * K::BLOCKS + block);
+      const Ask ask{at, TILES_AHEAD, K::BLOCK, FAR, TILES_AHEAD};
+      for (int64_t line = 0; line < K::BLOCK; line += 64) ask.line(line);
+      const Ints part = broadcast_int(0x00070007), scale = twice(K::scale(at));
+      const Ints parts[2] = {bit_and(scale, part), bit_and(shift_right<LOW>(scale), part)};
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) {
+        Ints sides[2];
+        K::get(at, j, sides[0], sides[1]);
+#pragma GCC unroll 4
+        for (int p = 0; p < 4; p++)
+          store(reinterpret_cast<int32_t *>(weights[record & 1][step][p / 2] + UNPACKED * i +
+                                            TILE_BYTES * (4 * (p % 2) + j)),
+                multiply_shorts(sides[p % 2], parts[p / 2]));
+      }
+      const Ints top = as_ints(to_floats(K::minimum(at)));  // a Bfloat16 in the high half
+      store(reinterpret_cast<int32_t *>(minima[record & 1] + TILE_BYTES * block), add(top, shift_right<16>(top)));
+    }
+  }
+
+  template <bool TWO>
+  void finish(int64_t record, int64_t group, int turn) const {
+    for (int64_t g = 0; g < (TWO ? 2 : 1); g++) {
+      const Products *const parts = products[turn][g];
+      const Rows<K> x = kept.rows(group + g);
+      for (int64_t r = 0; r < kept.count; r++) {
+        const auto part = [&](int p) { return load_ints(parts[p] + OUTPUTS * r); };
+        add_record(w + record * RECORD<K>, record, x.sides[record * x.count + r].step,
+                   add(part(0), shift_left<LOW>(part(1))), as_floats(part(2)),
+                   out + ((group + g) * kept.count + r) * OUTPUTS);
+      }
+    }
+  }
+
+  // One record of one or two groups, and what lanes have to do beside it.
+  template <bool TWO, class Lanes>
+  void multiply(int64_t record, int64_t group, int turn, Lanes lanes) {
+    const Rows<K> x = kept.rows(group), next = kept.rows(group + TWO);
+    clear_tile<0>();
+    clear_tile<1>();
+    if constexpr (TWO) clear_tile<2>();
+    if constexpr (TWO) clear_tile<3>();
+    for (int step = 0; step < STEPS; step++) {
+      const int64_t block = record * K::BLOCKS + 2 * step;
+      load_tile<4>(x.at(block), 2 * INPUTS);
+      if constexpr (TWO) load_tile<5>(next.at(block), 2 * INPUTS);
+      load_tile<6>(weights[record & 1][step][0], TILE_BYTES);
+      load_tile<7>(weights[record & 1][step][1], TILE_BYTES);
+      add_signed_unsigned<0>();
+      add_signed_unsigned<1>();
+      if constexpr (TWO) add_signed_unsigned<2>();
+      if constexpr (TWO) add_signed_unsigned<3>();
+      lanes(step);
+    }
+    store_tile<0>(products[turn][0][0], TILE_BYTES);
+    store_tile<1>(products[turn][0][1], TILE_BYTES);
+    if constexpr (TWO) store_tile<2>(products[turn][1][0], TILE_BYTES);
+    if constexpr (TWO) store_tile<3>(products[turn][1][1], TILE_BYTES);
+    load_tile<4>(x.sides[record * x.count].parts, sizeof(Blocks));
+    if constexpr (TWO) load_tile<5>(next.sides[record * x.count].parts, sizeof(Blocks));
+    load_tile<6>(minima[record & 1], TILE_BYTES);
+    clear_tile<0>();
+    add_bfloats<0>();
+    store_tile<0>(products[turn][0][2], TILE_BYTES);
+    if constexpr (TWO) clear_tile<2>();
+    if constexpr (TWO) add_bfloats<2>();
+    if constexpr (TWO) store_tile<2>(products[turn][1][2], TILE_BYTES);
+  }
+
+  void run(int64_t records) {
+    const int64_t pairs = (kept.groups.count + 1) / 2, units = records * pairs;
+    const auto finish = [&](int64_t unit) {
+      const int64_t group = unit % pairs * 2;
+      if (group + 1 < kept.groups.count)
+        this->template finish<true>(unit / pairs, group, unit & 1);
+      else
+        this->template finish<false>(unit / pairs, group, unit & 1);
+    };
+    for (int step = 0; step < STEPS; step++) unpack(0, step);
+    for (int64_t unit = 0; unit < units; unit++) {
+      const int64_t record = unit / pairs, group = unit % pairs * 2;
+      const auto lanes = [&](int step) {
+        if (group == 0 && record + 1 < records) unpack(record + 1, step);
+        if (step == 1 && unit) finish(unit - 1);
+      };
+      if (group + 1 < kept.groups.count)
+        multiply<true>(record, group, unit & 1, lanes);
+      else
+        multiply<false>(record, group, unit & 1, lanes);
+    }
+    finish(units - 1);
+  }
+};
+
+template <class K>
+void pass_by_tiles(const char *w, const Kept<K> &kept, int64_t records, float *out) {
+  if constexpr (K::WHOLE)
+    if (kept.count > FEW) return ByRecords<K>(w, kept, out).run(records);
+  const int64_t blocks = records * K::BLOCKS, groups = kept.groups.count;
+  const int64_t places = groups > 1 ? PIECE : RING, piece = groups > 1 ? PIECE : blocks;
+  alignas(64) char unpacked[PIECE][UNPACKED];
+  for (int64_t from = 0; from < blocks; from += piece)
+    for (int64_t g = 0; g < groups; g++)
+      passes_by_blocks<K, K::WHOLE ? FEW : TOGETHER>(kept.count, w, kept.rows(g), from, std::min(blocks, from + piece),
+                                                     unpacked, places, g == 0, out + g * kept.count * OUTPUTS);
+}
+
 template <class K, class T>
 void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads, Asking how) {
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), blocks = records * K::BLOCKS;
-  const int64_t row = blocks * sizeof(Levels), tiles = (out.outputs + OUTPUTS - 1) / OUTPUTS;
-  const int64_t most = std::max<int64_t>(CACHED / row / TOGETHER, 1) * TOGETHER;
-  const auto kept = reinterpret_cast<Levels *>(room(std::min(rows, most) * row + sizeof(Levels)));
+  const int64_t tiles = (out.outputs + OUTPUTS - 1) / OUTPUTS;
+  const int64_t fit = CACHED / Kept<K>::place(blocks) / TOGETHER;
+  const int64_t most = std::clamp(fit, LEAST_GROUPS, MOST_GROUPS) * TOGETHER;
   const bool tiled = MAY_TILE && how == TILED && tiles_serve();
   for (int64_t from = 0; from < rows; from += most) {
-    const Groups groups(std::min(rows - from, most));
+    const Kept<K> kept(std::min(rows - from, most), blocks);
+    const Groups &groups = kept.groups;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && groups.count > 2)
-    for (int64_t g = 0; g < groups.count; g++)
-      for (int64_t first = groups.begin(g), end = groups.begin(g + 1), r = first; r < end; r++)
-        quantize(x + (from + r) * inputs, inputs, kept + first * blocks + r - first, end - first, blocks, ZERO<K>,
-                 K::PARTS == 2);
+    for (int64_t g = 0; g < groups.count; g++) kept.fill(x + from * inputs, inputs, g);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-      const Shaped shaped(tiled, groups.most(), INPUTS / K::PARTS);  // a smaller group has a row of no matter behind it
+      const Shaped shaped(tiled, kept.count, wide<K>(kept.count));
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < tiles; t++) {
-        float sums[OUTPUTS * TOGETHER];
-        for (int64_t g = 0; g < groups.count; g++) {
-          const int64_t first = groups.begin(g), count = groups.begin(g + 1) - first;
-          const char *const tile = w + t * records * RECORD<K>;
-          const Ask ask{tile, AHEAD, K::BLOCK, g ? NOTHING : how};
-          if (!tiled)
-            passes<K, TOGETHER>(count, tile, kept + first * blocks, records, sums, ask);
-          else if constexpr (MAY_TILE)
-            pass_by_tiles<K>(count, tile, kept + first * blocks, records, sums, ask);
-          for (int64_t r = 0; r < count; r++) out.put(from + first + r, t * OUTPUTS, sums + OUTPUTS * r);
-        }
+        float sums[OUTPUTS * TOGETHER * MOST_GROUPS];
+        const char *const tile = w + t * records * RECORD<K>;
+        if constexpr (MAY_TILE)
+          if (tiled) pass_by_tiles<K>(tile, kept, records, sums);
+        for (int64_t g = 0; g < groups.count && !tiled; g++)
+          passes<K, TOGETHER>(groups.begin(g + 1) - groups.begin(g), tile, kept.rows(g), records,
+                              sums + g * kept.count * OUTPUTS, {tile, AHEAD, K::BLOCK, g ? NOTHING : how});
+        for (int64_t g = 0; g < groups.count; g++)
+          for (int64_t first = groups.begin(g), r = first; r < groups.begin(g + 1); r++)
+            out.put(from + r, t * OUTPUTS, sums + (g * kept.count + r - first) * OUTPUTS);
       }
     }
   }

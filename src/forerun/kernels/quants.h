@@ -3,7 +3,8 @@
 // A record holds 16 outputs of one block of 32 inputs, or of 8 blocks with common scales before them. Of a block first
 // come the levels: in vector j of four, outputs side by side, inputs 4 j to 4 j + 3 of each in the low halves of its
 // bytes and inputs 16 + 4 j on in the high ones; or in bytes, in eight vectors of four inputs. Then the scales and
-// minima of the 16 outputs. A weight is scale (level - ZERO) + minimum.
+// minima of the 16 outputs. A weight is scale (level - ZERO) + minimum. WHOLE: scales and minima of a record's blocks are
+// whole numbers by which sums of levels are multiplied as such; the record's own come in once for 256 inputs.
 #pragma once
 #include "lanes.h"
 #include "structs.h"
@@ -44,7 +45,7 @@ LANES_INLINE Floats halves(const char *at) { return load_half(reinterpret_cast<c
 template <class L, int ZERO_LEVEL>
 struct Scaled : L {
   static constexpr int PARTS = 1, ZERO = ZERO_LEVEL;
-  static constexpr bool MINIMA = false;
+  static constexpr bool MINIMA = false, WHOLE = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 32;
   static Scales<1> scales(const char *, const char *at) { return {{halves(at + L::LEVELS)}, zeros()}; }
 };
@@ -52,23 +53,23 @@ struct Scaled : L {
 template <class L>
 struct ScaledAndMoved : L {
   static constexpr int PARTS = 1, ZERO = 0;
-  static constexpr bool MINIMA = true;
+  static constexpr bool MINIMA = true, WHOLE = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 64;
   static Scales<1> scales(const char *, const char *at) {
     return {{halves(at + L::LEVELS)}, halves(at + L::LEVELS + 32)};
   }
 };
 
-// Eight blocks share a scale of their scales and one of their minima, which are whole numbers.
+// Eight blocks share a scale of their scales and one of their minima, which are whole numbers of 6 bits.
 template <class L>
 struct TwiceScaledAndMoved : L {
   static constexpr int PARTS = 1, ZERO = 0;
-  static constexpr bool MINIMA = true;
+  static constexpr bool MINIMA = true, WHOLE = true;
   static constexpr int64_t HEAD = 64, BLOCKS = 8, BLOCK = L::LEVELS + 32;
+  static Ints scale(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS)); }
+  static Ints minimum(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS + 16)); }
   static Scales<1> scales(const char *head, const char *at) {
-    const auto numbers = reinterpret_cast<const uint8_t *>(at + L::LEVELS);
-    const Floats minimum = halves(head + 32) * to_floats(load_bytes(numbers + 16));
-    return {{halves(head) * to_floats(load_bytes(numbers))}, zeros() - minimum};
+    return {{halves(head) * to_floats(scale(at))}, zeros() - halves(head + 32) * to_floats(minimum(at))};
   }
 };
 
@@ -76,7 +77,7 @@ struct TwiceScaledAndMoved : L {
 template <class L, int ZERO_LEVEL>
 struct TwiceScaledHalves : L {
   static constexpr int PARTS = 2, ZERO = ZERO_LEVEL;
-  static constexpr bool MINIMA = false;
+  static constexpr bool MINIMA = false, WHOLE = false;
   static constexpr int64_t HEAD = 32, BLOCKS = 8, BLOCK = L::LEVELS + 32;
   static Scales<2> scales(const char *head, const char *at) {
     const auto numbers = reinterpret_cast<const int8_t *>(at + L::LEVELS);

@@ -39,8 +39,8 @@ struct Ask {
   const char *at;
   int64_t step;  // bytes for each group of weights that is used; 0: nothing is asked for
   bool far;
-  Ask(const char *used, int64_t near, int64_t step, Asking how)
-      : at(used + (how == FAR ? FAR_AHEAD : near)), step(how == NOTHING ? 0 : step), far(how == FAR) {}
+  Ask(const char *used, int64_t near, int64_t step, Asking how, int64_t distance = FAR_AHEAD)
+      : at(used + (how == FAR ? distance : near)), step(how == NOTHING ? 0 : step), far(how == FAR) {}
   void line(int64_t offset) const {
     if (far)
       _mm_prefetch(at + offset, _MM_HINT_T1);

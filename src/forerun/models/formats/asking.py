@@ -43,7 +43,7 @@ def settle(layers: Iterable[Linear], dtype: torch.dtype) -> None:
         held = sum(part.nbytes for part in parts)
         if held >= ENOUGH:
             size = min(held, READ).bit_length()
-            what = f"how {structs.KINDS[kind]} of 2^{size} bytes is asked for by rows in {dtype}"
+            what = f"how {structs.KINDS[kind]} of 2^{size} bytes is asked for by rows in {dtype}, {kernels.sources()}"
             ask(kind, tiles.remembered(what, partial(_measure, kind, parts, dtype), partial(_good, kind)))
 
 

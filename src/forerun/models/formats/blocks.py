@@ -1,8 +1,8 @@
 """``q4_0``, ``q8_0`` and so on: weights in 4 to 8 bits with scales by blocks of inputs, through
 ``kernels/quants.cpp``. They come from GGUF files without loss, or are rounded while a checkpoint is loaded.
 
-Activations are rounded to 8 bits by blocks of 32, with a step in float32; sums of products are exact integers, and
-blocks are added in one order: a row's bits depend on nothing beside it, nor on the processor.
+Activations are rounded to 8 bits by blocks of 32, or of 256 for q4_k and q5_k, with a step in float32; sums of products
+are exact integers, and blocks are added in one order: a row's bits depend on nothing beside it, nor on the processor.
 """
 
 from __future__ import annotations
