@@ -127,8 +127,9 @@ def _bundled(model: str) -> Path:
 
 def placed(config: Any, folder: Path, drafts: Mapping[str, str] = MappingProxyType({})) -> Any:
     """A ``speculative_config`` that was read in ``folder``, with the folders and files that it names made absolute, in
-    drafters inside drafters too; a ``model`` among ``drafts`` is there. Raises ConfigError where it names a place to write, something outside the folder, or a
-    drafter of another package, whose keys may be anything."""
+    drafters inside drafters too; a ``model`` that is a key of ``drafts`` is its value. Raises ConfigError where it
+    names a place to write, something outside the folder, or a drafter of another package, whose keys may be anything.
+    """
     if isinstance(config, list):
         return [placed(item, folder, drafts) for item in config]
     if not isinstance(config, Mapping):

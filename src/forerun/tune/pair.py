@@ -26,15 +26,15 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.models import sanity
-from forerun.models.formats import blocks, int8
-from forerun.models.load import read_config, resolve, sharing
+from forerun.models.formats import blocks
+from forerun.models.load import read_config, resolve, sharing, weight_sizes
 from forerun.models.shelf import here
 from forerun.plan.estimate import Measured, full, in_turns, measure, rounds
 from forerun.plan.planner import CostCurve, line
 from forerun.sampling.params import SamplingParams
-from forerun.speculate.draft.model import USUAL_TOKENS, DraftModel, DraftModelConfig
+from forerun.speculate.draft.model import LARGE, USUAL_TOKENS, DraftModel
 from forerun.train.progress import Progress, progress
-from forerun.tune.choose import FEWEST, PLAIN, WARM_UP, figures, undisturbed
+from forerun.tune.choose import PLAIN, WARM_UP, figures, undisturbed
 from forerun.tune.replay import Answer, Price, Replayed, on_paper, replay
 from forerun.tune.report import pair_page
 from forerun.tune.text import held_out_prompts
@@ -46,16 +46,19 @@ TOGETHER = 4
 """Answers that are written together."""
 LONGEST = 704
 """Tokens of a prompt, at most."""
-VERIFIED = (0, 1, 2, 3, 4, 6, 8, 11, 16)
-"""Drafted tokens at which a verification is timed."""
+VERIFIED = 16
+"""Drafted tokens up to which a verification is timed."""
+LADDERS = (3, 6)
+"""Times at each number of rows, at least and at most."""
 DEPTHS = range(1, 13)
 THRESHOLDS = (None, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 TIMED = {"num_speculative_tokens": 8, "confidence_threshold": 0.4}
 """Drafts of many lengths, to tell a draft's start from its steps."""
 BLOCKS = ("q4_0", "q8_0", "q4_k")
 CLOSE = 0.9
-"""Of the best one's speed on paper: another form that comes so close is tried, too; and of the best one's measured
-speed, what goes on being measured."""
+"""Of the best one's speed on paper: another form that comes so close is tried, too."""
+HOPELESS = 0.4
+"""How much slower than the best, over the prompts so far, is too slow to go on with."""
 REPORT = "report.html"
 
 
@@ -141,6 +144,12 @@ def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda
     (out / REPORT).write_text(pair_page(config.model, found), encoding="utf-8")
     more = {key: found[key] for key in ("measured", "forms", "verify_cost", "check")}
     tuned.save(out, config.model, found["chosen"], [], draft=config.draft, **more)
+    said = ", ".join(
+        f"{row['speedup']:.2f} at temperature {row['temperature']:g}, {row['concurrency']} at a time"
+        for row in found["measured"]
+        if row["config"] == _told(found["chosen"])
+    )
+    say(f"{json.dumps(_told(found['chosen']))}: over plain decoding {said}; {checked['answers']} answers are the same")
     say(f"{out}: use it with --tuned {out}, or LLM({config.model!r}, tuned={str(out)!r})")
     return out
 
@@ -180,7 +189,9 @@ class _Search:
 
     def __post_init__(self) -> None:
         config = self.config
-        room = min(LONGEST + config.answer, read_config(resolve(config.model)).get_text_config().max_position_embeddings)
+        room = min(
+            LONGEST + config.answer, read_config(resolve(config.model)).get_text_config().max_position_embeddings
+        )
         most = max(TOGETHER, *config.concurrency)
         self.llm = LLM(config.model, quantization=config.quantization, max_model_len=room, max_num_seqs=most)
         prompts = held_out_prompts(self.llm, room - config.answer)
@@ -228,9 +239,10 @@ class _Search:
     def _kinds(self) -> list[str]:
         """Forms that the draft's weights may have, the one that is usual first."""
         info = self.llm.model.info
-        if blocks.can(info.dtype, info.device):
-            return [BLOCKS[0], "none", *BLOCKS[1:]]
-        return ["none", *(["int8_rows"] if int8.ours(info.device, info.dtype) else [])]
+        if not blocks.can(info.dtype, info.device):
+            return ["none"]
+        small = weight_sizes(resolve(self.config.draft))[0] <= LARGE
+        return ["int8_rows", "none", *BLOCKS[:2]] if small else [BLOCKS[0], "none", *BLOCKS[1:]]
 
     def _options(self, kind: str, size: int | None = None) -> dict[str, Any]:
         return {"quantization": kind} | ({} if size is None else {"draft_vocab_size": size})
@@ -253,24 +265,23 @@ class _Search:
         """What a round costs the target by its rows, with drafts that are never kept."""
         if not all(self.answers.values()):
             raise ConfigError("the model ended its answers at once: there is nothing to draft")
-        guess = self.engine({"method": "random", "num_speculative_tokens": VERIFIED[-1]})
+        guess = self.engine({"method": "random", "num_speculative_tokens": VERIFIED})
         for count in self.config.concurrency:
+            prompts = [self.seen[i % len(self.seen)][:8] for i in range(count)]
             times: dict[int, list[float]] = defaultdict(list)
             rests: list[float] = []
-            for turn in range(3):
-                for depth in VERIFIED if count == 1 else VERIFIED[:7:2]:
-                    if turn > 1 and self.spent(SHARES["cost"]):
-                        break
-                    prompts = [self.seen[i % len(self.seen)][:8] for i in range(count)]
-                    params = [replace(self.params(0.0, i, 5), ignore_eos=True) for i in range(count)]
-                    found = measure(guess, prompts, params, max_draft=depth).rounds
-                    for sample in full(found, count):
+            for turn in range(LADDERS[1]):
+                if turn >= LADDERS[0] and self.spent(SHARES["cost"]):
+                    break
+                for depth in (0, VERIFIED):  # no draft is longer than what is left of an answer: each number in turn
+                    params = [replace(self.params(0.0, i, 3 + depth), ignore_eos=True) for i in range(count)]
+                    for sample in full(measure(guess, prompts, params, max_draft=depth).rounds, count):
                         times[sample.rows].append(sample.verify)
-                    rests += [] if depth else [sample.rest for sample in full(found, count)]
-            unit = median(times[count])
-            self.points[count] = {rows: median(each) / unit for rows, each in sorted(times.items())}
+                        rests += [] if sample.depth else [sample.rest]
+            unit = min(times[count])  # other work on the machine only ever adds to a time
+            self.points[count] = {rows: max(1.0, min(each) / unit) for rows, each in sorted(times.items())}
             self.curves[count] = CostCurve(self.points[count], count, self.llm.model.row_multiple)
-            self.rests[count] = median(rests) / unit
+            self.rests[count] = min(rests) / unit
 
     def _forms(self, drafting: Engine, first: Mapping[str, Any]) -> list[Form]:
         """What each form of the draft costs and guesses, the best on paper first; then the best one's other numbers of
@@ -293,7 +304,9 @@ class _Search:
         """Other numbers of outputs than the usual one, where a smaller one is usual."""
         if drafter.names is None:
             return []
-        known = min(read_config(resolve(self.config.draft)).get_text_config().vocab_size, drafter.context.sampler.vocab_size)
+        known = min(
+            read_config(resolve(self.config.draft)).get_text_config().vocab_size, drafter.context.sampler.vocab_size
+        )
         return [size for size in (USUAL_TOKENS // 2, 2 * USUAL_TOKENS, known) if size != len(drafter.names)]
 
     def _add(self, options: Mapping[str, Any], found: list[Form]) -> None:
@@ -327,6 +340,8 @@ class _Search:
         plain.check()
         unit = median(sample.verify for sample in full(plain.rounds, count))
         samples = [sample for sample in full(found.rounds, count) if sample.depth]
+        if not samples:
+            raise ConfigError(f"{self.config.draft} drafts nothing for these prompts: it has too short a context")
         start, step = line([(sample.depth, sample.draft / unit) for sample in samples])
         start += median(sample.rest for sample in samples) / unit - self.rests[count]
         return Price(self.curves[count], start, step, self.rests[count], read / unit, count)
@@ -360,11 +375,13 @@ class _Search:
             params = [self.params(heat, turn * count + i, self.config.answer) for i in range(count)]
             for way in active:
                 found[way, cell].append(measure(engines[way], prompts, params))
-            if cell == len(self.config.cells) - 1 and turn + 1 >= FEWEST // 2:
+            if cell == len(self.config.cells) - 1 and turn:
                 speeds = [self._speed(found, way) for way in active]
-                active = [way for way, speed in zip(active, speeds) if not way or speed > CLOSE * max(speeds)]
-        speeds = {way: self._speed(found, way) for way in active}
-        chosen = max(speeds, key=lambda way: speeds[way])
+                least = max(speeds) * (1 - HOPELESS / (1 + turn))
+                told = _told(configs[active[speeds.index(max(speeds))]])
+                self.say(f"measured on {turn + 1} prompts each: {max(speeds):.2f} with {json.dumps(told)}")
+                active = [way for way, speed in zip(active, speeds) if not way or speed > least]
+        chosen = max(active, key=lambda way: self._speed(found, way))
         rows = [
             {"config": _told(config), "temperature": heat, "concurrency": count, "answers": len(found[way, cell]),
              **self._row(found, way, cell)}

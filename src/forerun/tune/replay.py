@@ -54,6 +54,14 @@ class Price:
     streams: int = 1
 
 
+@dataclass
+class _Place:
+    """An answer that is being given, and how many of its tokens are."""
+
+    answer: Replayed
+    at: int = 0
+
+
 def replay(drafter: DraftModel, answers: Seq[Answer]) -> tuple[list[Replayed], float]:
     """What ``drafter`` would have drafted for ``answers``, and the seconds that it takes to read a prompt's token."""
     found, seconds, read = [], 0.0, 0
@@ -101,23 +109,22 @@ def drafted(answer: Replayed, at: int, depth: int, threshold: float | None) -> t
 def on_paper(answers: Seq[Replayed], depth: int, threshold: float | None, price: Price) -> tuple[float, float]:
     """Speed over plain decoding and tokens a round of one sequence, for chains of at most ``depth`` tokens;
     ``price.streams`` answers at a time, and only rounds that are full."""
-    count = max(len(answers), price.streams)
-    waiting = islice(cycle(answers), count)
-    running = [[answer, 0] for answer in islice(waiting, price.streams)]
+    waiting = map(_Place, islice(cycle(answers), max(len(answers), price.streams)))
+    running = list(islice(waiting, price.streams))
     tokens = rounds = 0
-    time = price.read * sum(answer.prompt for answer, _ in running)
+    time = price.read * sum(place.answer.prompt for place in running)
     while len(running) == price.streams:
         deepest = rows = 0
         for place in running:
-            length, kept = drafted(place[0], place[1], depth, threshold)
-            gained = min(kept + 1, len(place[0].kept) - place[1])
-            place[1] += gained
+            length, kept = drafted(place.answer, place.at, depth, threshold)
+            gained = min(kept + 1, len(place.answer.kept) - place.at)
+            place.at += gained
             tokens += gained
             deepest, rows = max(deepest, length), rows + 1 + length
         rounds += price.streams
         time += price.curve(rows) + price.start + deepest * price.step + price.rest
-        left = [place for place in running if place[1] < len(place[0].kept)]
-        fresh = [[answer, 0] for answer in islice(waiting, price.streams - len(left))]
-        time += price.read * sum(answer.prompt for answer, _ in fresh)
+        left = [place for place in running if place.at < len(place.answer.kept)]
+        fresh = list(islice(waiting, price.streams - len(left)))
+        time += price.read * sum(place.answer.prompt for place in fresh)
         running = left + fresh
     return tokens / price.streams * (1 + price.rest) / time, tokens / rounds
