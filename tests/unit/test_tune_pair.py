@@ -199,3 +199,23 @@ def test_models_are_loaded_once_while_they_are_shared() -> None:
         assert one is not other
         assert len(kept) == 2
     assert load_shared(DRAFT, quantization="none") is not one
+
+
+def test_a_plan_searches_as_well_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    asked = ["plan", "--spec-model", DRAFT, "--minutes", "0.05"]
+    assert main.run([*asked, "--json", "--temperature", "0.5", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["temperature"] for row in found["measured"]} == {0.5}
+    assert found["check"]["passed"]
+    assert "on paper" in page.read_text("utf-8")
+    assert list(tmp_path.iterdir()) == [page]
+    for more, said in (
+        (["--trees", "8"], "leave --trees out"),
+        (["--page-size", "16"], "leave --page-size out"),
+        (["--prompts", "9"], "leave --prompts out"),
+    ):
+        assert main.run([*asked, *more]) != 0
+        assert said in capsys.readouterr().err
+    assert main.run(["plan", "--minutes", "1"]) != 0
+    assert "name it with --spec-model" in capsys.readouterr().err

@@ -137,21 +137,24 @@ def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda
     if (out / "run").exists() or (known is not None and known.get("draft", {}).get("model") != config.draft):
         raise ConfigError(f"{out} holds another tuning; name another --out, or remove it")
     found = search(config, say)
-    checked = found["check"]
-    if not checked["passed"]:
-        raise ConfigError(f"speculation changed {checked['different']} answers; nothing is recommended")
     out.mkdir(parents=True, exist_ok=True)
     (out / REPORT).write_text(pair_page(config.model, found), encoding="utf-8")
     more = {key: found[key] for key in ("measured", "forms", "verify_cost", "check")}
     tuned.save(out, config.model, found["chosen"], [], draft=config.draft, **more)
+    say(verdict(found))
+    say(f"{out}: use it with --tuned {out}, or LLM({config.model!r}, tuned={str(out)!r})")
+    return out
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """One line: what was chosen, and what it brings."""
+    told, answers = _told(found["chosen"]), found["check"]["answers"]
     said = ", ".join(
         f"{row['speedup']:.2f} at temperature {row['temperature']:g}, {row['concurrency']} at a time"
         for row in found["measured"]
-        if row["config"] == _told(found["chosen"])
+        if row["config"] == told
     )
-    say(f"{json.dumps(_told(found['chosen']))}: over plain decoding {said}; {checked['answers']} answers are the same")
-    say(f"{out}: use it with --tuned {out}, or LLM({config.model!r}, tuned={str(out)!r})")
-    return out
+    return f"{json.dumps(told)}: over plain decoding {said}; {answers} answers are the same"
 
 
 def _name(draft: str) -> str:
@@ -162,7 +165,8 @@ def _name(draft: str) -> str:
 
 def search(config: PairConfig, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """``{"chosen": speculative_config, "measured": [{"config", "temperature", "concurrency", "speedup", ...}, ...],
-    "forms": [...], "verify_cost": {sequences: {rows: price}}, "check": {"passed", "answers", "different"}}``."""
+    "forms": [...], "verify_cost": {sequences: {rows: price}}, "check": {"passed", "answers", "different"}}``. Raises
+    ConfigError where an answer differs with and without drafts."""
     if config.threads:
         torch.set_num_threads(config.threads)
     began = time.monotonic()
@@ -231,6 +235,8 @@ class _Search:
         rows, check, chosen = self._turns(self._candidates(forms))
         self.stage("turns")
         self.llm.close()
+        if not check["passed"]:
+            raise ConfigError(f"speculation changed {check['different']} answers; nothing is recommended")
         return {
             "chosen": chosen, "measured": rows, "forms": [form.row() for form in forms], "verify_cost": self.points,
             "check": check, "seconds": self.seconds,
