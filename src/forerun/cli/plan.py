@@ -44,6 +44,9 @@ def plan(
     speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
+    minutes: Annotated[
+        float | None, typer.Option(help="search as tune --draft does, for so long, with --spec-model; writes nothing")
+    ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="write a page with plots")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     *,
@@ -60,6 +63,19 @@ def plan(
     if min(longest, *loads, max_tokens, prompts, prompt_tokens) < 1:
         raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
     others = {"concurrency": concurrency != "1", "longest": longest != 8, "layer_trials": layer_trials, "trees": trees}
+    if minutes is not None:
+        measuring = {
+            **others, "concurrency": False, "methods": methods != METHODS, "accept": accept != SpeculativeConfig.accept,
+            "prompts": prompts != 4, "prompt_tokens": prompt_tokens != 64, "max_tokens": max_tokens != 48,
+            "prompt_set": prompt_set != HELD_OUT, "prompts_file": prompts_file,
+            "speculative_config": speculative_config,
+        } | dict.fromkeys([*load, *(set(engine) - {"model", "quantization"})], True)  # fmt: skip
+        unused = next((name for name, value in measuring.items() if value), None)
+        if unused is not None:
+            raise ConfigError(f"--minutes searches as tune --draft does: leave --{unused.replace('_', '-')} out")
+        chosen = {"temperatures": (temperature,), "concurrency": tuple(loads), "minutes": minutes, "seed": seed}
+        _search({**engine, **chosen, "draft": speculative.get("spec_model"), "threads": threads}, page, as_json)
+        return
     asked = read_load(load, prompt_tokens, max_tokens, seed, others | {"prompts": prompts != 4}) if load else None
     options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
@@ -83,6 +99,27 @@ def plan(
 
         page.write_text(report(found), encoding="utf-8")
     (print_json if as_json else show)(found)
+
+
+def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
+    """What ``tune --draft`` finds, without a folder. Raises ConfigError."""
+    from forerun.engine.config import EngineConfig
+    from forerun.tune.pair import PairConfig, search, verdict
+    from forerun.tune.report import pair_page
+
+    if settings["draft"] is None:
+        raise ConfigError("--minutes searches for one draft model: name it with --spec-model")
+    config = PairConfig(**{"model": EngineConfig.model, **settings, "progress": not as_json})
+    set_threads(config.threads)
+    _check_page(page)
+    found = search(config, (lambda line: None) if as_json else print)
+    if page is not None:
+        page.write_text(pair_page(config.model, found), encoding="utf-8")
+    if as_json:
+        print_json(found)
+    else:
+        print(verdict(found))
+        print(f"recommended: --speculative-config '{json.dumps(found['chosen'])}'")
 
 
 def _plans(

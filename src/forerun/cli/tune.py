@@ -9,11 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.cli.bench import split
 from forerun.cli.console import out, set_threads
 from forerun.cli.options import Flags, flags_of, takes
+from forerun.core.errors import ConfigError
 from forerun.tune.config import TuneConfig
 
 TUNE = Flags("options", flags_of(TuneConfig, "Tuning", skip=("model", "out")))
+SHARED = ("quantization", "answer", "seed", "threads", "progress")
+"""Options that have a meaning with and without a draft."""
+PAIR = "With --draft"
 
 
 @takes(TUNE)
@@ -22,21 +27,38 @@ def tune(
         str, typer.Argument(help="checkpoint folder, GGUF file, hf:OWNER/NAME, or a name that forerun ls gives")
     ],
     out_folder: Annotated[Path, typer.Option("--out", help="folder for what is found; the same goes on")],
+    draft: Annotated[
+        str | None, typer.Option(help="train nothing: find how this draft model drafts quickest", rich_help_panel=PAIR)
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="time for that (10)", rich_help_panel=PAIR)] = None,
+    temperature: Annotated[
+        str | None, typer.Option(help="of your requests, comma-separated (0,0.7)", rich_help_panel=PAIR)
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="requests decoded together, comma-separated (1)", rich_help_panel=PAIR)
+    ] = None,
     *,
     options: Mapping[str, Any],
 ) -> int:
     """Train and choose what drafts for a model, on this machine: the same tokens, sooner.
 
     The model writes text, a head learns from it, every way of drafting is measured, and the quickest is checked and
-    kept. Ctrl-C stops it; the same command goes on. Use the folder with --tuned.
+    kept. With --draft nothing is trained: that model's format, depth and so on are measured. Ctrl-C stops it; the
+    same command goes on. Use the folder with --tuned.
     """
+    pair = {"minutes": minutes, "temperature": temperature, "concurrency": concurrency}
+    pair = {name: value for name, value in pair.items() if value is not None}
+    if draft is None and pair:
+        raise ConfigError(f"--{next(iter(pair))} is for tuning with a draft model: give --draft, or leave it out")
+    if draft is not None:
+        return _pair(model, draft, out_folder, pair, options)
     config = TuneConfig(model=model, out=out_folder, **options)
     set_threads(config.threads or None)
     from forerun.train.interrupt import Stopped
     from forerun.tune.run import tune as run
 
     try:
-        run(config, lambda line: out().print(line, soft_wrap=True, markup=False, highlight=False))
+        run(config, _say)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return 130
@@ -44,3 +66,32 @@ def tune(
         print(f"stopped: what is in {out_folder / 'run'} is kept, the same command goes on from there", file=sys.stderr)
         return 130
     return 0
+
+
+def _pair(model: str, draft: str, folder: Path, given: Mapping[str, Any], options: Mapping[str, Any]) -> int:
+    """With a draft model. Raises ConfigError."""
+    others = [name for name in options if name not in SHARED]
+    if others:
+        name = others[0].replace("_", "-")
+        raise ConfigError(f"--{name} is for tuning that trains: leave it out, or --draft")
+    from forerun.tune.pair import PairConfig, tune_pair
+
+    lists: dict[str, Any] = {}
+    if "temperature" in given:
+        lists["temperatures"] = tuple(split("temperature", given["temperature"], float))
+    if "concurrency" in given:
+        lists["concurrency"] = tuple(split("concurrency", given["concurrency"], int))
+    if "minutes" in given:
+        lists["minutes"] = given["minutes"]
+    config = PairConfig(model=model, draft=draft, **lists, **options)
+    set_threads(config.threads or None)
+    try:
+        tune_pair(config, folder, _say)
+    except KeyboardInterrupt:
+        print("stopped: nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _say(line: str) -> None:
+    out().print(line, soft_wrap=True, markup=False, highlight=False)

@@ -2,7 +2,8 @@
 
 ``tuned.json`` says for which weights it was made, by their fingerprint, and is sealed: a hash over itself and the files
 that it names. So it is never used for another model, and never after somebody has changed a part of it. The seal has no
-key: whoever writes a folder can seal it, so that it names no place to write, and nothing outside itself.
+key: whoever writes a folder can seal it, so that it names no place to write, and nothing outside itself but a draft
+model, of which it has the fingerprint.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forerun import pretrained
@@ -18,6 +20,7 @@ from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.models.checkpoint import read_object
 from forerun.models.fingerprint import fingerprint
 from forerun.models.load import resolve
+from forerun.models.shelf import here, known_draft
 from forerun.speculate.names import KEYS
 
 FILE = "tuned.json"
@@ -30,15 +33,25 @@ WRITTEN = ("adapt_save", "save")
 """And those, of ``adapt`` too, that name places to write."""
 
 
-def save(folder: Path, target: str, speculative_config: Mapping[str, Any], files: list[str], **figures: Any) -> None:
-    """Writes ``tuned.json`` for the checkpoint ``target``. Where ``speculative_config`` says ``model``, that is a
-    folder inside ``folder``; ``files`` are those it needs, from there. ``figures`` are kept beside them."""
+def save(
+    folder: Path,
+    target: str,
+    speculative_config: Mapping[str, Any],
+    files: list[str],
+    *,
+    draft: str | None = None,
+    **figures: Any,
+) -> None:
+    """Writes ``tuned.json`` for the checkpoint ``target``. Where ``speculative_config`` says ``model``, that is
+    ``draft``, a model of this machine, or a folder inside ``folder``; ``files`` are those it needs, from there.
+    ``figures`` are kept beside them."""
     content = {
         FORMAT: VERSION,
         "target": target,
         "fingerprint": fingerprint(resolve(target)),
         "speculative_config": dict(speculative_config),
         "files": files,
+        **({} if draft is None else {"draft": {"model": draft, "fingerprint": fingerprint(here(draft))}}),
         **figures,
     }
     content["seal"] = _seal(folder, content)
@@ -71,7 +84,32 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
             f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), and the weights of "
             f"{model} are others ({found}): tune it for them"
         )
-    return placed(content["speculative_config"], folder)
+    return placed(content["speculative_config"], folder, _draft(content, folder, model))
+
+
+def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, str]:
+    """The draft outside of ``folder`` that it was made with, by its name there: where that says, or the known draft of
+    ``model``. It is only read, and never another one. Raises ConfigError where it is not here."""
+    said = content.get("draft")
+    if said is None:
+        return {}
+    if not isinstance(said, Mapping) or not all(isinstance(said.get(key), str) for key in ("model", "fingerprint")):
+        raise ConfigError(f"{folder / FILE} has a draft without a name: make it anew with forerun tune")
+    name = said["model"]
+    try:
+        path = here(name)
+    except ModelError as error:
+        known = known_draft(model)
+        if known is None:
+            raise ConfigError(f"{folder} was tuned with the draft {shown(name)}: {one_line(error)}") from error
+        path = known
+    found = fingerprint(path)
+    if found != said["fingerprint"]:
+        raise ConfigError(
+            f"{folder} was tuned with the draft {shown(name)} (fingerprint {said['fingerprint']}), and {path} is "
+            f"another ({found}): tune it anew"
+        )
+    return {name: str(path)}
 
 
 def has_bundled(model: str) -> bool:
@@ -87,12 +125,13 @@ def _bundled(model: str) -> Path:
     return Path(pretrained.__file__).parent / model
 
 
-def placed(config: Any, folder: Path) -> Any:
+def placed(config: Any, folder: Path, drafts: Mapping[str, str] = MappingProxyType({})) -> Any:
     """A ``speculative_config`` that was read in ``folder``, with the folders and files that it names made absolute, in
-    drafters inside drafters too. Raises ConfigError where it names a place to write, something outside the folder, or a
-    drafter of another package, whose keys may be anything."""
+    drafters inside drafters too; a ``model`` that is a key of ``drafts`` is its value. Raises ConfigError where it
+    names a place to write, something outside the folder, or a drafter of another package, whose keys may be anything.
+    """
     if isinstance(config, list):
-        return [placed(item, folder) for item in config]
+        return [placed(item, folder, drafts) for item in config]
     if not isinstance(config, Mapping):
         return config
     if config.get("method", "none") not in (*KEYS, "none"):
@@ -100,10 +139,15 @@ def placed(config: Any, folder: Path) -> Any:
     for key in WRITTEN:
         if config.get(key) is not None:
             raise ConfigError(f"{folder} names a place to write ({key}), which only you may do: it is not used")
-    return {
-        key: str(_inside(value, folder)) if key in READ and isinstance(value, str) else placed(value, folder)
-        for key, value in config.items()
-    }
+    found = {}
+    for key, value in config.items():
+        if key == "model" and isinstance(value, str) and value in drafts:
+            found[key] = drafts[value]
+        elif key in READ and isinstance(value, str):
+            found[key] = str(_inside(value, folder))
+        else:
+            found[key] = placed(value, folder, drafts)
+    return found
 
 
 def _inside(name: str, folder: Path) -> Path:

@@ -218,6 +218,32 @@ def _goes_native(config: Any, folder: Path, model_path: str, wish: str | None) -
     return native
 
 
+_shared: dict[Any, Model] | None = None
+
+
+@contextmanager
+def sharing() -> Iterator[dict[Any, Model]]:
+    """Drafts that are loaded with ``load_shared`` again and in the same way meanwhile are one object. Gives them by how
+    they were asked for; who forgets one there frees it."""
+    global _shared
+    before, _shared = _shared, {}
+    try:
+        yield _shared
+    finally:
+        _shared = before
+
+
+def load_shared(path_or_id: str | Path, *, outputs: torch.Tensor | None = None, **options: Any) -> Model:
+    """``load_model``, or what it gave for the same while ``sharing``."""
+    if _shared is None:
+        return load_model(path_or_id, outputs=outputs, **options)
+    names = None if outputs is None else tuple(outputs.tolist())
+    key = (str(path_or_id), names, tuple(sorted((name, str(value)) for name, value in options.items())))
+    if key not in _shared:
+        _shared[key] = load_model(path_or_id, outputs=outputs, **options)
+    return _shared[key]
+
+
 def load_model(
     path_or_id: str | Path,
     *,

@@ -149,14 +149,14 @@ def estimate(method: str, by_length: Mapping[int, Measured], plain: Measured, se
         return None
     drafted = [r for r in full(every, sequences) if r.depth]
     rest = median(r.rest for r in full(plain.rounds, sequences))
-    start, step = _line([(r.depth, r.draft) for r in drafted])
+    start, step = line([(r.depth, r.draft) for r in drafted])
     start += median(r.rest for r in drafted) - rest
     lengths = {k: _drafted(full(found.rounds, sequences)) for k, found in by_length.items()}
     coverage = _drafted(full(every, sequences)).coverage
     return Estimate(method, total.alpha, total.match_rate, coverage, costs.c, start, step, rest, lengths)
 
 
-def _line(points: Seq[tuple[int, float]]) -> tuple[float, float]:
+def line(points: Seq[tuple[int, float]]) -> tuple[float, float]:
     """Start and step, neither below 0, of the line through the medians at each depth, weighed by how many there are."""
     by_depth: dict[int, list[float]] = {}
     for depth, value in points:

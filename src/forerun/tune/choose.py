@@ -108,14 +108,14 @@ def _measured(
                 for engine, answers in zip(engines, found, strict=True):
                     answers.append(measure(engine, [prompt], [params]))
                 bar.update(turn * len(prompts) + number + 1)
-    times = [_undisturbed(answers) for answers in found]
+    times = [undisturbed(answers) for answers in found]
     return [
-        {"config": dict(config), **_figures(answers, took, [(a.tokens, s) for a, s in zip(found[0], times[0])])}
+        {"config": dict(config), **figures(answers, took, [(a.tokens, s) for a, s in zip(found[0], times[0])])}
         for config, answers, took in zip(configs, found, times, strict=True)
     ]
 
 
-def _figures(answers: Seq[Measured], took: Seq[float], plain: Seq[tuple[int, float]]) -> dict[str, float]:
+def figures(answers: Seq[Measured], took: Seq[float], plain: Seq[tuple[int, float]]) -> dict[str, float]:
     """Of one way; ``plain`` are plain decoding's tokens and seconds of the same prompts."""
     made, number = sum(answer.tokens for answer in answers), sum(len(answer.rounds) for answer in answers)
     ratios = [
@@ -130,7 +130,7 @@ def _figures(answers: Seq[Measured], took: Seq[float], plain: Seq[tuple[int, flo
     }
 
 
-def _undisturbed(answers: Seq[Measured]) -> list[float]:
+def undisturbed(answers: Seq[Measured]) -> list[float]:
     """Seconds of each of one way's ``answers`` if no round took more than ``DISTURBED`` times the median of its rounds
     with as many rows: where other work has the cores, single rounds take a hundred times as long, in whichever way's
     turn it is. First rounds, in which a drafter may read the prompt, are compared with each other."""

@@ -6,7 +6,7 @@ import json
 from html import escape
 from typing import Any
 
-from forerun.plan.page import bar, html, table
+from forerun.plan.page import bar, chart, html, table
 from forerun.tune.state import State
 
 
@@ -50,3 +50,38 @@ def _name(config: dict[str, Any]) -> str:
     depth = config.get("num_speculative_tokens")
     texts = " with the model's own text" if "datastore" in config else ""
     return config["method"] + (f" {depth}" if depth else "") + texts + (f" ({', '.join(inside)})" if inside else "")
+
+
+def pair_page(model: str, found: dict[str, Any]) -> str:
+    """HTML, UTF-8, of what ``pair.search`` found."""
+    checked, most = found["check"], max(row["speedup"] for row in found["measured"])
+    rows = [
+        [_name(row["config"]), json.dumps(row["config"]), f"{row['temperature']:g}", str(row["concurrency"]),
+         str(row["answers"]), f"{row['speedup']:.2f}", f"{row['tokens_per_second']:.1f}",
+         f"{row['tokens_per_round']:.2f}", bar(row["speedup"] / most)]
+        for row in found["measured"]
+    ]  # fmt: skip
+    forms = [
+        [json.dumps(form["config"]), f"{form['bytes'] / 1e6:.0f}", f"{form['guessed']:.1%}", f"{form['start']:.3f}",
+         f"{form['step']:.3f}", f"{form['on_paper']:.2f}"]
+        for form in found["forms"]
+    ]  # fmt: skip
+    costs = {
+        f"{count} at a time": [(float(rows), cost) for rows, cost in points.items()]
+        for count, points in found["verify_cost"].items()
+    }
+    parts = [
+        f"<h1>{escape(model)} and its draft, tuned</h1>",
+        f"<p>Chosen: <code>{escape(json.dumps(found['chosen']))}</code></p>",
+        f"<p>{checked['answers']} held-out answers with and without speculation, {checked['different']} differ.</p>",
+        "<h2>Measured, in turns with plain decoding</h2>",
+        table(["drafter", "options", "temperature", "at a time", "answers", "over plain decoding", "tokens/s",
+               "tokens a round", ""], rows),
+        "<h2>Forms of the draft, each at its best on paper</h2><p>Prices in plain forwards.</p>",
+        table(["form", "MB", "tokens guessed", "a draft's start", "a step", "over plain decoding, on paper"], forms),
+        "<h2>A verification by its rows, in plain forwards</h2>",
+        chart(costs, costs, "rows", "cost"),
+        "<h2>Minutes</h2>",
+        table(["stage", "minutes"], [[name, f"{seconds / 60:.1f}"] for name, seconds in found["seconds"].items()]),
+    ]  # fmt: skip
+    return html(model, parts)

@@ -16,6 +16,7 @@ import torch
 
 from forerun.core.folders import replace_with
 from forerun.engine.llm import LLM
+from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 from forerun.tune.data import Data
 from forerun.tune.record import Record
@@ -114,11 +115,7 @@ class Writer:
 
     def held_out_prompts(self) -> list[list[int]]:
         """Token ids of prompts that are never trained on."""
-        if not self.chats:
-            texts = self.data.paragraphs or machine_paragraphs()
-            return [self.llm.encode(text)[1][:OPENING] for text in texts[:: max(1, len(texts) // 40)][:40]]
-        prompts = [self._rendered([{"role": "user", "content": turn}]) for _, turn in held_out()]
-        return [prompt for prompt in prompts if len(prompt) <= self.prompt]
+        return held_out_prompts(self.llm, self.prompt, self.data.paragraphs)
 
     def _turns(self, seed: int) -> Iterator[str]:
         """The data's own turns and, as often, made ones."""
@@ -137,7 +134,7 @@ class Writer:
         before, spoken, _ = text.partition(SPOKEN)
         if not spoken:
             return []
-        prompts = [self._encoded(before)] * count
+        prompts = [encode(self.llm.tokenizer, before, add_special_tokens=False)] * count
         said = [text.outputs[0] for text in self._written(prompts, 1.0, draw, TURN)]
         self.record.done.clear()
         return [one.text.strip() for one in said if one.finish_reason == "stop" and one.text.strip()]
@@ -151,14 +148,7 @@ class Writer:
         return [self.llm.encode(draw.choice(usable))[1][:OPENING] for _ in range(self.rows)]
 
     def _rendered(self, talk: Seq[Message]) -> list[int]:
-        from forerun.models.chat import render_chat
-
-        return self._encoded(render_chat(self.llm.tokenizer, talk))
-
-    def _encoded(self, text: str) -> list[int]:
-        from forerun.models.tokenizer import encode
-
-        return encode(self.llm.tokenizer, text, add_special_tokens=False)
+        return rendered(self.llm, talk)
 
     def _answered(
         self, talks: Seq[Seq[Message]], temperature: float, draw: random.Random
@@ -200,6 +190,23 @@ class Writer:
             "prompts": torch.tensor([count for _, count, _ in whole], dtype=torch.int32),
             "hidden": torch.cat([part for _, _, rows in whole for part in (rows, pad)] or [pad[:0]]),
         }
+
+
+def held_out_prompts(llm: LLM, longest: int, paragraphs: Seq[str] = ()) -> list[list[int]]:
+    """Prompts of at most ``longest`` tokens, four of each category in turn; for a model without a chat template,
+    beginnings of ``paragraphs``, or of the standard library's."""
+    if not getattr(llm.tokenizer, "chat_template", None):
+        texts = list(paragraphs) or machine_paragraphs()
+        return [llm.encode(text)[1][:OPENING] for text in texts[:: max(1, len(texts) // 40)][:40]]
+    prompts = [rendered(llm, [{"role": "user", "content": turn}]) for _, turn in held_out()]
+    return [prompt for prompt in prompts if len(prompt) <= longest]
+
+
+def rendered(llm: LLM, talk: Seq[Message]) -> list[int]:
+    """Token ids of a conversation."""
+    from forerun.models.chat import render_chat
+
+    return encode(llm.tokenizer, render_chat(llm.tokenizer, talk), add_special_tokens=False)
 
 
 def save_part(part: dict[str, Any], path: Path) -> None:

@@ -23,7 +23,7 @@ from forerun.models.base import Model, new_attention
 from forerun.models.formats import blocks, int8
 from forerun.models.formats.streamed import can_stream
 from forerun.models.kinds import FLOATS, UNQUANTIZED
-from forerun.models.load import load_model, parse_dtype, read_config, resolve, weight_sizes
+from forerun.models.load import load_shared, parse_dtype, read_config, resolve, weight_sizes
 from forerun.models.tokenizer import check_compatible, load_tokenizer
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
 from forerun.speculate.draft.catch_up import CatchUpConfig
@@ -104,7 +104,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             options["max_model_len"] = config.max_model_len or 2 * context.max_model_len  # source and answer
         self.names = self._predicted(path)
         """The tokens that its logits are of, ascending; None: all."""
-        self.model = load_model(
+        self.model = load_shared(
             path,
             dtype=dtype,
             device=context.target.info.device,

@@ -1,0 +1,434 @@
+"""``forerun tune TARGET --draft DRAFT``: how a draft model drafts quickest for a target, here.
+
+Parts are measured, and combinations of them are judged on paper: what a verification costs by its rows, what a draft
+costs by its tokens in each form, and which tokens each form guesses of answers that the target gave. The best few then
+take turns with plain decoding on other prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import torch
+
+from forerun.core.errors import ConfigError
+from forerun.engine import tuned
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.engine import Engine
+from forerun.engine.llm import LLM
+from forerun.models import sanity
+from forerun.models.formats import blocks
+from forerun.models.load import read_config, resolve, sharing, weight_sizes
+from forerun.models.shelf import here
+from forerun.plan.estimate import Measured, full, in_turns, measure, rounds
+from forerun.plan.planner import CostCurve, line
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.draft.model import LARGE, USUAL_TOKENS, DraftModel
+from forerun.train.progress import Progress, progress
+from forerun.tune.choose import PLAIN, WARM_UP, figures, undisturbed
+from forerun.tune.replay import Answer, Price, Replayed, on_paper, replay
+from forerun.tune.report import pair_page
+from forerun.tune.text import held_out_prompts
+
+DRAFT = "draft_model"
+SHARES = {"write": 0.12, "cost": 0.17, "forms": 0.5}
+"""When each stage ends, of the time; what is left is for the best few."""
+TOGETHER = 4
+"""Answers that are written together."""
+LONGEST = 704
+"""Tokens of a prompt, at most."""
+VERIFIED = 16
+"""Drafted tokens up to which a verification is timed."""
+LADDERS = (3, 6)
+"""Times at each number of rows, at least and at most."""
+DEPTHS = range(1, 13)
+THRESHOLDS = (None, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+TIMED = {"num_speculative_tokens": 8, "confidence_threshold": 0.4}
+"""Drafts of many lengths, to tell a draft's start from its steps."""
+BLOCKS = ("q4_0", "q8_0", "q4_k")
+CLOSE = 0.9
+"""Of the best one's speed on paper: another form that comes so close is tried, too."""
+HOPELESS = 0.4
+"""How much slower than the best, over the prompts so far, is too slow to go on with."""
+REPORT = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig:
+    """One search."""
+
+    model: str
+    draft: str
+    minutes: float = 10.0
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    concurrency: tuple[int, ...] = (1,)
+    quantization: str | None = None
+    answer: int = 64
+    seed: int = 0
+    threads: int = 0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.minutes < math.inf:
+            raise ConfigError(f"minutes must be above 0, not {self.minutes}")
+        if not self.temperatures or not all(0 <= each < math.inf for each in self.temperatures):
+            raise ConfigError(f"temperature must list numbers of at least 0, not {list(self.temperatures)}")
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise ConfigError(f"concurrency must list integers of at least 1, not {list(self.concurrency)}")
+        if self.answer < 4:
+            raise ConfigError(f"answer must be at least 4, not {self.answer}")
+
+    @property
+    def cells(self) -> list[tuple[float, int]]:
+        """Temperature and how many sequences at a time."""
+        return [(heat, count) for count in self.concurrency for heat in self.temperatures]
+
+
+@dataclass
+class Form:
+    """How the draft is held, and what was measured of it."""
+
+    options: dict[str, Any]
+    replayed: dict[float, list[Replayed]]
+    prices: dict[int, Price]
+    """By sequences at a time."""
+    bytes: int
+    best: tuple[int, float | None] = (1, None)
+    """Depth and threshold."""
+    speed: float = 0.0
+    """On paper, over plain decoding."""
+
+    def judge(self, cells: Seq[tuple[float, int]]) -> None:
+        """Find the best depth and threshold on paper."""
+        for depth in DEPTHS:
+            for threshold in THRESHOLDS:
+                speeds = [on_paper(self.replayed[heat], depth, threshold, self.prices[n])[0] for heat, n in cells]
+                if (speed := geometric_mean(speeds)) > self.speed:
+                    self.speed, self.best = speed, (depth, threshold)
+
+    def config(self) -> dict[str, Any]:
+        depth, threshold = self.best
+        sure = {} if threshold is None else {"confidence_threshold": threshold}
+        return {**self.options, "num_speculative_tokens": depth, **sure}
+
+    def row(self) -> dict[str, Any]:
+        """As a page shows it."""
+        every = [each.kept for found in self.replayed.values() for each in found]
+        guessed = sum(map(sum, every)) / max(1, sum(map(len, every)))
+        price = next(iter(self.prices.values()))
+        config = {key: value for key, value in self.config().items() if key not in ("method", "model")}
+        return {"config": config, "bytes": self.bytes, "guessed": guessed, "start": price.start, "step": price.step,
+                "on_paper": self.speed}  # fmt: skip
+
+
+def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda line: None) -> Path:
+    """Searches, and writes what was found into ``out``. Raises ForerunError subclasses."""
+    config = replace(config, draft=_name(config.draft))
+    known = json.loads((out / tuned.FILE).read_text("utf-8")) if (out / tuned.FILE).is_file() else None
+    if (out / "run").exists() or (known is not None and known.get("draft", {}).get("model") != config.draft):
+        raise ConfigError(f"{out} holds another tuning; name another --out, or remove it")
+    found = search(config, say)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / REPORT).write_text(pair_page(config.model, found), encoding="utf-8")
+    more = {key: found[key] for key in ("measured", "forms", "verify_cost", "check")}
+    tuned.save(out, config.model, found["chosen"], [], draft=config.draft, **more)
+    say(verdict(found))
+    say(f"{out}: use it with --tuned {out}, or LLM({config.model!r}, tuned={str(out)!r})")
+    return out
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """One line: what was chosen, and what it brings."""
+    told, answers = _told(found["chosen"]), found["check"]["answers"]
+    said = ", ".join(
+        f"{row['speedup']:.2f} at temperature {row['temperature']:g}, {row['concurrency']} at a time"
+        for row in found["measured"]
+        if row["config"] == told
+    )
+    return f"{json.dumps(told)}: over plain decoding {said}; {answers} answers are the same"
+
+
+def _name(draft: str) -> str:
+    """What a draft is called wherever the folder is used."""
+    path = Path(draft).expanduser()
+    return str(path.absolute()) if path.exists() else draft
+
+
+def search(config: PairConfig, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """``{"chosen": speculative_config, "measured": [{"config", "temperature", "concurrency", "speedup", ...}, ...],
+    "forms": [...], "verify_cost": {sequences: {rows: price}}, "check": {"passed", "answers", "different"}}``. Raises
+    ConfigError where an answer differs with and without drafts."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    began = time.monotonic()
+    config = replace(config, draft=_name(config.draft))
+    here(config.draft)
+    sanity.require_decoder(read_config(resolve(config.model)), resolve(config.model), "forerun tune")
+    with sharing() as loaded, progress("tuning, seconds", round(60 * config.minutes), config.progress) as bar:
+        return _Search(config, say, began, bar, loaded).run()
+
+
+@dataclass
+class _Search:
+    config: PairConfig
+    say: Callable[[str], None]
+    began: float
+    bar: Progress
+    loaded: dict[Any, Any]
+    llm: LLM = field(init=False)
+    answers: dict[float, list[Answer]] = field(default_factory=dict)
+    curves: dict[int, CostCurve] = field(default_factory=dict)
+    rests: dict[int, float] = field(default_factory=dict)
+    points: dict[int, dict[int, float]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        room = min(
+            LONGEST + config.answer, read_config(resolve(config.model)).get_text_config().max_position_embeddings
+        )
+        most = max(TOGETHER, *config.concurrency)
+        self.llm = LLM(config.model, quantization=config.quantization, max_model_len=room, max_num_seqs=most)
+        prompts = held_out_prompts(self.llm, room - config.answer)
+        if len(prompts) < 8:
+            raise ConfigError(f"an answer of {config.answer} tokens leaves no room for a prompt: lower it")
+        count = len(prompts)
+        prompts = [prompts[i] for i in sorted(range(count), key=lambda i: (i % 4, i))]  # one of each category first
+        self.seen, self.held = prompts[: count // 4], prompts[count // 4 :]
+
+    def spent(self, share: float) -> bool:
+        """Whether so much of the time is over."""
+        seconds = time.monotonic() - self.began
+        self.bar.update(round(seconds))
+        return seconds >= share * 60 * self.config.minutes
+
+    def stage(self, name: str) -> None:
+        self.seconds[name] = time.monotonic() - self.began - sum(self.seconds.values())
+
+    def engine(self, options: Mapping[str, Any]) -> Engine:
+        return Engine(self.llm.model, self.llm.tokenizer, self.llm.config, SpeculativeConfig.parse(options))
+
+    def params(self, heat: float, number: int, tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=heat, max_tokens=tokens, seed=self.config.seed + number)
+
+    def run(self) -> dict[str, Any]:
+        first = {"method": DRAFT, "model": self.config.draft, **self._options(self._kinds()[0])}
+        drafting = self.engine({**first, **TIMED})  # another vocabulary is refused before anything is measured
+        self.plain = self.engine(PLAIN)
+        self.stage("load")
+        self._write()
+        self.stage("write")
+        self._verify()
+        self.stage("verification")
+        forms = self._forms(drafting, first)
+        self.stage("forms")
+        del drafting
+        rows, check, chosen = self._turns(self._candidates(forms))
+        self.stage("turns")
+        self.llm.close()
+        if not check["passed"]:
+            raise ConfigError(f"speculation changed {check['different']} answers; nothing is recommended")
+        return {
+            "chosen": chosen, "measured": rows, "forms": [form.row() for form in forms], "verify_cost": self.points,
+            "check": check, "seconds": self.seconds,
+        }  # fmt: skip
+
+    def _kinds(self) -> list[str]:
+        """Forms that the draft's weights may have, the one that is usual first."""
+        info = self.llm.model.info
+        if not blocks.can(info.dtype, info.device):
+            return ["none"]
+        small = weight_sizes(resolve(self.config.draft))[0] <= LARGE
+        return ["int8_rows", "none", *BLOCKS[:2]] if small else [BLOCKS[0], "none", *BLOCKS[1:]]
+
+    def _options(self, kind: str, size: int | None = None) -> dict[str, Any]:
+        return {"quantization": kind} | ({} if size is None else {"draft_vocab_size": size})
+
+    def _write(self) -> None:
+        """The target answers a prompt of each category at every temperature, as long as there is time."""
+        heats = self.config.temperatures
+        groups = range(0, len(self.seen), TOGETHER)
+        for first in groups:
+            for heat in heats:
+                if first and self.spent(SHARES["write"]):
+                    return
+                prompts = self.seen[first : first + TOGETHER]
+                params = [self.params(heat, first + i, self.config.answer) for i in range(len(prompts))]
+                said = measure(self.plain, prompts, params).answers
+                found = [Answer(*each) for each in zip(prompts, said, params) if len(each[1]) > 1]
+                self.answers.setdefault(heat, []).extend(found)
+
+    def _verify(self) -> None:
+        """What a round costs the target by its rows, with drafts that are never kept."""
+        if not all(self.answers.values()):
+            raise ConfigError("the model ended its answers at once: there is nothing to draft")
+        guess = self.engine({"method": "random", "num_speculative_tokens": VERIFIED})
+        for count in self.config.concurrency:
+            prompts = [self.seen[i % len(self.seen)][:8] for i in range(count)]
+            times: dict[int, list[float]] = defaultdict(list)
+            rests: list[float] = []
+            for turn in range(LADDERS[1]):
+                if turn >= LADDERS[0] and self.spent(SHARES["cost"]):
+                    break
+                for depth in (0, VERIFIED):  # no draft is longer than what is left of an answer: each number in turn
+                    params = [replace(self.params(0.0, i, 3 + depth), ignore_eos=True) for i in range(count)]
+                    for sample in full(measure(guess, prompts, params, max_draft=depth).rounds, count):
+                        times[sample.rows].append(sample.verify)
+                        rests += [] if sample.depth else [sample.rest]
+            unit = min(times[count])  # other work on the machine only ever adds to a time
+            self.points[count] = {rows: max(1.0, min(each) / unit) for rows, each in sorted(times.items())}
+            self.curves[count] = CostCurve(self.points[count], count, self.llm.model.row_multiple)
+            self.rests[count] = min(rests) / unit
+
+    def _forms(self, drafting: Engine, first: Mapping[str, Any]) -> list[Form]:
+        """What each form of the draft costs and guesses, the best on paper first; then the best one's other numbers of
+        outputs."""
+        drafter: Any = drafting.router.drafters[DRAFT]
+        found: list[Form] = []
+        self._measure(drafting, first, found)
+        del drafting
+        base = {"method": DRAFT, "model": self.config.draft}
+        for kind in self._kinds()[1:]:
+            if not self.spent(SHARES["forms"]):
+                self._add({**base, **self._options(kind)}, found)
+        kind = found[0].options["quantization"]
+        for size in self._sizes(drafter):
+            if not self.spent(SHARES["forms"]):
+                self._add({**base, **self._options(kind, size)}, found)
+        return found
+
+    def _sizes(self, drafter: DraftModel) -> list[int]:
+        """Other numbers of outputs than the usual one, where a smaller one is usual."""
+        if drafter.names is None:
+            return []
+        known = min(
+            read_config(resolve(self.config.draft)).get_text_config().vocab_size, drafter.context.sampler.vocab_size
+        )
+        return [size for size in (USUAL_TOKENS // 2, 2 * USUAL_TOKENS, known) if size != len(drafter.names)]
+
+    def _add(self, options: Mapping[str, Any], found: list[Form]) -> None:
+        self._measure(self.engine({**options, **TIMED}), options, found)
+
+    def _measure(self, engine: Engine, options: Mapping[str, Any], found: list[Form]) -> None:
+        drafter: Any = engine.router.drafters[DRAFT]
+        replayed, read = {}, []
+        for heat, answers in self.answers.items():
+            replayed[heat], seconds = replay(drafter, answers)
+            read.append(seconds)
+        if not all(replayed.values()):
+            raise ConfigError(f"{self.config.draft} has too short a context for these prompts: it cannot draft")
+        prices = {count: self._price(engine, count, median(read)) for count in self.config.concurrency}
+        form = Form(dict(options), replayed, prices, sum(m.info.weight_bytes for m in drafter.models()))
+        form.judge(self.config.cells)
+        best = max((each.speed for each in found), default=0.0)
+        found.append(form)
+        found.sort(key=lambda each: -each.speed)
+        if form.speed > best:
+            told = json.dumps(form.row()["config"])
+            self.say(f"so far, after {time.monotonic() - self.began:.0f} s: {told}, {form.speed:.2f} on paper")
+
+    def _price(self, engine: Engine, count: int, read: float) -> Price:
+        """From rounds that take turns with plain ones."""
+        prompts = [self.seen[i % len(self.seen)] for i in range(count)]
+        params = [replace(self.params(self.config.temperatures[0], i, 32), ignore_eos=True) for i in range(count)]
+        measure(engine, prompts, [replace(each, max_tokens=WARM_UP) for each in params])
+        plain, found = Measured(), Measured()
+        in_turns([rounds(self.plain, prompts, params, plain), rounds(engine, prompts, params, found)])
+        plain.check()
+        unit = median(sample.verify for sample in full(plain.rounds, count))
+        samples = [sample for sample in full(found.rounds, count) if sample.depth]
+        if not samples:
+            raise ConfigError(f"{self.config.draft} drafts nothing for these prompts: it has too short a context")
+        start, step = line([(sample.depth, sample.draft / unit) for sample in samples])
+        start += median(sample.rest for sample in samples) / unit - self.rests[count]
+        return Price(self.curves[count], start, step, self.rests[count], read / unit, count)
+
+    def _candidates(self, forms: Seq[Form]) -> list[dict[str, Any]]:
+        """What is measured: the best on paper, the next form where it comes close, a tree, text that repeats before
+        the draft, and that alone."""
+        best = forms[0].config()
+        chains = [best, *(form.config() for form in forms[1:2] if form.speed > CLOSE * forms[0].speed)]
+        kept = {form["quantization"] for form in chains}
+        for key in [key for key in self.loaded if not any(repr(kind) in repr(key) for kind in kept)]:
+            del self.loaded[key]
+        curve = self.curves[min(self.curves)]
+        wide = 16 if curve(17) < 1.25 * curve(9) else 8
+        tree = {**forms[0].options, "num_speculative_tokens": min(4, max(2, forms[0].best[0])), "tree_nodes": wide}
+        suffix = {"method": "suffix", "num_speculative_tokens": 4}
+        return [*chains, tree, {"method": "cascade", "drafters": [suffix, best]}, suffix]
+
+    def _turns(self, ways: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+        """A row for each way and cell, what the check of identity says of the chosen way, and that."""
+        configs = [dict(PLAIN), *({**way, "length": "adaptive"} for way in ways)]
+        engines = [self.plain, *map(self.engine, configs[1:])]
+        for engine in engines:
+            measure(engine, self.held[:1], [replace(self.params(0.0, 0, WARM_UP), ignore_eos=True)])
+        found: dict[tuple[int, int], list[Measured]] = defaultdict(list)
+        active = list(range(len(configs)))
+        for turn, cell, prompts in self._groups():
+            if turn >= 1 and self.spent(0.95):
+                break
+            heat, count = self.config.cells[cell]
+            params = [self.params(heat, turn * count + i, self.config.answer) for i in range(count)]
+            for way in active:
+                found[way, cell].append(measure(engines[way], prompts, params))
+            if cell == len(self.config.cells) - 1 and turn:
+                speeds = [self._speed(found, way) for way in active]
+                least = max(speeds) * (1 - HOPELESS / (1 + turn))
+                told = _told(configs[active[speeds.index(max(speeds))]])
+                self.say(f"measured on {turn + 1} prompts each: {max(speeds):.2f} with {json.dumps(told)}")
+                active = [way for way, speed in zip(active, speeds) if not way or speed > least]
+        chosen = max(active, key=lambda way: self._speed(found, way))
+        rows = [
+            {"config": _told(config), "temperature": heat, "concurrency": count, "answers": len(found[way, cell]),
+             **self._row(found, way, cell)}
+            for way, config in enumerate(configs)
+            for cell, (heat, count) in enumerate(self.config.cells)
+        ]  # fmt: skip
+        return rows, _check(found, chosen, len(self.config.cells)), configs[chosen]
+
+    def _groups(self) -> Iterator[tuple[int, int, list[list[int]]]]:
+        """Turn, cell, and prompts that nothing has seen."""
+        left, turn = list(self.held), 0
+        while len(left) >= sum(count for _, count in self.config.cells) or not turn:
+            for cell, (_, count) in enumerate(self.config.cells):
+                if len(left) < count:
+                    left += self.held
+                yield turn, cell, left[:count]
+                left = left[count:]
+            turn += 1
+
+    def _row(self, found: Mapping[tuple[int, int], list[Measured]], way: int, cell: int) -> dict[str, float]:
+        own, plain = found[way, cell], found[0, cell][: len(found[way, cell])]
+        times = undisturbed(plain)
+        return figures(own, undisturbed(own), [(each.tokens, took) for each, took in zip(plain, times)])
+
+    def _speed(self, found: Mapping[tuple[int, int], list[Measured]], way: int) -> float:
+        return geometric_mean([self._row(found, way, cell)["speedup"] for cell in range(len(self.config.cells))])
+
+
+def _told(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without the place of the draft."""
+    parts = [_told(part) for part in config.get("drafters", ())]
+    return {key: value for key, value in config.items() if key != "model"} | ({"drafters": parts} if parts else {})
+
+
+def _check(found: Mapping[tuple[int, int], list[Measured]], way: int, cells: int) -> dict[str, Any]:
+    """Whether the answers with a way of drafting are plain decoding's."""
+    pairs = [
+        (mine, theirs)
+        for cell in range(cells)
+        for one, other in zip(found[way, cell], found[0, cell])
+        for mine, theirs in zip(one.answers, other.answers, strict=True)
+    ]
+    different = sum(mine != theirs for mine, theirs in pairs)
+    return {"passed": not different, "answers": len(pairs), "different": different}

@@ -1,0 +1,221 @@
+"""How ``forerun tune --draft`` judges a draft model on paper, and what it finds and leaves, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.cli import main
+from forerun.core.errors import ConfigError
+from forerun.engine import tuned
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.engine import Engine
+from forerun.models.load import load_shared, resolve, sharing
+from forerun.plan.estimate import measure
+from forerun.plan.planner import CostCurve
+from forerun.tune.pair import PairConfig, tune_pair
+from forerun.tune.replay import Answer, Price, Replayed, on_paper, replay
+from tiny import save_tokenizer, tiny_llama
+
+QUICK = {"minutes": 3 / 60, "answer": 16, "progress": False}
+DRAFT = "forerun:draft"
+
+
+def flat(streams: int = 1, row: float = 0.1) -> CostCurve:
+    return CostCurve({streams + more: 1 + row * more for more in range(33)}, streams)
+
+
+def expected(chance: float, depth: int) -> float:
+    return (1 - chance ** (depth + 1)) / (1 - chance)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 6])
+@pytest.mark.parametrize("streams", [1, 4])
+def test_paper_agrees_with_the_theory_where_tokens_are_kept_by_chance(depth: int, streams: int) -> None:
+    """Leviathan et al. 2023, theorem 3.8, with verification that is not free."""
+    draw = random.Random(0)
+    long = [Replayed([draw.random() < 0.7 for _ in range(20_000)], [0.0] * 20_000) for _ in range(streams)]
+    price = Price(flat(streams), start=0.2, step=0.05, rest=0.02, streams=streams)
+    speed, tokens = on_paper(long, depth, None, price)
+    taken = 1 + 0.1 * streams * depth + 0.2 + 0.05 * depth + 0.02
+    assert tokens == pytest.approx(expected(0.7, depth), rel=0.03)
+    assert speed == pytest.approx(expected(0.7, depth) * 1.02 / taken, rel=0.03)
+
+
+def test_a_threshold_pays_where_the_draft_knows_when_it_is_wrong() -> None:
+    draw = random.Random(1)
+    kept = [draw.random() < 0.6 for _ in range(4000)]
+    knows = Replayed(kept, [-0.01 if good else -2.0 for good in kept])
+    guesses = Replayed(kept, [draw.choice((-0.01, -2.0)) for _ in kept])
+    price = Price(flat(row=0.3), start=0.0, step=0.3)
+    assert on_paper([knows], 6, 0.5, price)[0] > 1.15 * on_paper([knows], 6, None, price)[0]
+    assert on_paper([guesses], 6, 0.5, price)[0] < on_paper([knows], 6, 0.5, price)[0]
+
+
+def test_what_a_prompt_costs_the_draft_counts() -> None:
+    answer = Replayed([True] * 8, [0.0] * 8, prompt=100)
+    free, dear = (Price(flat(), 0.0, 0.1, read=read) for read in (0.0, 0.02))
+    assert on_paper([answer], 7, None, free)[0] == pytest.approx(8 / (1.7 + 0.7))
+    assert on_paper([answer], 7, None, dear)[0] == pytest.approx(8 / (1.7 + 0.7 + 2.0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("options", [{}, {"confidence_threshold": 0.4}, {"draft_vocab_size": 600}])
+def test_a_replay_says_what_the_draft_really_does(temperature: float, options: dict) -> None:
+    """Rounds and tokens of one pass over an answer are those of an engine that drafts for it round by round."""
+    llm = LLM(max_num_seqs=1)
+    config = {"method": "draft_model", "model": DRAFT, "quantization": "none", "num_speculative_tokens": 5, **options}
+    params = SamplingParams(temperature=temperature, max_tokens=49, seed=7, ignore_eos=True)
+    prompts = [llm.encode(text)[1] for text in ("def add(a, b):\n", "import os\n\n\nclass Path:\n")]
+    engine = Engine(llm.model, llm.tokenizer, llm.config, SpeculativeConfig.parse({**config, "length": "fixed"}))
+    real = measure(engine, prompts, [params] * 2)
+    drafter = engine.router.drafters["draft_model"]
+    found, seconds = replay(drafter, [Answer(p, said, params) for p, said in zip(prompts, real.answers)])
+    assert seconds > 0
+    threshold = options.get("confidence_threshold")
+    for number, one in enumerate(found):
+        _, tokens = on_paper([one], 5, threshold, Price(flat(), 0.0, 0.1))
+        assert 48 / tokens == pytest.approx(len(measure(engine, prompts[number : number + 1], [params]).rounds), abs=1)
+    assert sum(sum(one.kept) for one in found) > 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    said: list[str] = []
+    out = tmp_path_factory.mktemp("pair") / "out"
+    config = PairConfig(model="forerun:target", draft=DRAFT, concurrency=(1, 2), **QUICK)
+    tune_pair(config, out, said.append)
+    assert "on paper" in said[0]
+    assert "over plain decoding" in said[-2]
+    return out
+
+
+def test_what_a_search_leaves(folder: Path) -> None:
+    found = json.loads((folder / "tuned.json").read_text("utf-8"))
+    ways = [row["config"] for row in found["measured"]]
+    assert {"none", "draft_model", "cascade", "suffix"} == {way["method"] for way in ways}
+    assert any("tree_nodes" in way for way in ways)
+    assert {(row["temperature"], row["concurrency"]) for row in found["measured"]} == {
+        (heat, count) for heat in (0.0, 0.7) for count in (1, 2)
+    }
+    assert "int8_rows" in {row["config"]["quantization"] for row in found["forms"]}
+    assert set(map(int, found["verify_cost"]["1"])) == set(range(1, 18))
+    assert found["check"]["passed"]
+    assert found["check"]["answers"] >= 6
+    chosen = found["speculative_config"]
+    assert chosen == {"method": "none"} or chosen["length"] == "adaptive"
+    page = (folder / "report.html").read_text("utf-8")
+    assert "on paper" in page
+    assert "<script" not in page
+
+
+def recommend(to: Path, draft: str) -> Path:
+    """A folder that recommends the draft, whatever was quickest."""
+    to.mkdir()
+    config = {"method": "cascade", "drafters": [{"method": "suffix"}, {"method": "draft_model", "model": draft}]}
+    tuned.save(to, "forerun:target", config, [], draft=draft)
+    return to
+
+
+def copied_draft(to: Path) -> Path:
+    return Path(shutil.copytree(resolve(DRAFT), to))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_tuned_folder_uses_its_draft_and_keeps_every_token(tmp_path: Path, named: bool) -> None:
+    draft = DRAFT if named else str(copied_draft(tmp_path / "draft"))
+    own = recommend(tmp_path / "own", draft)
+    plain, quick = LLM(), LLM(tuned=own)
+    for temperature in (0.0, 0.9):
+        params = SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True)
+        said = [llm.generate(["def add(a, b):\n"], params, use_tqdm=False)[0] for llm in (plain, quick)]
+        assert said[0].outputs[0].token_ids == said[1].outputs[0].token_ids
+        assert said[1].metrics.num_draft_tokens > 10
+
+
+def test_another_draft_is_refused(tmp_path: Path) -> None:
+    draft = copied_draft(tmp_path / "draft")
+    own = recommend(tmp_path / "own", str(draft))
+    shutil.rmtree(draft)
+    with pytest.raises(ConfigError, match=r"was tuned with the draft .*: no model is called"):
+        LLM(tuned=own)
+    tiny_llama().save_pretrained(draft)
+    with pytest.raises(ConfigError, match=r"was tuned with the draft .* is another \(\w+\): tune it anew"):
+        LLM(tuned=own)
+
+
+def test_no_other_model_outside_is_read(tmp_path: Path) -> None:
+    """A folder names one draft, with its fingerprint; what else its configuration names must be inside."""
+    own, draft, other = tmp_path / "own", copied_draft(tmp_path / "draft"), copied_draft(tmp_path / "other")
+    own.mkdir()
+    for config in ({"method": "draft_model", "model": str(other)}, {"method": "suffix", "datastore": str(draft)}):
+        tuned.save(own, "forerun:target", config, [], draft=str(draft))
+        with pytest.raises(ConfigError, match=r"leads out of it|cannot be used"):
+            tuned.load(own, "forerun:target")
+    content = json.loads((own / "tuned.json").read_text("utf-8"))
+    for wrong in ("x", {"model": 3, "fingerprint": "x"}, {"model": str(other)}):
+        content["draft"] = wrong
+        content["seal"] = tuned._seal(own, content)
+        (own / "tuned.json").write_text(json.dumps(content), encoding="utf-8")
+        with pytest.raises(ConfigError, match="a draft without a name"):
+            tuned.load(own, "forerun:target")
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    tiny_llama().save_pretrained(other)
+    save_tokenizer(other)
+    capsys.readouterr()
+    asked = ["tune", "forerun:target", "--out", str(tmp_path / "out"), "--no-progress"]
+    for more, said in (
+        (["--draft", str(other)], "tokenizer differs from the target's"),
+        (["--draft", str(tmp_path / "nowhere")], "no model is called"),
+        (["--draft", DRAFT, "--train", "eagle"], "--train is for tuning that trains"),
+        (["--draft", DRAFT, "--temperature", "warm"], "--temperature must be a comma-separated list"),
+        (["--draft", DRAFT, "--temperature", "-1"], "temperature must list numbers of at least 0"),
+        (["--draft", DRAFT, "--concurrency", "0"], "concurrency must list integers of at least 1"),
+        (["--draft", DRAFT, "--minutes", "0"], "minutes must be above 0"),
+        (["--minutes", "3"], "--minutes is for tuning with a draft model"),
+    ):
+        assert main.run([*asked, *more]) != 0
+        errors = capsys.readouterr().err.strip().splitlines()
+        assert said in errors[-1], errors
+        assert len(errors) == 1
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out" / "run").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds another tuning"):
+        tune_pair(PairConfig(model="forerun:target", draft=DRAFT, **QUICK), tmp_path / "out")
+
+
+def test_models_are_loaded_once_while_they_are_shared() -> None:
+    with sharing() as kept:
+        one, same, other = (load_shared(DRAFT, quantization=kind) for kind in ("none", "none", "q8_0"))
+        assert one is same
+        assert one is not other
+        assert len(kept) == 2
+    assert load_shared(DRAFT, quantization="none") is not one
+
+
+def test_a_plan_searches_as_well_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    asked = ["plan", "--spec-model", DRAFT, "--minutes", "0.05"]
+    assert main.run([*asked, "--json", "--temperature", "0.5", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["temperature"] for row in found["measured"]} == {0.5}
+    assert found["check"]["passed"]
+    assert "on paper" in page.read_text("utf-8")
+    assert list(tmp_path.iterdir()) == [page]
+    for more, said in (
+        (["--trees", "8"], "leave --trees out"),
+        (["--page-size", "16"], "leave --page-size out"),
+        (["--prompts", "9"], "leave --prompts out"),
+    ):
+        assert main.run([*asked, *more]) != 0
+        assert said in capsys.readouterr().err
+    assert main.run(["plan", "--minutes", "1"]) != 0
+    assert "name it with --spec-model" in capsys.readouterr().err
