@@ -26,7 +26,7 @@ CHAT_SAMPLING = Flags("sampling", [flag for flag in SAMPLING.flags if flag.name 
 
 @takes(
     CHAT_ENGINE.showing(model=MODEL, page_size=str(PAGE_SIZE), max_num_seqs="1"),
-    SPECULATIVE.showing(spec_method="suffix with adaptive lengths"),
+    SPECULATIVE,
     CHAT_SAMPLING.showing(max_tokens=str(DEFAULTS["max_tokens"])),
 )
 def chat(

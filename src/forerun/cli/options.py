@@ -215,7 +215,7 @@ SPECULATIVE = Flags(
         Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation"),
         Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation"),
         Flag("accept", str, f"acceptance rule: {', '.join(rules)}", "coupled", "Speculation"),
-        Flag("length", str, f"how far to draft: {', '.join(policies)}", "fixed", "Speculation"),
+        Flag("length", str, f"how far to draft: {', '.join(policies)}", "adaptive where nobody names a drafter, else fixed", "Speculation"),
         Flag("synthetic", str, SYNTHETIC_HELP, None, "Speculation"),
     ],
 )
