@@ -125,7 +125,7 @@ def test_plain_equals_one_token_at_a_time(llm: Loader, raw_logits: Callable, par
     engine = llm().engine
     for prompt, options, output in zip(PROMPTS, params, llm().generate(PROMPTS, list(params))):
         ids = output.prompt_token_ids
-        _, _, options = engine.entrance.admit(ids, None, options)
+        *_, options = engine.entrance.admit(ids, None, options)
         for answer in output.outputs:
             seed = options.seed if answer.index == 0 else fold(options.seed, answer.index)
             rows = raw_logits([*ids, *answer.token_ids])
