@@ -73,7 +73,12 @@ def plan(
         unused = next((name for name, value in measuring.items() if value), None)
         if unused is not None:
             raise ConfigError(f"--minutes searches as tune --draft does: leave --{unused.replace('_', '-')} out")
-        chosen = {"temperatures": (temperature,), "concurrency": tuple(loads), "minutes": minutes, "seed": seed}
+        chosen: dict[str, Any] = {
+            "temperatures": (temperature,),
+            "concurrency": tuple(loads),
+            "minutes": minutes,
+            "seed": seed,
+        }
         _search({**engine, **chosen, "draft": speculative.get("spec_model"), "threads": threads}, page, as_json)
         return
     asked = read_load(load, prompt_tokens, max_tokens, seed, others | {"prompts": prompts != 4}) if load else None

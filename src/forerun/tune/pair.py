@@ -26,6 +26,7 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.models import sanity
+from forerun.models.checkpoint import read_object
 from forerun.models.formats import blocks
 from forerun.models.load import read_config, resolve, sharing, weight_sizes
 from forerun.models.shelf import here
@@ -133,8 +134,7 @@ class Form:
 def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda line: None) -> Path:
     """Searches, and writes what was found into ``out``. Raises ForerunError subclasses."""
     config = replace(config, draft=_name(config.draft))
-    known = json.loads((out / tuned.FILE).read_text("utf-8")) if (out / tuned.FILE).is_file() else None
-    if (out / "run").exists() or (known is not None and known.get("draft", {}).get("model") != config.draft):
+    if _holds_another(out, config.draft):
         raise ConfigError(f"{out} holds another tuning; name another --out, or remove it")
     found = search(config, say)
     out.mkdir(parents=True, exist_ok=True)
@@ -144,6 +144,14 @@ def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda
     say(verdict(found))
     say(f"{out}: use it with --tuned {out}, or LLM({config.model!r}, tuned={str(out)!r})")
     return out
+
+
+def _holds_another(out: Path, draft: str) -> bool:
+    """Whether a folder has a tuning in it that was not made with ``draft``."""
+    if not (out / tuned.FILE).is_file():
+        return (out / "run").exists()
+    said = read_object(out / tuned.FILE).get("draft")
+    return not isinstance(said, dict) or said.get("model") != draft
 
 
 def verdict(found: Mapping[str, Any]) -> str:
@@ -208,7 +216,8 @@ class _Search:
     def spent(self, share: float) -> bool:
         """Whether so much of the time is over."""
         seconds = time.monotonic() - self.began
-        self.bar.update(round(seconds))
+        if seconds < self.bar.total:
+            self.bar.update(round(seconds))
         return seconds >= share * 60 * self.config.minutes
 
     def stage(self, name: str) -> None:
@@ -401,7 +410,7 @@ class _Search:
         left, turn = list(self.held), 0
         while len(left) >= sum(count for _, count in self.config.cells) or not turn:
             for cell, (_, count) in enumerate(self.config.cells):
-                if len(left) < count:
+                while len(left) < count:
                     left += self.held
                 yield turn, cell, left[:count]
                 left = left[count:]
