@@ -58,8 +58,10 @@ TIMED = {"num_speculative_tokens": 8, "confidence_threshold": 0.4}
 BLOCKS = ("q4_0", "q8_0", "q4_k")
 CLOSE = 0.9
 """Of the best one's speed on paper: another form that comes so close is tried, too."""
+TURNS = 2
+"""Prompts of each cell that the best few answer in any case."""
 HOPELESS = 0.4
-"""How much slower than the best, over the prompts so far, is too slow to go on with."""
+"""How much slower than the best, over the number of prompts so far, is too slow to go on with."""
 REPORT = "report.html"
 
 
@@ -384,13 +386,13 @@ class _Search:
         found: dict[tuple[int, int], list[Measured]] = defaultdict(list)
         active = list(range(len(configs)))
         for turn, cell, prompts in self._groups():
-            if turn >= 1 and self.spent(0.95):
+            if turn >= TURNS and self.spent(0.95):
                 break
             heat, count = self.config.cells[cell]
             params = [self.params(heat, turn * count + i, self.config.answer) for i in range(count)]
             for way in active:
                 found[way, cell].append(measure(engines[way], prompts, params))
-            if cell == len(self.config.cells) - 1 and turn:
+            if cell == len(self.config.cells) - 1:
                 speeds = [self._speed(found, way) for way in active]
                 least = max(speeds) * (1 - HOPELESS / (1 + turn))
                 told = _told(configs[active[speeds.index(max(speeds))]])
