@@ -147,6 +147,11 @@ def test_another_draft_is_refused(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(draft)
     with pytest.raises(ConfigError, match=r"was tuned with the draft .* is another \(\w+\): tune it anew"):
         LLM(tuned=own)
+    shutil.rmtree(own)
+    own.mkdir()
+    tuned.save(own, "forerun:target", {"method": "none"}, [], draft=str(draft))
+    shutil.rmtree(draft)
+    assert tuned.load(own, "forerun:target") == {"method": "none"}  # what did not pay is not missed
 
 
 def test_no_other_model_outside_is_read(tmp_path: Path) -> None:

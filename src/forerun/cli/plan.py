@@ -64,17 +64,17 @@ def plan(
         raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
     others = {"concurrency": concurrency != "1", "longest": longest != 8, "layer_trials": layer_trials, "trees": trees}
     if minutes is not None:
-        measuring = {
+        elsewhere = {
             **others, "concurrency": False, "methods": methods != METHODS, "accept": accept != SpeculativeConfig.accept,
             "prompts": prompts != 4, "prompt_tokens": prompt_tokens != 64, "max_tokens": max_tokens != 48,
             "prompt_set": prompt_set != HELD_OUT, "prompts_file": prompts_file,
             "speculative_config": speculative_config,
         } | dict.fromkeys([*load, *(set(engine) - {"model", "quantization"})], True)  # fmt: skip
-        unused = next((name for name, value in measuring.items() if value), None)
+        unused = next((name for name, value in elsewhere.items() if value), None)
         if unused is not None:
             raise ConfigError(f"--minutes searches as tune --draft does: leave --{unused.replace('_', '-')} out")
-        chosen = {"temperatures": (temperature,), "concurrency": tuple(loads), "minutes": minutes, "seed": seed}
-        _search({**engine, **chosen, "draft": speculative.get("spec_model"), "threads": threads}, page, as_json)
+        asking = {"temperatures": (temperature,), "concurrency": tuple(loads), "minutes": minutes, "seed": seed}
+        _search({**engine, **asking, "draft": speculative.get("spec_model"), "threads": threads}, page, as_json)
         return
     asked = read_load(load, prompt_tokens, max_tokens, seed, others | {"prompts": prompts != 4}) if load else None
     options = _candidates(methods, accept, more_options(speculative_config, speculative))

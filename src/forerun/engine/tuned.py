@@ -96,6 +96,8 @@ def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, st
     if not isinstance(said, Mapping) or not all(isinstance(said.get(key), str) for key in ("model", "fingerprint")):
         raise ConfigError(f"{folder / FILE} has a draft without a name: make it anew with forerun tune")
     name = said["model"]
+    if json.dumps(name) not in json.dumps(content["speculative_config"]):
+        return {}  # it did not pay
     try:
         path = here(name)
     except ModelError as error:

@@ -26,6 +26,7 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.models import sanity
+from forerun.models.checkpoint import read_object
 from forerun.models.formats import blocks
 from forerun.models.load import read_config, resolve, sharing, weight_sizes
 from forerun.models.shelf import here
@@ -57,8 +58,10 @@ TIMED = {"num_speculative_tokens": 8, "confidence_threshold": 0.4}
 BLOCKS = ("q4_0", "q8_0", "q4_k")
 CLOSE = 0.9
 """Of the best one's speed on paper: another form that comes so close is tried, too."""
+TURNS = 2
+"""Prompts of each cell that the best few answer in any case."""
 HOPELESS = 0.4
-"""How much slower than the best, over the prompts so far, is too slow to go on with."""
+"""How much slower than the best, over the number of prompts so far, is too slow to go on with."""
 REPORT = "report.html"
 
 
@@ -133,8 +136,7 @@ class Form:
 def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda line: None) -> Path:
     """Searches, and writes what was found into ``out``. Raises ForerunError subclasses."""
     config = replace(config, draft=_name(config.draft))
-    known = json.loads((out / tuned.FILE).read_text("utf-8")) if (out / tuned.FILE).is_file() else None
-    if (out / "run").exists() or (known is not None and known.get("draft", {}).get("model") != config.draft):
+    if _holds_another(out, config.draft):
         raise ConfigError(f"{out} holds another tuning; name another --out, or remove it")
     found = search(config, say)
     out.mkdir(parents=True, exist_ok=True)
@@ -144,6 +146,14 @@ def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda
     say(verdict(found))
     say(f"{out}: use it with --tuned {out}, or LLM({config.model!r}, tuned={str(out)!r})")
     return out
+
+
+def _holds_another(out: Path, draft: str) -> bool:
+    """Whether a folder has a tuning in it that was not made with ``draft``."""
+    if not (out / tuned.FILE).is_file():
+        return (out / "run").exists()
+    said = read_object(out / tuned.FILE).get("draft")
+    return not isinstance(said, dict) or said.get("model") != draft
 
 
 def verdict(found: Mapping[str, Any]) -> str:
@@ -208,7 +218,8 @@ class _Search:
     def spent(self, share: float) -> bool:
         """Whether so much of the time is over."""
         seconds = time.monotonic() - self.began
-        self.bar.update(round(seconds))
+        if seconds < self.bar.total:
+            self.bar.update(round(seconds))
         return seconds >= share * 60 * self.config.minutes
 
     def stage(self, name: str) -> None:
@@ -375,13 +386,13 @@ class _Search:
         found: dict[tuple[int, int], list[Measured]] = defaultdict(list)
         active = list(range(len(configs)))
         for turn, cell, prompts in self._groups():
-            if turn >= 1 and self.spent(0.95):
+            if turn >= TURNS and self.spent(0.95):
                 break
             heat, count = self.config.cells[cell]
             params = [self.params(heat, turn * count + i, self.config.answer) for i in range(count)]
             for way in active:
                 found[way, cell].append(measure(engines[way], prompts, params))
-            if cell == len(self.config.cells) - 1 and turn:
+            if cell == len(self.config.cells) - 1:
                 speeds = [self._speed(found, way) for way in active]
                 least = max(speeds) * (1 - HOPELESS / (1 + turn))
                 told = _told(configs[active[speeds.index(max(speeds))]])
@@ -401,7 +412,7 @@ class _Search:
         left, turn = list(self.held), 0
         while len(left) >= sum(count for _, count in self.config.cells) or not turn:
             for cell, (_, count) in enumerate(self.config.cells):
-                if len(left) < count:
+                while len(left) < count:
                     left += self.held
                 yield turn, cell, left[:count]
                 left = left[count:]
