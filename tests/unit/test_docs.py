@@ -19,6 +19,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 HISTORY = {"log.md", "results.md", "complaints.md"}
 """Pages that tell what was: flags of earlier days, and of other projects."""
 PYTEST = {"--full", "--conformance-table"}
+COSTS = {"--both"}
+"""Flags of `python -m forerun.bench.costs`."""
 MADE = {"OUT/run/run.json", "my_drafter.py", "pyproject.toml", "answer.json", "config.json", "chat.jinja"}
 """Files that a reader makes, or a checkpoint has."""
 
@@ -49,7 +51,7 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
         name = line.split()[0]
         assert name in PROGRAMS, line
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= options(load(name)), line
-    everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | {"--version"} | PYTEST
+    everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | {"--version"} | PYTEST | COSTS
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - everywhere == set()
 
 

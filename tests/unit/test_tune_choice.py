@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from forerun.cli import options
 from forerun.cli.options import speculative_config
 from forerun.engine import tuned
 from forerun.plan.estimate import Measured, Sample
@@ -51,7 +50,7 @@ def test_what_comes_for_a_model_is_used_unless_another_way_is_asked_for(
 ) -> None:
     found = {"method": "suffix", "datastore": "text", "num_speculative_tokens": 4, "length": "adaptive"}
     monkeypatch.setattr(tuned, "has_bundled", lambda model: model == "ours")
-    monkeypatch.setattr(options, "read_tuned", lambda folder, engine: dict(found))
+    monkeypatch.setattr(tuned, "load", lambda folder, model, lora=None: dict(found))
     ours = {"model": "ours"}
     assert speculative_config({}, ours) == found
     assert speculative_config({"spec_tokens": 7}, ours) == {**found, "num_speculative_tokens": 7}

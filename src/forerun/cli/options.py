@@ -198,6 +198,7 @@ SAMPLING = Flags(
         defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
     ),
 )
+LENGTHS = "adaptive where nobody says how far, else fixed"
 DEFAULTS = "auto: a known draft of the model that is on disk, else suffix"
 SYNTHETIC_HELP = (
     "accept drafts as often as was published for Llama-3.2-1B, whatever their tokens, to measure speed: "
@@ -215,7 +216,13 @@ SPECULATIVE = Flags(
         Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation"),
         Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation"),
         Flag("accept", str, f"acceptance rule: {', '.join(rules)}", "coupled", "Speculation"),
-        Flag("length", str, f"how far to draft: {', '.join(policies)}", "adaptive where nobody names a drafter, else fixed", "Speculation"),
+        Flag(
+            "length",
+            str,
+            f"how far to draft: {', '.join(policies)}",
+            "adaptive where nobody names a drafter, else fixed",
+            "Speculation",
+        ),
         Flag("synthetic", str, SYNTHETIC_HELP, None, "Speculation"),
     ],
 )

@@ -10,9 +10,8 @@ import torch
 
 from forerun.core.folders import Record
 from forerun.core.tiles import circumstances
+from forerun.engine import tuned
 from forerun.engine.engine import Engine
-from forerun.engine.tuned import has_bundled, load
-from forerun.models.known import KNOWN
 from forerun.models.shelf import known_draft
 from forerun.speculate.length.adaptive import Adaptive
 from forerun.speculate.names import KEYS, rules
@@ -30,27 +29,18 @@ def choose(
     model that is on disk; else ``suffix``, which drafts from the text itself. Drafts go as far as they pay
     (``adaptive``) where that changes no token."""
     rest = dict(given or {})
-    if rules[rest.get("accept", "coupled")].identity:
+    same = rules[rest.get("accept", "coupled")].identity
+    if same:
         rest.setdefault("length", "adaptive")
     lookup = {*KEYS["ngram"].split(), *KEYS["prompt_lookup"].split()} & set(rest)
     if lookup:
         return {"method": "ngram", **rest}
     if model.startswith("forerun:"):
         return {"method": "draft_model", **rest}
-    if has_bundled(model) and not lora:
-        return {**load(True, model), **rest}
+    if same and not lora and tuned.has_bundled(model):
+        return {**tuned.load(True, model), **rest}
     draft = known_draft(model)
     return {"method": "suffix", **rest} if draft is None else {"method": "draft_model", "model": str(draft), **rest}
-
-
-def advice(model: str) -> str | None:
-    """What would make ``model`` faster and is not on this machine."""
-    from forerun.models.shelf import drafts_of
-
-    names = drafts_of(model)
-    if not names or known_draft(model) is not None:
-        return None
-    return f"forerun fetch {names[0]} brings a draft for it ({KNOWN[names[0]].title})"
 
 
 def remember(engine: Engine) -> None:
