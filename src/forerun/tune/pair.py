@@ -41,7 +41,7 @@ from forerun.tune.report import pair_page
 from forerun.tune.text import held_out_prompts
 
 DRAFT = "draft_model"
-SHARES = {"write": 0.12, "cost": 0.17, "forms": 0.5}
+SHARES = {"write": 0.1, "cost": 0.14, "forms": 0.5}
 """When each stage ends, of the time; what is left is for the best few."""
 TOGETHER = 4
 """Answers that are written together."""
