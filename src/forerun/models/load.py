@@ -320,7 +320,8 @@ def _keeping(wanted: Wanted, config: Any, tensors: Weights) -> AbstractContextMa
         return nullcontext()
     chosen = None if wanted.outputs is None else sha256(wanted.outputs.numpy()).hexdigest()
     options = repr((wanted.dtype, wanted.weights, wanted.quantization, wanted.numbers, wanted.lora, chosen))
-    changed = [path.stat().st_mtime_ns for path in files(wanted.folder, wanted.lora)]
+    about = [path.stat() for path in files(wanted.folder, wanted.lora)]
+    changed = [(each.st_mtime_ns, each.st_ctime_ns) for each in about]
     state = repr((fingerprint(wanted.folder, wanted.lora), changed, config.to_json_string()))
     return kept.keeping(wanted.folder, options, state)
 

@@ -14,6 +14,7 @@ import gguf
 from forerun.core.errors import ForerunError, ModelError
 from forerun.models import checkpoint, hub
 from forerun.models.fetch import held_parts
+from forerun.models.formats.kept import forget
 from forerun.models.gguf_model import is_gguf, open_gguf
 from forerun.models.gguf_split import parts_of
 from forerun.models.known import KNOWN, home, named, partial, place
@@ -173,7 +174,8 @@ def remove(name: str) -> int:
         if not home(name).is_dir():
             raise ModelError(f"{name} is not on this machine")
         shutil.rmtree(home(name))
-        return sum(each.size for each in kept)
+        return sum(each.size for each in kept) + forget(place(name))
     if not name.startswith(hub.PREFIX):
         raise ModelError(f"{name} was not fetched: remove it yourself if it is yours (`forerun ls` lists the others)")
-    return hub.remove(hub.parse(name))
+    freed = sum(forget(each.path) for each in on_disk() if f"{each.name}:".startswith(f"{name}:"))
+    return freed + hub.remove(hub.parse(name))
