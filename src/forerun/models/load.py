@@ -318,7 +318,7 @@ def _keeping(wanted: Wanted, config: Any, tensors: Weights) -> AbstractContextMa
     """What is laid out for the kernels is kept for the next start, where that takes long."""
     if tensors.nbytes < kept.LARGE:
         return nullcontext()
-    chosen = None if wanted.outputs is None else sha256(wanted.outputs.numpy()).hexdigest()
+    chosen = None if wanted.outputs is None else sha256(wanted.outputs.numpy().tobytes()).hexdigest()
     options = repr((wanted.dtype, wanted.weights, wanted.quantization, wanted.numbers, wanted.lora, chosen))
     about = [path.stat() for path in files(wanted.folder, wanted.lora)]
     changed = [(each.st_mtime_ns, each.st_ctime_ns) for each in about]

@@ -187,8 +187,8 @@ class Maker:
         found = self.weights.blocks(f"{name}.weight") if self.reads_blocks else None
         words: Words
         if isinstance(found, Blocks):
-            shared = self.keeps_blocks and isinstance(head, Blocked)
-            words = LayerRows(head if shared else Blocked(found, None), self.dtype, shared=shared)
+            layer = head if self.keeps_blocks and isinstance(head, Blocked) else Blocked(found, None)
+            words = LayerRows(layer, self.dtype, shared=layer is head)
         elif isinstance(head, Streamed):
             words = LayerRows(head, self.dtype, shared=True)
         elif isinstance(head, Plain):

@@ -79,10 +79,10 @@ def _sides(raw: Bytes) -> Bytes:
 
 
 def _q4_k(raw: Bytes) -> Unpacked:
-    levels = _sides(raw[..., 16:])
-    return Unpacked(
-        levels[..., :16] | levels[..., 16:] << 4, _whole_scales(raw[..., 4:16]), (_half(raw, 0), _half(raw, 2))
-    )
+    halves = raw[..., 16:].reshape(len(raw), -1, 2, 16)
+    low, high = halves[..., 0, :], halves[..., 1, :]
+    levels = np.stack([low & 15 | high << 4, low >> 4 | high & 240], axis=-2).reshape(len(raw), -1, 16)
+    return Unpacked(levels, _whole_scales(raw[..., 4:16]), (_half(raw, 0), _half(raw, 2)))
 
 
 def _q5_k(raw: Bytes) -> Unpacked:

@@ -119,7 +119,7 @@ class Kept:
             file.truncate(_start(len(text)))
             file.seek(0, os.SEEK_END)
             for _, piece in self.pieces:
-                file.write(memoryview(piece.numpy()))
+                file.write(piece.numpy().data)
                 file.write(bytes(_room(len(piece)) - len(piece)))
 
 
