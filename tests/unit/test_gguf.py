@@ -134,3 +134,13 @@ def test_a_key_that_is_there_twice_and_a_kind_without_values(tmp_path):
         GGUFFile(write_model(tmp_path / "b.gguf")).values("other")
     with pytest.raises(ModelError, match="No such file"):
         GGUFFile(tmp_path / "nowhere.gguf")
+
+
+def test_a_list_of_texts_is_looked_at_when_it_is_asked_for(tmp_path):
+    key = struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 8, 2)
+    texts = struct.pack("<Q", 2) + b"\xc3\xa9" + struct.pack("<Q", 1) + b"\xff"
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + texts + bytes(64))
+    file = GGUFFile(tmp_path / "a.gguf")
+    assert list(file.metadata) == ["k"]
+    with pytest.raises(ModelError, match="k is not UTF-8 text"):
+        file.metadata["k"]

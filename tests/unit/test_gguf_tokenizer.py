@@ -8,7 +8,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from forerun.core.errors import ModelError
-from forerun.models.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer
+from forerun.models.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer, vocabulary
 from gguf_files import TEMPLATE, TOKENS, VOCABULARY
 
 
@@ -173,3 +173,13 @@ def test_phi_4s_added_tokens_take_the_spaces_around_them():
             VOCABULARY | {"tokenizer.ggml.pre": "dbrx", "general.architecture": architecture}, "a.gguf"
         )
         assert made.convert_ids_to_tokens(made.encode("the <|end|> the")) == wanted
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [TOKENS, [*TOKENS, "a", "the", "", "", "<tool>"], [*TOKENS, "<turn>", "<turn>"], [*TOKENS, "<|im_end|>"]],
+)
+def test_a_vocabulary_is_its_tokenizers(tokens):
+    kinds = [*VOCABULARY["tokenizer.ggml.token_type"], *[1] * (len(tokens) - len(TOKENS) - 1), 3][: len(tokens)]
+    metadata = VOCABULARY | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    assert vocabulary(metadata, "a.gguf") == make_tokenizer(metadata, "a.gguf").get_vocab()

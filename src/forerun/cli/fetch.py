@@ -73,15 +73,18 @@ def fetch_command(
 
 def list_command(json: Json = False) -> None:
     """List the models on this machine: what was fetched, and what the hub's cache holds."""
+    from forerun.models.formats.kept import files
     from forerun.models.shelf import on_disk
 
-    found = on_disk()
+    found, kept = on_disk(), sum(path.stat().st_size for path in files())
     if json:
-        print_json({"models": [_entry(each) for each in found]})
+        print_json({"models": [_entry(each) for each in found], "kept": kept})
     elif found:
         print_table(["name", "format", "size"], [[each.name, each.format, megabytes(each.size)] for each in found])
     else:
         print("none yet: forerun fetch lists what it can bring")
+    if kept and not json:
+        print(f"kept of them for a quick start: {megabytes(kept)} (FORERUN_KEPT_GB says how much at most)")
 
 
 def _entry(kept: Any) -> dict[str, Any]:

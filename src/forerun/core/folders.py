@@ -110,15 +110,16 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def replace_with(path: Path, write: Callable[[Path], object]) -> None:
+def replace_with(path: Path, write: Callable[[Path], object], *, sync: bool = True) -> None:
     """Lets ``write`` make a file, which then takes the place of ``path``: whole, or not at all, whatever ends the
-    process or the machine. Nobody else may write to it."""
+    process or, with ``sync``, the machine. Nobody else may write to it."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as work:
         made = Path(work) / path.name
         write(made)
         made.chmod(made.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
-        with made.open("rb") as file:
-            os.fsync(file.fileno())
+        if sync:
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
         os.replace(made, path)
 
 

@@ -15,6 +15,14 @@ PLACES = 64
 BYTES = 4096
 
 
+def files(folder: Path, lora: Sequence[str] | str | None = None) -> list[Path]:
+    """What holds the weights. Raises ModelError if there are none."""
+    found = parts_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ModelError(f"{folder} has no safetensors weights")
+    return found + [folder / name for folder, _ in parse(lora) for name in (ADAPTER, WEIGHTS)]
+
+
 def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
     """A hash, 16 hexadecimal digits, of the sizes of a checkpoint's safetensors files, or of a GGUF file, and of
     ``PLACES`` spots of each; with LoRA adapters merged, of theirs and their weights too.
@@ -23,11 +31,7 @@ def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
     file. Raises ModelError if the folder has no safetensors or they cannot be read.
     """
     digest = hashlib.sha256()
-    paths = parts_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ModelError(f"{folder} has no safetensors weights")
-    adapters = parse(lora)
-    paths += [folder / name for folder, _ in adapters for name in (ADAPTER, WEIGHTS)]
+    paths, adapters = files(folder, lora), parse(lora)
     if adapters:
         digest.update(f"{[weight for _, weight in adapters]}\n".encode())
     try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,26 @@ class GGUFTensor:
     """Byte of the file."""
     size: int
     """Bytes."""
+
+
+class Metadata(Mapping[str, Any]):
+    """Values by key. Lists of texts are long, and read when they are asked for: then one that is not UTF-8 raises
+    ModelError."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        found = self._values[key]
+        if callable(found):
+            found = self._values[key] = found()
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 class GGUFFile:
@@ -97,7 +118,7 @@ class GGUFFile:
     def _broken(self, reason: str) -> ModelError:
         return ModelError(f"{self.path} is not a GGUF file that can be used: {reason}")
 
-    def _header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    def _header(self) -> tuple[Mapping[str, Any], dict[str, GGUFTensor]]:
         if self._take(4) != MAGIC:
             raise self._broken("it does not begin with GGUF")
         version = self._u32()
@@ -123,7 +144,7 @@ class GGUFFile:
             if name in placed:
                 raise self._broken(f"tensor {name} is there twice")
             placed[name] = self._checked(name, shape, kind, offset, first, alignment)
-        return metadata, placed
+        return Metadata(metadata), placed
 
     def _checked(
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, first: int, alignment: int
@@ -168,11 +189,35 @@ class GGUFFile:
         if element != _STRING:
             raise self._broken(f"{key} is an array of type {element}, which is not supported")
         self._need(count * _U64.size, key)
-        return [self._text(key) for _ in range(count)]
+        first = self._place
+        self._pass_texts(key, count)
+        return partial(self._texts, key, first, count)
 
     def _scalars(self, key: str, kind: int, count: int) -> list[Any]:
         dtype = np.dtype(_SCALARS[kind])
         return np.frombuffer(self._take(count * dtype.itemsize, key), dtype).tolist()
+
+    def _pass_texts(self, key: str, count: int) -> None:
+        content, at, unpack = self._bytes, self._place, _U64.unpack_from
+        last = len(content) - _U64.size
+        for _ in range(count):
+            if at > last:
+                break
+            at += _U64.size + unpack(content, at)[0]
+        self._need(at - self._place, key)
+        self._place = at
+
+    def _texts(self, key: str, at: int, count: int) -> list[str]:
+        content, unpack = self._bytes, _U64.unpack_from
+        found = []
+        try:
+            for _ in range(count):
+                first = at + _U64.size
+                at = first + unpack(content, at)[0]
+                found.append(content[first:at].decode())
+        except UnicodeDecodeError as error:
+            raise self._broken(f"{key} is not UTF-8 text") from error
+        return found
 
     def _text(self, what: str, longest: int | None = None) -> str:
         length = self._u64()

@@ -18,6 +18,7 @@ from forerun.models.gguf_sentencepiece import CONTROL, NORMAL
 
 USER_DEFINED = 4
 """A kind in ``tokenizer.ggml.token_type`` that is matched in the text before it is split, as control tokens are."""
+COPY = "__deepcopy__"
 PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 """Phi-3's added tokens that leave the spaces behind them."""
 
@@ -142,9 +143,17 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
     longest = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if isinstance(longest, int):
         named["model_max_length"] = longest
+    setattr(tokenizer, COPY, lambda memo: tokenizer)  # transformers copies it through JSON, which takes a second
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
+    delattr(tokenizer, COPY)
     fast.chat_template = _template(metadata, where)
     return fast
+
+
+def vocabulary(metadata: Mapping[str, Any], where: str) -> dict[str, int]:
+    """The tokenizer's tokens, and the id of each. Raises ModelError."""
+    given = _texts(metadata, "tokens", where)
+    return {token: place for place, token in enumerate(_names(given, _kinds(metadata, given, where)))}
 
 
 def _rules(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
@@ -167,6 +176,8 @@ def _kinds(metadata: Mapping[str, Any], tokens: list[str], where: str) -> list[i
 def _names(tokens: list[str], kinds: list[int]) -> list[str]:
     """The tokens by names of their own: empty ones and twins get one that no text has. Of twins, the one that is
     matched in texts before they are split keeps its name, else the first."""
+    if len({*tokens, ""}) > len(tokens):
+        return tokens
     kept: dict[str, int] = {}
     for place in sorted(range(len(tokens)), key=lambda place: kinds[place] not in (CONTROL, USER_DEFINED)):
         kept.setdefault(tokens[place], place)
@@ -189,7 +200,7 @@ def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], wh
     merges = []
     for merge in _texts(metadata, "merges", where):
         left, _, right = merge.partition(" ")
-        if not {left, right, left + right} <= vocabulary.keys():
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise ModelError(f"{where} merges {shown(merge)}, which is not in its vocabulary")
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rules.whole_words))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from forerun.models import checkpoint, gguf_config, gguf_model, hub, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.spec import applies, bind
 from forerun.models.base import Model
+from forerun.models.fingerprint import files, fingerprint
+from forerun.models.formats import kept
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.known import KNOWN, fetched
 from forerun.models.mapped import CheckpointWeights
@@ -328,11 +331,25 @@ class Wanted:
 
 def load_part(wanted: Wanted, config: Any, device: torch.device, team: Team | None = None) -> NativeModel:
     """The native model, or a rank's part of it."""
-    return NativeModel(
-        config, _tensors(wanted.folder, config, numbers=wanted.numbers, lora=wanted.lora), dtype=wanted.dtype,
-        device=device, name=wanted.name, eos_ids=wanted.eos_ids, invariant=wanted.invariant, weights=wanted.weights,
-        quantization=wanted.quantization, team=team, outputs=wanted.outputs,
-    )  # fmt: skip
+    tensors = _tensors(wanted.folder, config, numbers=wanted.numbers, lora=wanted.lora)
+    with _keeping(wanted, config, tensors) if device.type == "cpu" and team is None else nullcontext():
+        return NativeModel(
+            config, tensors, dtype=wanted.dtype, device=device, name=wanted.name, eos_ids=wanted.eos_ids,
+            invariant=wanted.invariant, weights=wanted.weights, quantization=wanted.quantization, team=team,
+            outputs=wanted.outputs,
+        )  # fmt: skip
+
+
+def _keeping(wanted: Wanted, config: Any, tensors: Weights) -> AbstractContextManager[None]:
+    """What is laid out for the kernels is kept for the next start, where that takes long."""
+    if tensors.nbytes < kept.LARGE:
+        return nullcontext()
+    chosen = None if wanted.outputs is None else sha256(wanted.outputs.numpy().tobytes()).hexdigest()
+    options = repr((wanted.dtype, wanted.weights, wanted.quantization, wanted.numbers, wanted.lora, chosen))
+    about = [path.stat() for path in files(wanted.folder, wanted.lora)]
+    changed = [(each.st_mtime_ns, each.st_ctime_ns) for each in about]
+    state = repr((fingerprint(wanted.folder, wanted.lora), changed, config.to_json_string()))
+    return kept.keeping(wanted.folder, options, state)
 
 
 def rank_device(kind: str, rank: int) -> torch.device:

@@ -15,11 +15,12 @@ from forerun.core.errors import ForerunError, ModelError
 from forerun.models import checkpoint, hub
 from forerun.models.fetch import held_parts
 from forerun.models.formats.gguf_types import told
+from forerun.models.formats.kept import forget
 from forerun.models.gguf_model import is_gguf, open_gguf
 from forerun.models.gguf_split import parts_of
 from forerun.models.known import KNOWN, home, named, partial, place
 from forerun.models.load import read_config, resolve
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.tokenizer import read_vocabulary
 
 
 @dataclass(frozen=True)
@@ -156,14 +157,14 @@ def _drafts(name: str, path: Path, size: int) -> list[dict[str, Any]]:
     found = [{"name": each, "here": place(each).is_file()} for each in drafts_of(path if name not in KNOWN else name)]
     smaller = [each for each in on_disk() if each.whole and each.size < size and each.name not in drafts_of(name)]
     if smaller:
-        words = load_tokenizer(path).get_vocab()
+        words = read_vocabulary(path)
         found += [{"name": each.name, "here": True} for each in smaller if _vocabulary(each) == words]
     return found
 
 
 def _vocabulary(kept: Kept) -> dict[str, int] | None:
     try:
-        return load_tokenizer(kept.path).get_vocab()
+        return read_vocabulary(kept.path)
     except ForerunError:  # it is no model that can be run
         return None
 
@@ -177,7 +178,8 @@ def remove(name: str) -> int:
         if not home(name).is_dir():
             raise ModelError(f"{name} is not on this machine")
         shutil.rmtree(home(name))
-        return sum(each.size for each in kept)
+        return sum(each.size for each in kept) + forget(place(name))
     if not name.startswith(hub.PREFIX):
         raise ModelError(f"{name} was not fetched: remove it yourself if it is yours (`forerun ls` lists the others)")
-    return hub.remove(hub.parse(name))
+    freed = sum(forget(each.path) for each in on_disk() if f"{each.name}:".startswith(f"{name}:"))
+    return freed + hub.remove(hub.parse(name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from forerun.core.errors import ConfigError, ModelError, RequestError, check_tex
 from forerun.models.base import ModelInfo
 from forerun.models.checkpoint import library, read_object
 from forerun.models.gguf_model import is_gguf, open_gguf
-from forerun.models.gguf_tokenizer import make_tokenizer
+from forerun.models.gguf_tokenizer import make_tokenizer, vocabulary
 from forerun.models.sanity import check_tokenizer
 
 
@@ -36,12 +36,24 @@ def load_tokenizer(path_or_id: str | Path) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         tokenizer.decode(tokenizer.encode(""))  # what comes before and after a text may be damaged too
         known = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        if set(tokenizer.get_vocab()) <= known:  # transformers makes an empty one where the files are missing
+        if (
+            len(tokenizer) <= len(known) and set(tokenizer.get_vocab()) <= known
+        ):  # transformers makes an empty one where the files are missing
             raise ModelError(f"{problem}: it has no tokens but special ones; is tokenizer.json missing?")
         template = getattr(tokenizer, "chat_template", None)
         if template is not None and not isinstance(template, (str, dict)):
             raise ModelError(f"{problem}: its chat_template is {type(template).__name__}, not text")
     return tokenizer
+
+
+def read_vocabulary(path_or_id: str | Path) -> dict[str, int]:
+    """The tokens of a checkpoint or a GGUF file, and the id of each. Raises ModelError."""
+    from forerun.models.load import resolve
+
+    folder = resolve(path_or_id)
+    if is_gguf(folder):  # to make its tokenizer takes a second
+        return vocabulary(open_gguf(folder).metadata, str(folder))
+    return dict(load_tokenizer(folder).get_vocab())
 
 
 def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
@@ -60,12 +72,13 @@ def with_end(info: ModelInfo, tokenizer: Any) -> ModelInfo:
     return replace(info, eos_ids=info.eos_ids | {end})
 
 
-def check_compatible(target: Any, draft: Any, target_info: ModelInfo, draft_info: ModelInfo) -> None:
+def check_compatible(
+    ours: Mapping[str, int], theirs: Mapping[str, int], target_info: ModelInfo, draft_info: ModelInfo
+) -> None:
     """Raise ConfigError, naming the first difference, unless both map the same ids to the same tokens.
 
     Padding ids do not matter, nor do logits beyond the tokenizer, nor where the draft would end a text.
     """
-    ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours != theirs:
         by_id = {i: t for t, i in ours.items()}
         other = {i: t for t, i in theirs.items()}

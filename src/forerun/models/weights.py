@@ -123,7 +123,8 @@ class Maker:
         self.how = how
         self.quantized = quantized
         self.advance = advance
-        self.keeps_blocks = quantized is None and how == "streamed" and blocks.can(dtype, device)
+        self.reads_blocks = how == "streamed" and blocks.can(dtype, device)
+        self.keeps_blocks = quantized is None and self.reads_blocks
 
     def numbers(self, name: str) -> torch.Tensor:
         """A copy, in the dtype that they have."""
@@ -183,11 +184,11 @@ class Maker:
 
     def words(self, name: str, head: Linear | None = None, scale: float = 1.0) -> Words:
         """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
-        found = self.weights.blocks(f"{name}.weight") if self.keeps_blocks else None
+        found = self.weights.blocks(f"{name}.weight") if self.reads_blocks else None
         words: Words
         if isinstance(found, Blocks):
-            shared = isinstance(head, Blocked)
-            words = LayerRows(head if isinstance(head, Blocked) else Blocked(found, None), self.dtype, shared=shared)
+            layer = head if self.keeps_blocks and isinstance(head, Blocked) else Blocked(found, None)
+            words = LayerRows(layer, self.dtype, shared=layer is head)
         elif isinstance(head, Streamed):
             words = LayerRows(head, self.dtype, shared=True)
         elif isinstance(head, Plain):

@@ -14,8 +14,9 @@ import torch
 from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Rows
-from forerun.models.formats.compiled import Compiled, address, kernel, shelf, take_rows, wide_bias
+from forerun.models.formats.compiled import Compiled, address, kernel, take_rows, wide_bias
 from forerun.models.formats.gguf_blocks import Blocks, Rounding, pack, record_bytes
+from forerun.models.formats.kept import made
 from forerun.models.formats.streamed import DTYPES, works
 from forerun.models.kinds import BLOCKS
 
@@ -31,8 +32,8 @@ class Blocked(Compiled):
             raise ValueError(f"weights {[self.outputs, self.inputs]} where some [outputs, inputs] are needed")
         self.bias = wide_bias(bias, self.outputs)
         self.calls = {d: kernel("linear_quants", d) for d in DTYPES}
-        self.tiles = shelf.room(record_bytes(blocks.kind, self.outputs, self.inputs))
-        pack(blocks, self.tiles.numpy())
+        size = record_bytes(blocks.kind, self.outputs, self.inputs)
+        self.tiles = made(f"{blocks.kind} {self.outputs} {self.inputs}", size, partial(pack, blocks))
         self.number = structs.KINDS.index(blocks.kind)
         self.pointers = self.tiles.data_ptr(), address(self.bias)
         self.kind = blocks.kind.upper()

@@ -79,10 +79,10 @@ def _sides(raw: Bytes) -> Bytes:
 
 
 def _q4_k(raw: Bytes) -> Unpacked:
-    levels = _sides(raw[..., 16:])
-    return Unpacked(
-        levels[..., :16] | levels[..., 16:] << 4, _whole_scales(raw[..., 4:16]), (half(raw, 0), half(raw, 2))
-    )
+    halves = raw[..., 16:].reshape(len(raw), -1, 2, 16)
+    low, high = halves[..., 0, :], halves[..., 1, :]
+    levels = np.stack([low & 15 | high << 4, low >> 4 | high & 240], axis=-2).reshape(len(raw), -1, 16)
+    return Unpacked(levels, _whole_scales(raw[..., 4:16]), (half(raw, 0), half(raw, 2)))
 
 
 def _q5_k(raw: Bytes) -> Unpacked:
@@ -132,6 +132,40 @@ class Rounding:
 
 
 @dataclass(frozen=True)
+class Ordered:
+    """Rows in another order."""
+
+    raw: Raw
+    order: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, rows: Any) -> Bytes:
+        return self.raw[self.order[rows]]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """One's rows behind the other's."""
+
+    parts: Seq[Raw]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, rows: slice) -> Bytes:
+        first, end, _ = rows.indices(len(self))
+        found, start = [], 0
+        for part in self.parts:
+            here = slice(max(first - start, 0), min(max(end - start, 0), len(part)))
+            if here.start < here.stop:
+                found.append(part[here])
+            start += len(part)
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+@dataclass(frozen=True)
 class Blocks:
     """Weights [outputs, inputs] of a kind in ``UNPACK``, ``raw`` [outputs, bytes of a row] as in a GGUF file."""
 
@@ -152,7 +186,7 @@ class Blocks:
 
     def rows(self, order: torch.Tensor) -> Blocks:
         """Some of its rows, in any order."""
-        return Blocks(self.kind, self.raw[order.numpy()], self.inputs)
+        return Blocks(self.kind, Ordered(self.raw, order.numpy()), self.inputs)
 
 
 def sizes(kind: str) -> tuple[int, int]:
@@ -162,9 +196,9 @@ def sizes(kind: str) -> tuple[int, int]:
 
 def join(parts: Seq[Blocks]) -> Blocks:
     """Weights of one kind over the same inputs, one's rows behind the other's."""
-    if len(parts) == 1:
-        return parts[0]
-    return Blocks(parts[0].kind, np.concatenate([part.raw[:] for part in parts]), parts[0].inputs)
+    return (
+        parts[0] if len(parts) == 1 else Blocks(parts[0].kind, Stacked([part.raw for part in parts]), parts[0].inputs)
+    )
 
 
 def record_bytes(kind: str, outputs: int, inputs: int) -> int:

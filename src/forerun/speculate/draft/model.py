@@ -24,7 +24,7 @@ from forerun.models.formats import blocks, int8
 from forerun.models.formats.streamed import can_stream
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.load import load_shared, parse_dtype, read_config, resolve, weight_sizes
-from forerun.models.tokenizer import check_compatible, load_tokenizer
+from forerun.models.tokenizer import check_compatible, read_vocabulary
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
 from forerun.speculate.draft.catch_up import CatchUpConfig
 from forerun.speculate.draft.chain import Chains, plain
@@ -162,7 +162,8 @@ class DraftModel(Drafter[DraftModelConfig]):
         """Raise ConfigError unless the draft's ids mean what the target's mean."""
         context = self.context
         if context.tokenizer is not None:
-            check_compatible(context.tokenizer, load_tokenizer(path), context.target.info, self.model.info)
+            ours, theirs = context.tokenizer.get_vocab(), read_vocabulary(path)
+            check_compatible(ours, theirs, context.target.info, self.model.info)
 
     def _read(self, sequence: Sequence) -> list[int]:
         """What this model reads of a sequence: its committed tokens in the draft's ids. A decoder that drafts for an

@@ -1,0 +1,221 @@
+"""Weights that are kept for the next start: the same logits, made again wherever they are not this model's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kinds
+
+from forerun.bench.weights import logits
+from forerun.cli.main import run
+from forerun.core.errors import ConfigError
+from forerun.models.formats import blocks, kept
+from forerun.models.gguf import GGUFFile
+from forerun.models.load import load_model
+from gguf_files import TOKENS, write_model
+from here import where
+
+MIXED = {"attn_v": Kinds.Q6_K, "token_embd": Kinds.Q6_K, "ffn_up": Kinds.Q8_0, "blk": Kinds.Q4_K}
+SOME = torch.arange(0, len(TOKENS), 3)
+CASES: list[dict[str, Any]] = [{}, {"quantization": "q4_0"}, {"quantization": "q8_0", "outputs": SOME}]
+IDS = [5, 9, 3, 40, 17]
+PROMPTS = [IDS]
+HERE = where(blocks.can_run(), [True])
+
+
+class Laid:
+    """Counts the weights that are laid out."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.pack = 0, blocks.pack
+        monkeypatch.setattr(blocks, "pack", self)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.count += 1
+        self.pack(*arguments)
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "LARGE", 0)
+    return write_model(tmp_path / "model.gguf", kinds=MIXED, width=256)
+
+
+@pytest.fixture
+def laid(monkeypatch) -> Laid:
+    return Laid(monkeypatch)
+
+
+def said(path: Path, **options: Any) -> torch.Tensor:
+    return logits(load_model(path, **options), PROMPTS)
+
+
+def fresh(monkeypatch: pytest.MonkeyPatch, path: Path, **options: Any) -> torch.Tensor:
+    with monkeypatch.context() as patch:
+        patch.setenv(kept.VARIABLE, "0")
+        return said(path, **options)
+
+
+@pytest.mark.parametrize("options", where(blocks.can_run(), CASES))
+def test_a_second_start_lays_nothing_out_and_says_the_same(model, laid, monkeypatch, options):
+    wanted = fresh(monkeypatch, model, **options)
+    assert kept.files() == []
+    first = laid.count
+    assert first > 0
+    assert torch.equal(said(model, **options), wanted)
+    assert laid.count == 2 * first
+    assert len(kept.files()) == 1
+    assert torch.equal(said(model, **options), wanted)
+    assert laid.count == 2 * first
+
+
+@pytest.mark.parametrize("quantization", where(blocks.can_run(), ["q4_0", "q8_0"]))
+def test_an_embedding_keeps_the_blocks_of_its_file(model, quantization):
+    found = load_model(model, quantization=quantization, dtype="bfloat16").embed(torch.tensor(IDS))
+    assert torch.equal(found, GGUFFile(model).values("token_embd.weight")[IDS].bfloat16())
+
+
+@pytest.mark.parametrize("case", where(blocks.can_run(), ["layout", "weights", "time", "options"]))
+def test_what_another_model_has_is_not_taken(model, laid, monkeypatch, case):
+    said(model)
+    laid.count, options = 0, {}
+    about = model.stat()
+    if case == "layout":
+        monkeypatch.setattr(kept, "_layout", lambda: "another")
+    elif case == "weights":
+        tensor = GGUFFile(model).tensors["blk.1.ffn_up.weight"]
+        content = bytearray(model.read_bytes())
+        content[tensor.start + 5] ^= 3
+        model.write_bytes(content)
+        os.utime(model, ns=(about.st_atime_ns, about.st_mtime_ns))
+    elif case == "time":
+        os.utime(model, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+    else:
+        options = {"dtype": "float32"}
+    found = said(model, **options)
+    assert laid.count > 0
+    assert torch.equal(found, fresh(monkeypatch, model, **options))
+    assert len(kept.files()) == (2 if case == "options" else 1)  # what was made of the file as it was is gone
+
+
+def _flip(place: float) -> Callable[[bytes], bytes]:
+    def change(content: bytes) -> bytes:
+        at = int(place * (len(content) - 1))
+        return content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :]
+
+    return change
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "longer": lambda content: content + bytes(64),
+    "zeros": lambda content: content[:8192] + bytes(len(content) - 8192),
+    "hash": _flip(0.0),
+    "table": lambda content: content[:60] + b"9" + content[61:],
+    "size": lambda content: content[:32] + b"\xff" * 8 + content[40:],
+    "a third": _flip(0.33),
+    "two thirds": _flip(0.67),
+}
+
+
+@pytest.mark.parametrize("damage", where(blocks.can_run(), DAMAGE))
+def test_a_damaged_file_is_made_again(model, laid, monkeypatch, damage):
+    wanted = said(model)
+    path = kept.files()[0]
+    good = path.read_bytes()
+    path.write_bytes(DAMAGE[damage](good))
+    assert path.read_bytes() != good
+    laid.count = 0
+    assert torch.equal(said(model), wanted)
+    assert laid.count > 0
+    assert path.read_bytes() == good
+    laid.count = 0
+    assert torch.equal(said(model), wanted)
+    assert laid.count == 0
+
+
+@pytest.mark.parametrize("here", HERE)
+def test_a_model_keeps_its_weights_when_the_file_goes(model, here):
+    said(model)
+    second = load_model(model)
+    wanted = logits(second, PROMPTS)
+    kept.forget(model)
+    assert kept.files() == []
+    assert torch.equal(logits(second, PROMPTS), wanted)
+
+
+@pytest.mark.parametrize("here", where(blocks.can_run() and os.name == "posix", [True]))
+def test_what_others_can_write_is_not_taken(model, laid, here):
+    said(model)
+    kept.files()[0].chmod(0o666)
+    laid.count = 0
+    said(model)
+    assert laid.count > 0
+    assert kept.files()[0].stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.parametrize("here", HERE)
+def test_the_oldest_goes_first_where_the_limit_is_reached(model, monkeypatch, here):
+    said(model)
+    said(model, quantization="q4_0")
+    first, second = kept.files()
+    os.utime(first, (1, 1))
+    os.utime(second, (2, 2))
+    said(model)  # use makes it young
+    monkeypatch.setenv(kept.VARIABLE, str((first.stat().st_size + 1.5 * second.stat().st_size) / 1e9))
+    said(model, quantization="q4_k")
+    assert first in kept.files()
+    assert second not in kept.files()
+    assert sum(path.stat().st_size for path in kept.files()) <= kept.limit()
+    before = kept.files()
+    monkeypatch.setenv(kept.VARIABLE, "0.000001")
+    said(model, quantization="q8_0")
+    assert kept.files() == before
+
+
+@pytest.mark.parametrize("here", HERE)
+def test_a_full_disk_is_no_error(model, monkeypatch, here):
+    wanted = fresh(monkeypatch, model)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
+        assert torch.equal(said(model), wanted)
+        assert kept.files() == []
+
+    def write(path: Path, *arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(kept, "replace_with", write)
+    assert torch.equal(said(model), wanted)
+    assert kept.files() == []
+
+
+@pytest.mark.parametrize("said_so", ["much", "-1", "nan", "inf"])
+def test_a_limit_that_is_none_is_refused(monkeypatch, said_so):
+    monkeypatch.setenv(kept.VARIABLE, said_so)
+    with pytest.raises(ConfigError, match="FORERUN_KEPT_GB is how many GB") as caught:
+        kept.limit()
+    assert said_so in str(caught.value)
+
+
+@pytest.mark.parametrize("here", HERE)
+def test_ls_says_how_much_is_kept(model, capsys, here):
+    assert run(["ls"]) == 0
+    assert "FORERUN_KEPT_GB" not in capsys.readouterr().out
+    said(model)
+    assert run(["ls"]) == 0
+    assert "kept of them for a quick start: " in capsys.readouterr().out
+
+
+def test_small_models_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    said(write_model(tmp_path / "model.gguf"))
+    assert kept.files() == []
