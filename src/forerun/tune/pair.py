@@ -33,7 +33,7 @@ from forerun.models.shelf import here
 from forerun.plan.estimate import Measured, full, in_turns, measure, rounds
 from forerun.plan.planner import CostCurve, line
 from forerun.sampling.params import SamplingParams
-from forerun.speculate.draft.model import LARGE, USUAL_TOKENS, DraftModel
+from forerun.speculate.draft.model import LARGE, DraftModel
 from forerun.train.progress import Progress, progress
 from forerun.tune.choose import PLAIN, WARM_UP, figures, undisturbed
 from forerun.tune.replay import Answer, Price, Replayed, on_paper, replay
@@ -41,6 +41,8 @@ from forerun.tune.report import pair_page
 from forerun.tune.text import held_out_prompts
 
 DRAFT = "draft_model"
+FEWER = (32_768, 65_536)
+"""Outputs of a draft that are tried where it has at least twice as many."""
 SHARES = {"write": 0.1, "cost": 0.14, "forms": 0.5}
 """When each stage ends, of the time; what is left is for the best few."""
 TOGETHER = 4
@@ -318,13 +320,11 @@ class _Search:
         return found
 
     def _sizes(self, drafter: DraftModel) -> list[int]:
-        """Other numbers of outputs than the usual one, where a smaller one is usual."""
-        if drafter.names is None:
-            return []
+        """Smaller numbers of outputs to try, where there are many."""
         known = min(
             read_config(resolve(self.config.draft)).get_text_config().vocab_size, drafter.context.sampler.vocab_size
         )
-        return [size for size in (USUAL_TOKENS // 2, 2 * USUAL_TOKENS, known) if size != len(drafter.names)]
+        return [size for size in FEWER if 2 * size <= known and drafter.model.info.weight_bytes > LARGE]
 
     def _add(self, options: Mapping[str, Any], found: list[Form]) -> None:
         self._measure(self.engine({**options, **TIMED}), options, found)
