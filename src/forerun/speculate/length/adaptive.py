@@ -92,7 +92,7 @@ class Adaptive(LengthPolicy):
     ROUNDS = 32
     """Rounds that a plan with drafts holds."""
     TRIAL = 3
-    """Rounds of a trial, and of a plan whose method is little known."""
+    """Rounds of a trial."""
     SPEND = 0.005
     """What a plain round pays into the balance."""
     START, MOST, DEBT = 0.8, 12.0, -0.5
@@ -108,7 +108,7 @@ class Adaptive(LengthPolicy):
     REST = 256
     """Most plain rounds without a thought of drafts."""
     OPEN = 6.0
-    """Tests that all evidence about a method counts for while nobody drafts."""
+    """Drafts that all evidence about a method counts for at most when it is tried again."""
     OWN_WEIGHT, OWN_FADE, OWN_OPEN = 8.0, 0.93, 2.0
     """The same of one sequence: how many drafts its method's rates count for, and what is kept of its own evidence."""
     DEEPER = 64
@@ -246,6 +246,8 @@ class Adaptive(LengthPolicy):
             return Plan({}, self.CHECK if sure else self.costs.SETTLED + 3, self._plan.promise, known)
         goes_on = self._plan.promise > 1.0
         self._invest(sequences, longest)
+        if not any(longest):  # they wait until reading pays
+            return Plan({}, self.TRIAL, self._plan.promise, known)
         best = self._best(sequences, longest)
         pays = best.promise > (self.KEEP if goes_on else self.MARGIN)
         if pays and self.balance > (self.DEBT if goes_on else 0.0):
