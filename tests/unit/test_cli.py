@@ -333,7 +333,7 @@ def test_a_server_has_a_seed_for_requests_that_name_none(forerun, tiny_target, m
 
 
 def test_the_bundled_pair_speculates_by_default_and_other_models_from_the_text_as_far_as_it_pays():
-    assert speculative_config({}, {}) == {"method": "draft_model"}
+    assert speculative_config({}, {}) == {"method": "draft_model", "length": "adaptive"}
     assert speculative_config({}, {"model": "folder"}) == {"method": "suffix", "length": "adaptive"}
     assert speculative_config({"accept": "token"}, {"model": "folder"}) == {"method": "suffix", "accept": "token"}
     for own in ({"max_order": 4}, {"prompt_lookup_max": 4}):

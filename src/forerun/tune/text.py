@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from forerun.core.errors import RequestError
 from forerun.core.folders import replace_with
 from forerun.engine.llm import LLM
 from forerun.models.tokenizer import encode
@@ -153,8 +154,14 @@ class Writer:
     def _answered(
         self, talks: Seq[Seq[Message]], temperature: float, draw: random.Random
     ) -> Iterator[tuple[list[int], int, list[Message]]]:
-        prompts = [self._rendered(talk) for talk in talks]
-        usable = [(talk, ids) for talk, ids in zip(talks, prompts) if len(ids) <= self.prompt]
+        usable = []
+        for talk in talks:
+            try:
+                ids = self._rendered(talk)
+            except RequestError:  # the template leaves a turn out, or refuses it
+                continue
+            if len(ids) <= self.prompt:
+                usable.append((talk, ids))
         for (talk, prompt), text in zip(usable, self._written([ids for _, ids in usable], temperature, draw)):
             said = {"role": "assistant", "content": text.outputs[0].text}
             yield [*prompt, *text.outputs[0].token_ids], len(prompt), [*talk, said]
