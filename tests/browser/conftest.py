@@ -58,6 +58,9 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     for name in ("config.json", "generation_config.json"):
         about = json.loads(Path(folder, name).read_text(encoding="utf-8"))
         Path(folder, name).write_text(json.dumps({**about, "eos_token_id": None}), encoding="utf-8")
+    settings = Path(folder, "tokenizer_config.json")
+    about = json.loads(settings.read_text(encoding="utf-8"))
+    settings.write_text(json.dumps({**about, "eos_token": None}), encoding="utf-8")
     drafts = {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}
     llm = LLM(folder, speculative_config=drafts, page_size=64)
     with run_server(llm, ServerOptions(model_name="tiny")) as running:
@@ -68,7 +71,7 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def no_template() -> Iterator[Running]:
     """The bundled target alone, which has no chat template; it asks for a key."""
     options = ServerOptions(model_name="tiny", api_key="secret")
-    with run_server(LLM(max_num_seqs=2, max_model_len=512), options) as running:
+    with run_server(LLM(speculative_config=None, max_num_seqs=2, max_model_len=512), options) as running:
         yield running
 
 

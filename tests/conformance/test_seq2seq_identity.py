@@ -70,6 +70,8 @@ def engine(seq2seq, decoder) -> Callable[..., Engine]:
             config = {"method": "draft_model" if method == "decoder" else method, "accept": rule, **DRAFTING[drafting]}
             if config["method"] in ("draft_model", "staged"):
                 config.setdefault("model", folder)
+            if config["method"] == "draft_model" and not {"tree", "tree_nodes"} & set(config):
+                config.setdefault("num_speculative_tokens", 3)
             config = _filled(config, decoder)
         made = EngineConfig(model=folder, **{"max_model_len": 80, "max_num_seqs": 4, **more})
         return Engine(models[kind], load_tokenizer(folder), made, SpeculativeConfig.parse(config))

@@ -235,12 +235,10 @@ class Adaptive(LengthPolicy):
         """The best plan if the balance covers it, else a short trial, else rest until there is enough for one."""
         self._learn(sequences)
         known = frozenset([sequence.id for sequence in sequences])
-        nobody = Plan({}, 1, known=known)
-        if any(sequence.scheduled > 1 for sequence in sequences) and not self.costs.sure(len(sequences)):
-            return nobody
-        if not self.costs.sure(len(sequences)):
-            return Plan({}, self.costs.SURE, self._plan.promise, known)
-        if self._since >= self._check:
+        reading = any(sequence.scheduled > 1 for sequence in sequences)  # such rounds measure nothing
+        if not self.costs.sure(len(sequences)) and not (reading and self.costs.rows.points):
+            return Plan({}, 1 if reading else self.costs.SURE, self._plan.promise, known)
+        if self._since >= self._check and not reading:
             self._check = min(2 * self._check, self.CHECKS[1]) if self._plan.promise > 1.0 else self.CHECKS[0]
             sure = self.costs.cold_known or self._plan.promise > self.CLEAR
             return Plan({}, self.CHECK if sure else self.costs.SETTLED + 3, self._plan.promise, known)
