@@ -147,7 +147,8 @@ def play(
 
 
 def _policy(machine: Machine, policy: str | None, depth: int, lag: Callable[[Sequence], int]) -> LengthPolicy:
-    setting = Setting({"m": list(range(depth + 1))}, machine.multiple, lag)
+    models = frozenset({"m"} if machine.per_token_behind > 1.0 else ())
+    setting = Setting({"m": list(range(depth + 1))}, machine.multiple, lag, models)
     decides: LengthPolicy = policies[policy or "fixed"](setting)
     ticks = itertools.count()
     if isinstance(decides, Adaptive):

@@ -91,5 +91,15 @@ def test_whole_requests_are_not_slower(prompt: int, length: int) -> None:
         assert plain / seconds("fixed") < 0.7
 
 
+def test_a_draft_that_was_useless_once_is_read_again() -> None:
+    """Nothing is accepted in the first three answers; in the last ones drafts are used, though prompts must be read."""
+    machine = Machine(**PAIR, per_token_behind=READING, multiple=1)
+    found = play(
+        machine, "adaptive", 1, lambda request, _: 0.9 * (request > 2), depth=7, length=128, requests=16, prompt=300
+    )
+    late = found.drafted[-200:]
+    assert sum(nodes > 0 for nodes in late) > 100
+
+
 def test_a_sequence_reads_all_unless_told_otherwise() -> None:
     assert Sequence(0, [1], 1, SamplingParams(), 0).reads is None

@@ -93,6 +93,11 @@ class Router:
     def pools(self) -> list[Pool]:
         return [pool for drafter in self.drafters.values() for pool in drafter.pools()]
 
+    @property
+    def modelled(self) -> frozenset[str]:
+        """Those that draft with a model of their own."""
+        return frozenset(name for name, drafter in self.drafters.items() if drafter.models())
+
     def models(self) -> list[Model]:
         """All models that draft."""
         return [model for drafter in self.drafters.values() for model in drafter.models()]

@@ -15,12 +15,15 @@ class Acceptance:
 
     FIRST = 0.6
     """The rate of a drafter that nothing is known about."""
+    HALF_LIFE = 256
+    """Plain rounds in which half of the evidence is forgotten while a drafter waits."""
     LEAST = 0.5
     """What an expectation counts for at least."""
 
-    def __init__(self, depth: int, weight: float = 3.0, fade: float = 0.95) -> None:
+    def __init__(self, depth: int, weight: float = 3.0, fade: float = 0.95, first: float = FIRST) -> None:
         self.weight = weight
         self.fade = fade
+        self.first = first
         self._first = weight
         self.reached = [0.0] * depth
         self.kept = [0.0] * depth
@@ -45,12 +48,19 @@ class Acceptance:
                 if count > most:
                     counts[depth], hits[depth] = most, hits[depth] * most / count
 
+    def forget(self, rounds: int) -> None:
+        """So many plain rounds went by without a draft."""
+        left = 0.5 ** (rounds / self.HALF_LIFE)
+        for counts in (self.reached, self.kept, self.asked, self.made):
+            counts[:] = [left * count for count in counts]
+        self._first = self.weight + left * (self._first - self.weight)
+
     def rates(self, expected: Seq[float] | None = None) -> list[float]:
         """``expected``: the rates without evidence; None: at every depth that of the depth before."""
         if expected is not None:
             weight = self.weight
             return [(hit + weight * rate) / (n + weight) for hit, n, rate in zip(self.kept, self.reached, expected)]
-        return self._follow(self.reached, self.kept, self.FIRST)
+        return self._follow(self.reached, self.kept, self.first)
 
     def existence(self) -> list[float]:
         return self._follow(self.asked, self.made, 1.0)

@@ -97,6 +97,9 @@ class Adaptive(LengthPolicy):
     """What a plain round pays into the balance."""
     START, MOST, DEBT = 0.8, 12.0, -0.5
     """The first balance, which plain rounds fill again; most that is kept; what ends a plan."""
+    MODEL, MODEL_WEIGHT, MODEL_START = 0.7, 8.0, 3.0
+    """What is expected of a draft model, which somebody chose: rate, and its weight in drafts; and the first balance,
+    as its drafts cost more than a look into the text."""
     WAITS = (16, 64)
     """Plain rounds before the next trial: at first, and at most. A trial in vain doubles them."""
     CLEAR = 1.15
@@ -122,10 +125,15 @@ class Adaptive(LengthPolicy):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.costs = Costs(setting.nodes, setting.row_multiple)
-        self.methods = {method: Acceptance(len(nodes) - 1) for method, nodes in setting.nodes.items()}
+        self.methods = {
+            method: Acceptance(
+                len(nodes) - 1, *((self.MODEL_WEIGHT, 0.95, self.MODEL) if method in setting.models else ())
+            )
+            for method, nodes in setting.nodes.items()
+        }
         self.own: dict[int, Acceptance] = {}
         self.lengths = Lengths()
-        self.balance = self.START
+        self.balance = self.MODEL_START if setting.models else self.START
         self._plan = Plan()
         self._entries: list[Entry] = []
         self._asked: list[int] = []
@@ -244,7 +252,10 @@ class Adaptive(LengthPolicy):
             return Plan({}, self.CHECK if sure else self.costs.SETTLED + 3, self._plan.promise, known)
         goes_on = self._plan.promise > 1.0
         self._invest(sequences, longest)
-        if not any(longest):  # they wait until reading pays
+        if not any(longest):  # they wait until reading pays, or seems to again
+            for belief in self.methods.values():
+                belief.forget(self._rested)
+            self._pay_in()
             return Plan({}, self.TRIAL, self._plan.promise, known)
         best = self._best(sequences, longest)
         pays = best.promise > (self.KEEP if goes_on else self.MARGIN)
@@ -285,8 +296,7 @@ class Adaptive(LengthPolicy):
         aftermath = self.costs.aftermath()
         if not self._streak:
             self.balance -= aftermath
-        self.balance = max(self.balance, min(self.balance + self._rested * self.SPEND, self.START))
-        self._wait, self._rested = self._wait - self._rested, 0
+        self._pay_in()
         trial = best.budgets if len(sequences) == 1 and best.budgets else self._few(sequences, longest)
         price = self.TRIAL * max(0.0, 1.0 - self._speed(sequences, trial)) + aftermath
         short = max(0.0, min(price, self.START) - self.balance)
@@ -301,6 +311,11 @@ class Adaptive(LengthPolicy):
             return Plan(trial, self.TRIAL, 1.0, known)
         self._check = self.CHECKS[0]
         return Plan({}, min(max(int(short / self.SPEND), self._wait, 1), self.REST), known=known)
+
+    def _pay_in(self) -> None:
+        """Book the plain rounds since this was done last."""
+        self.balance = max(self.balance, min(self.balance + self._rested * self.SPEND, self.START))
+        self._wait, self._rested = self._wait - self._rested, 0
 
     def _rates(self, sequence: Sequence) -> list[float]:
         rates = self.methods[sequence.drafter or ""].rates()

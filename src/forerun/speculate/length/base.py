@@ -18,12 +18,14 @@ class Setting:
 
     ``nodes[method][depth]`` is how many rows a draft of that depth adds to a verification; rows of one forward are
     padded to a multiple of ``row_multiple``. ``behind`` says how many committed tokens of a sequence its drafter must
-    read before it can draft, at most so many of the last ones.
+    read before it can draft, at most so many of the last ones. ``models`` are the methods that draft with a model of
+    their own.
     """
 
     nodes: Mapping[str, Seq[int]] = field(default_factory=dict)
     row_multiple: int = 1
     behind: Callable[[Sequence], int] = lambda sequence: 0
+    models: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
