@@ -9,7 +9,7 @@ SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_decoder_argument
 
 setup:  ## virtual environment with everything that development needs
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet -e '.[dev]'
+	.venv/bin/pip install --quiet -e '.[dev]' -e './lab[dev]'
 
 check:  ## style, types, import contract
 	$(RUN) ruff check
@@ -18,7 +18,7 @@ check:  ## style, types, import contract
 	.venv/bin/lint-imports --no-cache
 
 quick:  ## the parts one by one and the rules by enumeration, without what trains or starts programs: a minute
-	$(RUN) pytest tests/unit tests/exact -m "not slow"
+	$(RUN) pytest tests/unit tests/exact lab/tests -m "not slow"
 
 test:  ## the whole suite
 	$(RUN) pytest

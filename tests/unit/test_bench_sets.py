@@ -19,7 +19,6 @@ from forerun import SamplingParams
 from forerun.bench.categories import by_category, median_interval, ratio_error
 from forerun.bench.config import CATEGORIES, HUMANEVAL, BenchConfig
 from forerun.bench.conversations import FOLDER, Conversation, Texts, make_texts, read_set, stops
-from forerun.bench.humaneval import Judge, Task, read_tasks
 from forerun.bench.run import take_turns
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
@@ -27,6 +26,7 @@ from forerun.engine.metrics import RequestMetrics
 from forerun.models.chat import render_chat
 from forerun.plan.estimate import Measured
 from forerun.speculate.accept.synthetic import profile
+from forerun_lab.humaneval import Judge, Task, read_tasks
 
 pytestmark = pytest.mark.slow
 
@@ -319,12 +319,12 @@ def test_generated_code_runs_on_request_only(capsys: Any, chat_model: str, tasks
     ran: list[str] = []
 
     def fake(program: str) -> Any:
-        from forerun.bench.sandbox import Outcome
+        from forerun_lab.sandbox import Outcome
 
         ran.append(program)
         return Outcome(passed="import math" in program, offline=True)
 
-    monkeypatch.setattr("forerun.bench.humaneval.run", fake)
+    monkeypatch.setattr("forerun_lab.humaneval.run", fake)
     small = ["--model", chat_model, "--max-model-len", "400", "--max-tokens", "6", "--methods", "none,ngram"]
     options = [*small, "--prompt-set", "humaneval", "--prompts-file", str(tasks_file)]
     ngram = bench(capsys, *options)["categories"][1]
@@ -388,7 +388,7 @@ def test_synthetic_profiles_are_marked_everywhere(capsys: Any, chat_model: str, 
         (["--prompt-set", "categories", "--prompt-tokens", "9"], "leave --prompt-tokens out"),
         (["--prompt-set", "categories", "--random-shape", "tiny"], "random weights know no text"),
         (["--execute"], "execute runs the tests of humaneval"),
-        (["--prompt-set", "humaneval"], "pip install 'forerun[humaneval]'"),
+        (["--prompt-set", "humaneval"], "pip install './lab[humaneval]'"),
         (["--prompt-set", "categories", "--prompts-file", "nowhere.jsonl"], "cannot read prompts from nowhere.jsonl"),
     ],
 )

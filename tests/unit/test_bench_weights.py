@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun import kernels
-from forerun.bench import costs, fidelity
 from forerun.models.load import load_model
+from forerun_lab.bench import costs, fidelity
 from here import where
 
 TEXT = "".join(f"line {number}: what was said, and what was not\n" for number in range(40))

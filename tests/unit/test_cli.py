@@ -22,7 +22,7 @@ from forerun.cli.options import field_comments, speculative_config
 from forerun.cli.trace import KINDS
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft import Drafter
-from forerun.train.config import RunConfig
+from forerun_lab.train.config import RunConfig
 
 PROMPT = "the cat sat on the mat; the cat"
 CONTRACT = {

@@ -16,11 +16,15 @@ import forerun
 from forerun.core import errors
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
-FILES = SOURCES + sorted((ROOT / "tests").rglob("*.py"))
+SOURCES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "lab" / "src").rglob("*.py")])
+FILES = [
+    ROOT / "conftest.py",
+    *SOURCES,
+    *sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "lab" / "tests").rglob("*.py")]),
+]
 EXTRAS = {
-    "fastapi": "serve", "starlette": "serve", "uvicorn": "serve", "ray": "scale", "matplotlib": "bench",
-    "llama_cpp": "bench", "vllm": "bench", "torchao": "models",
+    "fastapi": "serve", "starlette": "serve", "uvicorn": "serve", "ray": "scale", "matplotlib": "lab",
+    "llama_cpp": "lab", "vllm": "lab", "torchao": "models",
 }  # fmt: skip
 
 
@@ -69,7 +73,8 @@ def test_layers_import_downwards_only():
 
 @pytest.mark.parametrize("package", EXTRAS)
 def test_an_optional_package_is_imported_in_one_folder(package):
-    folders = {path.relative_to(ROOT / "src" / "forerun").parts[0] for path in SOURCES if package in imports(path)}
+    parts = [path.relative_to(ROOT).parts for path in SOURCES if package in imports(path)]
+    folders = {place[2] if place[0] == "src" else place[0] for place in parts}
     assert folders <= {EXTRAS[package]}
 
 

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from forerun.cli.conversation import COMMANDS
-from forerun.cli.main import COMMANDS as PROGRAMS
-from forerun.cli.main import load
+from forerun.cli.main import COMMANDS as OURS
+from forerun.cli.main import LAB, load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = (*OURS, *LAB)
 HISTORY = {"log.md", "results.md", "complaints.md"}
 """Pages that tell what was: flags of earlier days, and of other projects."""
 PYTEST = {"--full", "--conformance-table"}
 COSTS = {"--both"}
-"""Flags of `python -m forerun.bench.costs`."""
+"""Flags of `python -m forerun_lab.bench.costs`."""
 MADE = {"OUT/run/run.json", "my_drafter.py", "pyproject.toml", "answer.json", "config.json", "chat.jinja"}
 """Files that a reader makes, or a checkpoint has."""
 
@@ -64,7 +65,8 @@ def test_links_lead_to_files(page: Path) -> None:
 @pytest.mark.parametrize("page", pages(history=False))
 def test_files_that_are_named_exist(page: Path) -> None:
     for name in re.findall(r"`([\w./-]+\.(?:py|md|json|jinja|toml))`", page.read_text(encoding="utf-8")):
-        found = [*(ROOT / "src").rglob(Path(name).name), *(ROOT / "tests").rglob(Path(name).name), ROOT / name]
+        places = [ROOT / place for place in ("src", "lab", "tests")]
+        found = [ROOT / name, *(file for place in places for file in place.rglob(Path(name).name))]
         assert name in MADE or any(str(file).endswith(f"/{name}") and file.exists() for file in found), name
 
 

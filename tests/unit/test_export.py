@@ -1,5 +1,5 @@
 """Heads in other engines' folders. ``speculators`` and SGLang themselves read them in
-``benchmarks/speculators_round_trip.py`` and ``benchmarks/sglang_round_trip.py``."""
+``lab/benchmarks/speculators_round_trip.py`` and ``lab/benchmarks/sglang_round_trip.py``."""
 
 from __future__ import annotations
 

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from forerun import LLM, SamplingParams
-from forerun.bench.peers.gguf import write_gguf
-from forerun.bench.shapes import random_checkpoint
 from forerun.bench.weights import logits
 from forerun.core.errors import ConfigError, ForerunError, ModelError
 from forerun.models.architectures.families import LLAMA
@@ -27,6 +25,8 @@ from forerun.models.load import read_config
 from forerun.models.modules import read_module
 from forerun.models.quantize import error
 from forerun.speculate.draft import drafters
+from forerun_lab.peers.gguf import write_gguf
+from forerun_lab.shapes import random_checkpoint
 from gguf_files import TOKENS, VOCABULARY, write_model
 from here import where
 

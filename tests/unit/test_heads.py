@@ -17,8 +17,8 @@ from forerun.speculate.draft.heads.head import Head, Lesson, Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead, _Memory
 from forerun.speculate.draft.layerskip import ExitHead
-from forerun.train.heads import HEADS, HeadTrainConfig, train_head
-from forerun.train.lessons import lesson
+from forerun_lab.train.heads import HEADS, HeadTrainConfig, train_head
+from forerun_lab.train.lessons import lesson
 
 pytestmark = pytest.mark.slow
 

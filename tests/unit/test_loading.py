@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from forerun import LLM, SamplingParams
-from forerun.bench.peers.gguf import write_gguf
 from forerun.cli import console
 from forerun.core.loading import Advance, watch
 from forerun.models.checkpoint import weight_files
 from forerun.models.formats import blocks
 from forerun.models.load import load_model
+from forerun_lab.peers.gguf import write_gguf
 from gguf_files import write_model
 from tiny import save_tokenizer
 

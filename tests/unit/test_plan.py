@@ -8,7 +8,6 @@ from itertools import combinations, product
 
 import pytest
 
-from forerun.bench import predicted
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
@@ -19,6 +18,7 @@ from forerun.plan.layers import Subset, choose_layers, neighbours
 from forerun.plan.planner import CostCurve, Estimate, Prediction, Shaped, binomial, estimate, predict, recommend
 from forerun.plan.run import _Trial, run_plan
 from forerun.plan.trees import fixed, size
+from forerun_lab.bench import predicted
 
 LAYERS = 6
 SUBSETS = [chosen for size in range(1, LAYERS) for chosen in combinations(range(LAYERS), size)]

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from forerun.core.errors import ConfigError, ForerunError
-from forerun.train.corpus import TokenStream
 from forerun.train.loop import LoopSettings, make_optimizers, run, wait_while_paused
+from forerun_lab.train.corpus import TokenStream
 
 VOCABULARY = 11
 

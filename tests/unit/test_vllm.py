@@ -1,4 +1,5 @@
-"""The proposer for vLLM with the arguments that vLLM gives one; ``benchmarks/vllm_proposer.py`` runs it inside vLLM."""
+"""The proposer for vLLM with the arguments that vLLM gives one; ``lab/benchmarks/vllm_proposer.py`` runs it
+inside vLLM."""
 
 from __future__ import annotations
 

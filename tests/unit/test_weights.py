@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from forerun import kernels
 from forerun.bench import run as bench_run
-from forerun.bench.shapes import random_checkpoint
 from forerun.bench.weights import line, logits, weights
 from forerun.cli.main import run
 from forerun.models.formats import int8, streamed
 from forerun.models.formats.base import size
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
+from forerun_lab.shapes import random_checkpoint
 from here import where
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,6 @@ from typing import Any
 
 from forerun.bench.contenders import Contender
 from forerun.bench.conversations import Texts
-from forerun.bench.humaneval import Judge
 from forerun.bench.prompts import repetition_rate
 from forerun.bench.rows import acceptance_by_position
 from forerun.engine.config import NONE
@@ -30,10 +29,10 @@ def by_category(
     temperature: float,
     concurrency: int,
     tokenizer: Any,
-    judge: Judge | None = None,
+    judge: Any = None,
 ) -> list[dict[str, Any]]:
-    """One row per contender and category, then one over all where there are several; none for drawn prompts. ``judge``
-    says how many answers pass their tests."""
+    """One row per contender and category, then one over all where there are several; none for drawn prompts. ``judge``,
+    a ``forerun_lab.humaneval.Judge``, says how many answers pass their tests."""
     kinds = [texts.conversations[owner].category for owner in texts.owners]
     groups = {kind: [i for i, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
     if len(groups) > 1:
@@ -59,7 +58,7 @@ def by_category(
     return rows
 
 
-def _passed(found: Measured, texts: Texts, tokenizer: Any, judge: Judge) -> list[bool]:
+def _passed(found: Measured, texts: Texts, tokenizer: Any, judge: Any) -> list[bool]:
     tasks = [task for owner in texts.owners if (task := texts.conversations[owner].task) is not None]
     return judge.passed(tasks, [tokenizer.decode(a, skip_special_tokens=True) for a in found.answers], texts.chat)
 

@@ -15,11 +15,12 @@ import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from forerun.bench.config import CATEGORIES_SMALL, HUMANEVAL, SETS, SMALL, BenchConfig
-from forerun.bench.humaneval import STOPS, Task, read_tasks
 from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ConfigError
+from forerun.core.registry import from_lab
 from forerun.engine.llm import LLM
 from forerun.models.chat import Message, render_chat
 from forerun.models.tokenizer import encode
@@ -35,8 +36,8 @@ class Conversation:
 
     category: str
     turns: Seq[str]
-    task: Task | None = None
-    """Where the answer is code that can be tested."""
+    task: Any = None
+    """A ``forerun_lab.humaneval.Task`` where the answer is code that can be tested."""
 
 
 @dataclass
@@ -57,6 +58,7 @@ def read_set(name: str, file: Path | None = None) -> list[Conversation]:
     """The conversations of a set, or of ``file``: JSON lines with ``category`` and ``turns``; for ``humaneval`` its
     package. Raises ConfigError."""
     if name == HUMANEVAL:
+        read_tasks = from_lab(HUMANEVAL, HUMANEVAL).read_tasks
         return [Conversation(HUMANEVAL, (task.question,), task) for task in read_tasks(file)]
     path = file or FOLDER / "categories.jsonl"
     try:
@@ -163,7 +165,7 @@ def _ask(llm: LLM, conversations: Seq[Conversation], config: BenchConfig) -> Tex
     )
 
 
-def _prompt(llm: LLM, messages: Seq[Message], task: Task | None, chat: bool) -> list[int]:
+def _prompt(llm: LLM, messages: Seq[Message], task: Any, chat: bool) -> list[int]:
     if chat:
         return encode(llm.tokenizer, render_chat(llm.tokenizer, messages), add_special_tokens=False)
     if task is not None:
@@ -173,4 +175,5 @@ def _prompt(llm: LLM, messages: Seq[Message], task: Task | None, chat: bool) -> 
 
 def stops(texts: Texts) -> list[str]:
     """Texts that end an answer: where a model without a chat template completes a function, what begins the next."""
-    return list(STOPS) if not texts.chat and any(each.task for each in texts.conversations) else []
+    tasks = [each.task for each in texts.conversations if each.task is not None]
+    return list(tasks[0].stops) if tasks and not texts.chat else []

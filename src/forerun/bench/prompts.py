@@ -8,19 +8,27 @@
 
 from __future__ import annotations
 
+import json
 import keyword
+import os
 import random
 import re
+import sysconfig
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from forerun import pretrained
 from forerun.bench.config import RANDOM, REPETITIVE, SETS
 from forerun.core.errors import ConfigError
-from forerun.train.files import held_out_files, list_files, read_text, standard_library
 
 REPETITION_ORDER = 4
+# Tests repeat themselves; code pages and the pydoc topics are machine-written tables.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+)
+SUFFIXES = (".py", ".txt", ".md", ".rst")
 
 
 def make_prompts(
@@ -124,3 +132,39 @@ def repetition_rate(texts: Seq[Seq[int]], starts: Seq[int] | None = None) -> flo
                 repeated += run in seen
             seen.add(run)
     return repeated / count if count else None
+
+
+def standard_library() -> Path:
+    """Folder of the running interpreter's standard library: the corpus of the bundled models."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def list_files(corpus: Path) -> list[Path]:
+    """Text files of a corpus in a fixed order: a single file, or a folder without its test folders."""
+    if corpus.is_file():
+        return [corpus]
+    if not corpus.is_dir():
+        raise ConfigError(f"corpus {corpus} does not exist; give a folder or a text file")
+    suffixes = (".py",) if corpus == standard_library() else SUFFIXES
+    files = []
+    for folder, subfolders, names in os.walk(corpus):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        files += [Path(folder, name) for name in names if name.endswith(suffixes)]
+    if not files:
+        raise ConfigError(f"corpus {corpus} holds no {', '.join(suffixes)} files")
+    return sorted(files)
+
+
+def read_text(path: Path) -> str:
+    """Content of a text file; bytes that are not UTF-8 become replacement characters."""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def held_out_files(corpus: Path | None = None) -> list[Path]:
+    """Files that the bundled models never saw, as far as this interpreter's library has them.
+
+    The bundled target's `training.json` names them.
+    """
+    root = corpus or standard_library()
+    record = json.loads((pretrained.path("target") / "training.json").read_text(encoding="utf-8"))
+    return [root / name for name in record["held_out_files"] if (root / name).is_file()]

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.categories import by_category
-from forerun.bench.config import ALL, HELD_OUT, RANDOM, WRITTEN, BenchConfig
+from forerun.bench.config import ALL, HELD_OUT, HUMANEVAL, RANDOM, WRITTEN, BenchConfig
 from forerun.bench.contenders import FASTEST, Contender, EngineContender
 from forerun.bench.conversations import Texts, make_texts, read_set, stops
 from forerun.bench.environment import environment, read_bandwidth
-from forerun.bench.humaneval import Judge
 from forerun.bench.methods import labels, method_configs, runnable, with_trees
-from forerun.bench.peers import peer_contenders
 from forerun.bench.prompts import repetition_rate
 from forerun.bench.rows import table
-from forerun.bench.shapes import random_checkpoint
 from forerun.bench.weights import weights
 from forerun.core.errors import ConfigError
+from forerun.core.registry import from_lab
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
 from forerun.plan.estimate import Measured, in_turns
@@ -48,6 +46,9 @@ def run_bench(config: BenchConfig, progress: Progress = lambda note: None) -> di
 
 def _with_random_models(config: BenchConfig, folder: Path, progress: Progress) -> BenchConfig:
     """The same, with checkpoints in place of shapes. Held-out text means nothing to such models."""
+    if config.random_shape is None and config.random_draft_shape is None:
+        return config
+    random_checkpoint = from_lab("shapes", "bench with random weights").random_checkpoint
     if config.random_shape is not None:
         if "model" in config.engine:
             raise ConfigError("give a model or a random shape, not both")
@@ -76,7 +77,7 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     texts = make_texts(config, llm, conversations)
     prompts = texts.prompts
     config = _with_stops(config, stops(texts))
-    judge = Judge() if config.execute else None
+    judge = from_lab(HUMANEVAL, HUMANEVAL).Judge() if config.execute else None
     rows, categories = [], []
     held: list[dict[str, Any]] = []
     for concurrency in config.concurrency:
@@ -86,6 +87,7 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
             contenders.append(EngineContender(FASTEST, fastest, {"method": NONE}, concurrency, config.whole))
         if config.peers:
             context = min(max(map(len, prompts)) + config.max_tokens + PEERS_DRAFT, llm.engine.max_model_len)
+            peer_contenders = from_lab("peers", "bench with peers").peer_contenders
             contenders += peer_contenders(config.peers, llm, config.speculative.get("model"), concurrency, context)
         engines = [contender.engine for contender in contenders if isinstance(contender, EngineContender)]
         held = weights(engines, prompts, held)

@@ -11,10 +11,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from forerun.bench.config import ALL, HELD_OUT, PEERS, WRITTEN, BenchConfig
-from forerun.bench.plots import check_folder, plots
 from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads, warn
 from forerun.cli.options import ENGINE, SPECULATIVE, TUNED_HELP, Flags, flags_of, parse_json, read_tuned, takes
 from forerun.core.errors import ConfigError
+from forerun.core.registry import from_lab
 from forerun.engine.config import NONE
 from forerun.speculate.names import drafters, policies, rules
 
@@ -96,7 +96,7 @@ MoreOptions = Annotated[
 ]
 Peers = Annotated[str, typer.Option(help=f"others, NAME, NAME=PYTHON or llama-server=COMMAND: {', '.join(PEERS)}")]
 Plots = Annotated[
-    Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun[plots]")
+    Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun-lab")
 ]
 
 
@@ -147,15 +147,17 @@ def bench(
         sampling=parse_json("sampling", sampling) if sampling else {},
         **options,
     )
+    drawing = None
     if plot_folder is not None:
-        check_folder(plot_folder)
+        drawing = from_lab("plots", "bench with plots")
+        drawing.check_folder(plot_folder)
     from forerun.bench.run import run_bench
 
     set_threads(threads)
     with progress("loading", len(config.concurrency) * len(config.temperatures)) as step:
         result = run_bench(config, step)
-    if plot_folder is not None:
-        plots(result, plot_folder)
+    if drawing is not None:
+        drawing.plots(result, plot_folder)
     if as_json:
         print_json(result)
     else:

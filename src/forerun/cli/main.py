@@ -9,7 +9,8 @@ import gc
 import os
 import sys
 from collections.abc import Sequence as Seq
-from importlib import import_module
+from functools import cached_property
+from importlib import import_module, metadata
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -18,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 import forerun
 from forerun.cli.console import one_line, quiet, watch_loading
 from forerun.cli.help import PlainHelp
-from forerun.core.errors import ForerunError
+from forerun.core.errors import ConfigError, ForerunError
 
 
 class Command(NamedTuple):
@@ -48,13 +49,12 @@ COMMANDS = {
     "serve": Command("serve:serve", "Answer OpenAI's API over HTTP; the playground is at /."),
     "batch": Command("batch:batch", "Answer a file of requests in OpenAI's batch format."),
     "tune": Command("tune:tune", "Train and choose what drafts for a model, on this machine: the same tokens, sooner."),
-    "reproduce": Command(
-        "reproduce:reproduce",
-        "Make the references' tables, figures and examples again, beside what they print; Ctrl-C keeps what is there.",
-    ),
     "export": Command("export:export", "Write a trained eagle head as other engines read it."),
-    "train": Command("train:app", "Train a target, or what speculates for it."),
 }
+LAB = ("reproduce", "train")
+"""Commands of the distribution forerun-lab."""
+GROUP = "forerun.commands"
+"""The entry-point group of commands that other distributions add."""
 MANY = 50_000
 """Objects after which unused ones are looked for: Python's 700 cost a tenth of the time in which torch is imported."""
 WITH_KEYS = ("generate", "chat", "bench", "serve", "batch")
@@ -62,11 +62,17 @@ WITH_KEYS = ("generate", "chat", "bench", "serve", "batch")
 
 
 def load(name: str) -> Any:
-    """The command itself."""
-    module, attribute = COMMANDS[name].place.split(":")
-    found = getattr(import_module(f"forerun.cli.{module}"), attribute)
+    """The command itself: ours, or one that another distribution adds."""
+    if name in COMMANDS:
+        module, attribute = COMMANDS[name].place.split(":")
+        found = getattr(import_module(f"forerun.cli.{module}"), attribute)
+    else:
+        (point,) = metadata.entry_points(group=GROUP, name=name)
+        found = point.load()
     if isinstance(found, typer.Typer):
-        return typer.main.get_command(found)
+        group = typer.main.get_command(found)
+        group.name = name
+        return group
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     alone.command(name, cls=PlainHelp, epilog=keys() if name in WITH_KEYS else None)(found)
     return typer.main.get_command(alone)
@@ -79,15 +85,31 @@ def keys() -> str:
 
 
 class Commands(TyperGroup):
-    """Knows the commands' names and summaries; imports the one that is called."""
+    """Knows the commands' names and summaries; imports the one that is called, and for the list of all those that
+    other distributions add."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.commands = {name: TyperCommand(name, help=item.summary) for name, item in COMMANDS.items()}
 
+    @cached_property
+    def added(self) -> frozenset[str]:
+        """Names that other distributions register."""
+        return frozenset(metadata.entry_points(group=GROUP).names) - set(COMMANDS)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*COMMANDS, *sorted(self.added)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in COMMANDS:
+            return self.commands[cmd_name]
+        return load(cmd_name) if cmd_name in self.added else None
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        if args[0] in LAB and args[0] not in self.added:
+            raise ConfigError(f"forerun {args[0]} is part of forerun-lab: pip install ./lab")
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command if name is None else load(name), rest
+        return name, load(name) if name in COMMANDS else command, rest
 
 
 app = typer.Typer(

@@ -12,9 +12,9 @@ import typer
 from forerun.bench.config import HELD_OUT, SETS
 from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
 from forerun.cli.console import print_json, print_table, progress, set_threads
-from forerun.cli.options import ENGINE, takes
-from forerun.cli.plan_load import LOAD, Setting, plan_load, read_load, tell
+from forerun.cli.options import ENGINE, Flag, Flags, takes
 from forerun.core.errors import ConfigError
+from forerun.core.registry import from_lab, has_lab
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.speculate.names import drafters, rules
 
@@ -23,6 +23,20 @@ if TYPE_CHECKING:
 
 
 METHODS = "draft_model,ngram"
+FLEETS = "load"
+"""The laboratory's plan of replicas."""
+
+
+def _load_flags() -> Flags:
+    """Options of a load; without the laboratory the two that begin one, so that they can say what is missing."""
+    if has_lab(FLEETS):
+        return from_lab(FLEETS, "plan --load").LOAD
+    return Flags(
+        "load", [Flag(name, str, "how many replicas a load takes; needs forerun-lab") for name in ("load", "rate")]
+    )
+
+
+LOAD = _load_flags()
 
 
 @takes(ENGINE, MODEL_ONLY, LOAD)
@@ -76,19 +90,21 @@ def plan(
         asking = {"temperatures": (temperature,), "concurrency": tuple(loads), "minutes": minutes, "seed": seed}
         _search({**engine, **asking, "draft": speculative.get("spec_model"), "threads": threads}, page, as_json)
         return
-    asked = read_load(load, prompt_tokens, max_tokens, seed, others | {"prompts": prompts != 4}) if load else None
+    fleets = from_lab(FLEETS, "plan --load") if load else None
+    others["prompts"] = prompts != 4
+    asked = () if fleets is None else fleets.read_load(load, prompt_tokens, max_tokens, seed, others)
     options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
     _check_page(page)
-    if asked is not None:
+    if fleets is not None:
         measuring = {
             "methods": methods != METHODS, "accept": accept != SpeculativeConfig.accept, "temperature": temperature,
             "prompt_set": prompt_set != HELD_OUT, "prompts_file": prompts_file, "threads": threads != 1,
             "speculative_config": speculative_config,
         }  # fmt: skip
         given = [name for name, value in measuring.items() if value] + list(speculative)
-        setting = Setting(engine, options, prompt_set, prompts_file, temperature, seed, given)
-        tell(plan_load(*asked, setting), page, as_json)
+        setting = fleets.Setting(engine, options, prompt_set, prompts_file, temperature, seed, given)
+        fleets.tell(fleets.plan_load(*asked, setting), page, as_json)
         return
     texts = {"kind": prompt_set, "count": max(prompts, *loads), "length": prompt_tokens, "file": prompts_file}
     settings = {"temperature": temperature, "max_tokens": max_tokens, "longest": longest, "accept": accept}

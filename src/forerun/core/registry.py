@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from importlib import import_module, metadata
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from forerun.core.errors import ConfigError
 
@@ -69,3 +69,19 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted({*self._items, *self._names, *self._points}))
+
+
+LAB = "forerun.lab"
+
+
+def has_lab(name: str) -> bool:
+    """Whether the distribution forerun-lab is installed and adds ``name``."""
+    return bool(metadata.entry_points(group=LAB, name=name))
+
+
+def from_lab(name: str, use: str) -> Any:
+    """What the distribution forerun-lab adds under ``name`` of the entry-point group ``forerun.lab``. Raises
+    ConfigError, which says what ``use`` needs, where it is not installed."""
+    for point in metadata.entry_points(group=LAB, name=name):
+        return point.load()
+    raise ConfigError(f"{use} is part of forerun-lab: pip install ./lab")

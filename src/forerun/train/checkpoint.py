@@ -10,6 +10,12 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from forerun.core.errors import ModelError
+from forerun.models import sanity
+from forerun.models.load import read_config
+from forerun.models.modules import read_module
+from forerun.models.tokenizer import load_tokenizer
+
 RECORD = "training.json"
 
 
@@ -33,3 +39,14 @@ def round_weights(model: nn.Module) -> None:
     """Rounds weights to bfloat16 in place, so that figures measured next are those of the saved model."""
     for parameter in model.parameters():
         parameter.copy_(parameter.to(torch.bfloat16))
+
+
+def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen target, bfloat16, and its tokenizer, which must have an EOS token to separate documents. Raises
+    ModelError."""
+    config = read_config(folder)
+    sanity.require_decoder(config, folder, "forerun train")
+    target, tokenizer = read_module(folder, config, torch.bfloat16, attention=None), load_tokenizer(folder)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer in {folder} has no EOS token to separate documents with")
+    return target.eval().requires_grad_(False), tokenizer

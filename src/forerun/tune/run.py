@@ -25,7 +25,7 @@ from forerun.models.formats import int8
 from forerun.models.load import read_config, resolve
 from forerun.speculate.draft import datastore
 from forerun.train import loop
-from forerun.train.material import load_target
+from forerun.train.checkpoint import load_target
 from forerun.train.progress import progress
 from forerun.train.settings import LoopSettings
 from forerun.tune import choose

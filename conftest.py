@@ -1,0 +1,157 @@
+"""Tiny random checkpoints, saved by transformers, and engines on them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads this once, when it is first imported; without a GPU its kernels run under its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from transformers import LlamaForCausalLM
+
+from forerun import LLM, kernels
+from here import LEFT_OUT
+from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
+from tiny_seq2seq import save_seq2seq
+
+torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+
+collect_ignore = (
+    []
+    if kernels.library() is not None
+    else ["tests/unit/test_kernel_arguments.py", "tests/unit/test_carried_kernels.py"]
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the whole conformance matrix, not a pairwise part of it")
+    parser.addoption("--conformance-table", metavar="FILE", help="write what tests/conformance found as markdown")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``full`` exist only with ``--full``, those marked ``elsewhere`` on other machines, which is said."""
+    found = config.stash.setdefault(LEFT_OUT, Counter())
+    kept, extra = [], []
+    for item in items:
+        elsewhere = item.get_closest_marker("elsewhere")
+        if elsewhere is not None:
+            found[elsewhere.args[0]] += 1
+        rare = item.get_closest_marker("full") is not None and not config.getoption("--full")
+        (extra if rare or elsewhere is not None else kept).append(item)
+    config.hook.pytest_deselected(items=extra)
+    items[:] = kept
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells what it left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker collects, and leaves out, the same tests."""
+    found = node.config.stash.setdefault(LEFT_OUT, Counter())
+    for reason, count in getattr(node, "workeroutput", {}).get("left out", {}).items():
+        found[reason] = max(found[reason], count)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for reason, count in sorted(config.stash.get(LEFT_OUT, Counter()).items()):
+        terminalreporter.write_line(f"NOT TESTED here ({count} tests): {reason}", yellow=True, bold=True)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A command that runs in a test writes its log to that test's standard error, and to no later one's."""
+    logger = logging.getLogger("forerun")
+    before = list(logger.handlers)
+    yield
+    logger.handlers[:] = before
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def cpu_attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches made in the test attend through our kernel where it is here, then through torch."""
+    if request.param == "torch":
+        monkeypatch.setattr("forerun.models.base.can_attend", lambda *_: False)
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a Llama with two layers, grouped queries, 98 tokens and a context of 256, float32."""
+    folder = tmp_path_factory.mktemp("tiny_target")
+    tiny_llama().save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny_target: str) -> str:
+    """Folder of the target's first layer between its own embeddings and head: some drafts match, some do not."""
+    folder = tmp_path_factory.mktemp("tiny_draft")
+    target = LlamaForCausalLM.from_pretrained(tiny_target)
+    draft = tiny_llama(layers=1)
+    draft.load_state_dict(target.state_dict(), strict=False)
+    draft.save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_stranger(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> str:
+    """The draft with a vocabulary of its own: other ids, and some of the target's tokens missing."""
+    folder = tmp_path_factory.mktemp("tiny_stranger")
+    rest = [token for token in ALPHABET[2:] if token not in "qQzZ#~"]
+    random.Random(0).shuffle(rest)
+    alphabet = [EOS, UNKNOWN, *rest]
+    weights = LlamaForCausalLM.from_pretrained(tiny_draft).state_dict()
+    rows = torch.tensor([ALPHABET.index(token) for token in alphabet])
+    for name, value in weights.items():
+        if value.shape and value.shape[0] == len(ALPHABET):
+            weights[name] = value[rows]
+    model = tiny_llama(layers=1, vocab_size=len(alphabet))
+    model.load_state_dict(weights)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, alphabet)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def seq2seq(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """``seq2seq(kind)``: folder of a random encoder-decoder, float32, with the alphabet of ``tiny_target``."""
+
+    @cache
+    def get(kind: str) -> str:
+        folder = tmp_path_factory.mktemp(kind)
+        save_seq2seq(kind, folder)
+        return str(folder)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def llm(tiny_target: str) -> Callable[..., LLM]:
+    """``llm(speculative_config=None, model=None, **options)``: an LLM on ``tiny_target``, loaded once per options."""
+    loaded: dict[str, LLM] = {}
+
+    def get(speculative_config: dict[str, Any] | None = None, model: str | None = None, **options: Any) -> LLM:
+        key = json.dumps([speculative_config, model, options], sort_keys=True, default=str)
+        if key not in loaded:
+            loaded[key] = LLM(model or tiny_target, speculative_config=speculative_config, **options)
+        return loaded[key]
+
+    return get

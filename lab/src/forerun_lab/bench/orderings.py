@@ -1,0 +1,186 @@
+"""Orderings that the literature reports, held against tokens per round here: ``python -m forerun_lab.bench.orderings``.
+
+Tokens per round need no quiet machine. Both sides answer the same prompts with the same seeds; the difference is taken
+prompt by prompt, and an ordering holds, or does not, where its mean is more than two standard errors from zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from forerun.bench.config import HELD_OUT, SETS
+from forerun.bench.prompts import make_prompts
+from forerun.core.errors import ForerunError
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.engine import Engine
+from forerun.engine.llm import LLM
+from forerun.engine.metrics import RequestMetrics
+from forerun.plan.estimate import measure
+from forerun.sampling.params import SamplingParams
+
+DEPTH = 3
+CHAIN = {"method": "draft_model", "num_speculative_tokens": 5}
+TREE = {"method": "draft_model", "tree": [3, 2, 1]}
+SURE = 2.0
+"""Standard errors from zero that count as an answer."""
+HELD, BROKEN, UNDECIDED = "held", "not held", "undecided"
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """``better`` should keep more tokens per round than ``worse``; both are ``speculative_config`` mappings."""
+
+    claim: str
+    source: str
+    better: Mapping[str, Any]
+    worse: Mapping[str, Any]
+    temperatures: tuple[float, ...] = (1.0,)
+
+
+def _heads(better: str, worse: str, source: str) -> Ordering:
+    first, second = ({"method": name, "num_speculative_tokens": DEPTH} for name in (better, worse))
+    return Ordering(f"{better} over {worse}, k = {DEPTH}", source, first, second, (0.0, 1.0))
+
+
+ORDERINGS = (
+    _heads("eagle", "medusa", "EAGLE, arXiv 2401.15077"),
+    _heads("medusa", "blockwise", "Medusa, arXiv 2401.10774"),
+    Ordering(
+        "recursive: without replacement over with, tree 3x2x1",
+        "Sequoia, arXiv 2402.12374",
+        {**TREE, "accept": "recursive", "replacement": False},
+        {**TREE, "accept": "recursive", "replacement": True},
+    ),
+    Ordering(
+        "block over token, k = 5",
+        "Sun et al., arXiv 2403.10444",
+        {**CHAIN, "accept": "block"},
+        {**CHAIN, "accept": "token"},
+    ),
+    Ordering(
+        "traversal over recursive, tree 3x2x1",
+        "Weng et al., arXiv 2505.12398",
+        {**TREE, "accept": "traversal"},
+        {**TREE, "accept": "recursive"},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Tokens per round of both sides, the mean difference per prompt and its standard error, over ``prompts``."""
+
+    claim: str
+    source: str
+    temperature: float
+    better: float | None = None
+    worse: float | None = None
+    difference: float | None = None
+    error: float | None = None
+    prompts: int = 0
+    verdict: str = UNDECIDED
+    note: str = ""
+
+
+def verdict(differences: Seq[float]) -> tuple[float, float, str]:
+    """Mean, standard error, and whether the mean is above, below or near zero. Two differences at least."""
+    middle = mean(differences)
+    error = stdev(differences) / len(differences) ** 0.5
+    if abs(middle) <= SURE * error:
+        return middle, error, UNDECIDED
+    return middle, error, HELD if middle > 0 else BROKEN
+
+
+@dataclass
+class Bench:
+    """Runs each configuration once per temperature."""
+
+    llm: LLM
+    prompts: Seq[Seq[int]]
+    max_tokens: int
+    concurrency: int
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """More options by method."""
+    known: dict[str, list[RequestMetrics]] = field(default_factory=dict)
+
+    def run(self, config: Mapping[str, Any], temperature: float) -> list[RequestMetrics]:
+        """One per prompt. Raises ForerunError for a drafter that is not there."""
+        full = {**config, **self.options.get(config["method"], {})}
+        key = json.dumps([full, temperature], sort_keys=True)
+        if key not in self.known:
+            settings = replace(self.llm.config, max_num_seqs=self.concurrency)
+            engine = Engine(self.llm.model, self.llm.tokenizer, settings, SpeculativeConfig.parse(full))
+            params = [
+                SamplingParams(temperature=temperature, max_tokens=self.max_tokens, ignore_eos=True, seed=seed)
+                for seed in range(len(self.prompts))
+            ]
+            self.known[key] = measure(engine, self.prompts, params).metrics
+        return self.known[key]
+
+    def compare(self, ordering: Ordering, temperature: float) -> Comparison:
+        empty = Comparison(ordering.claim, ordering.source, temperature)
+        try:
+            sides = [self.run(side, temperature) for side in (ordering.better, ordering.worse)]
+        except ForerunError as error:
+            return replace(empty, verdict="left out", note=" ".join(str(error).split()))
+        pairs = [(b.tokens_per_round, w.tokens_per_round) for b, w in zip(*sides)]
+        middle, error_, found = verdict([b - w for b, w in pairs if b is not None and w is not None])
+        totals = [RequestMetrics.merged(side).tokens_per_round for side in sides]
+        return replace(
+            empty,
+            better=totals[0],
+            worse=totals[1],
+            difference=middle,
+            error=error_,
+            prompts=len(pairs),
+            verdict=found,
+        )
+
+
+def compare_all(bench: Bench, orderings: Seq[Ordering] = ORDERINGS) -> list[Comparison]:
+    return [bench.compare(ordering, heat) for ordering in orderings for heat in ordering.temperatures]
+
+
+def lines(found: Seq[Comparison]) -> list[str]:
+    """A markdown table."""
+    heads = ["ordering", "T", "tokens per round", "the other's", "difference per prompt", "", "source"]
+    table = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for item in found:
+        numbers = ["–", "–", item.note]
+        if item.better is not None and item.worse is not None:
+            numbers = [f"{item.better:.3f}", f"{item.worse:.3f}", f"{item.difference:+.3f} ± {item.error:.3f}"]
+        table.append(
+            "| " + " | ".join([item.claim, f"{item.temperature:g}", *numbers, item.verdict, item.source]) + " |"
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="forerun:target")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--prompt-set", choices=SETS, default=HELD_OUT)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--speculative-config", type=json.loads, default={}, help="{METHOD: {more options}}")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    llm = LLM(given.model, dtype=given.dtype, speculative_config=None)
+    prompts = make_prompts(given.prompt_set, llm.tokenizer, count=given.prompts, length=given.prompt_tokens)
+    found = compare_all(Bench(llm, prompts, given.max_tokens, given.concurrency, given.speculative_config))
+    print(json.dumps([asdict(item) for item in found], indent=1) if given.json else "\n".join(lines(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""``python -m forerun_lab.bench.predicted``: what plans said before beside what was measured afterwards.
+
+Takes what ``forerun plan --json`` and ``forerun bench --json`` printed, in any order. A setting is predicted by the
+plan for its model, temperature and number of requests at a time. A group's choice is its setting with the best
+prediction, or plain decoding where none promises ``MARGIN``. Every losing row stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from forerun.core.errors import ConfigError
+from forerun.plan.planner import MARGIN
+
+COLUMNS = ("model", "method", "k", "tree", "temperature", "concurrency")
+TITLES = ["model", "method", "k", "tree", "T", "at a time", "predicted", "measured", "±", "off by"]
+Setting = tuple[str, int, str | None]
+"""Method, depth, tree."""
+Group = tuple[str, float, int]
+"""Model, temperature, requests at a time."""
+
+
+def predictions(plan: Mapping[str, Any]) -> dict[Setting, float]:
+    """Speed over plain decoding by method, depth and tree."""
+    found: dict[tuple[str, int, str | None], float] = {
+        (p["method"], p["k"], None): p["speedup"] for p in plan["predictions"]
+    }
+    for item in plan["trees"]:
+        for shape in item["fixed"]:
+            found[shape["method"], len(shape["tree"]), "x".join(map(str, shape["tree"]))] = shape["speedup"]
+    return found
+
+
+def join(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """``{"rows": [...], "groups": [...], "median_error": ...}``. Raises ConfigError for a setting that no plan has, and
+    where there is none to judge."""
+    files = list(files)
+    plans: dict[Group, dict[Setting, float]] = {}
+    for plan in files:
+        if "predictions" in plan:
+            group = (plan["environment"]["model"], plan["temperature"], plan["concurrency"])
+            if group in plans:
+                raise ConfigError(f"two plans for {group}")
+            plans[group] = predictions(plan)
+    rows = []
+    for bench in files:
+        for row in bench.get("rows", ()):
+            if row["num_speculative_tokens"] is None:
+                continue
+            if row["length"] != "fixed":
+                raise ConfigError(
+                    f"a plan knows fixed lengths, and {row['method']} was measured with {row['length']!r}"
+                )
+            group = (bench["environment"]["model"], row["temperature"], row["concurrency"])
+            setting = (row["method"], row["num_speculative_tokens"], row["tree"])
+            if setting not in plans.get(group, {}):
+                raise ConfigError(f"no plan for {group} predicts {setting}")
+            said, was = plans[group][setting], row["speedup"]
+            values = (group[0], *setting, *group[1:])
+            rows.append(
+                dict(zip(COLUMNS, values))
+                | {"predicted": said, "measured": was, "measured_error": row["speedup_error"], "off": said / was - 1}
+            )
+    if not rows:
+        raise ConfigError("give at least one plan and one measurement (forerun plan --json, forerun bench --json)")
+    return {
+        "rows": rows,
+        "groups": [_group(rows, group) for group in plans if any(_of(row, group) for row in rows)],
+        "median_error": median(abs(row["off"]) for row in rows),
+    }
+
+
+def _of(row: Mapping[str, Any], group: Group) -> bool:
+    return (row["model"], row["temperature"], row["concurrency"]) == group
+
+
+def _group(rows: Seq[Mapping[str, Any]], group: Group) -> dict[str, Any]:
+    """The chosen setting's speed over the best measured one's, plain decoding among both."""
+    plain = {"method": "none", "k": None, "tree": None, "measured": 1.0, "predicted": MARGIN}
+    inside = [plain, *(row for row in rows if _of(row, group))]
+    chosen, best = (max(inside, key=lambda row: row[key]) for key in ("predicted", "measured"))
+    return {
+        **dict(zip(("model", "temperature", "concurrency"), group)),
+        "settings": len(inside) - 1,
+        "median_error": median(abs(row["off"]) for row in inside[1:]),
+        "chosen": name(chosen),
+        "best": name(best),
+        "chosen_over_best": chosen["measured"] / best["measured"],
+    }
+
+
+def name(row: Mapping[str, Any]) -> str:
+    """A setting as it is told."""
+    if row["k"] is None:
+        return str(row["method"])
+    return f"{row['method']}, {'k = ' + str(row['k']) if row['tree'] is None else row['tree']}"
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """As markdown: groups, then rows."""
+    lines = ["| model | T | at a time | settings | median error | chosen | best | chosen over best |", "|---" * 8 + "|"]
+    for each in found["groups"]:
+        cells = [each["model"], f"{each['temperature']:g}", each["concurrency"], each["settings"]]
+        cells += [f"{each['median_error']:.1%}", each["chosen"], each["best"], f"{each['chosen_over_best']:.2f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
+    for row in found["rows"]:
+        error = "" if row["measured_error"] is None else f"{row['measured_error']:.2f}"
+        cells = [row["model"], f"`{row['method']}`", row["k"], row["tree"] or "", f"{row['temperature']:g}"]
+        cells += [row["concurrency"], f"{row['predicted']:.2f}", f"{row['measured']:.2f}", error, f"{row['off']:+.0%}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m forerun_lab.bench.predicted", description=__doc__.split("\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, help="what plan and bench printed with --json")
+    parser.add_argument("--out", type=Path, help="JSON file to write, with the machine that each file was made on")
+    wanted = parser.parse_args()
+    try:
+        files = [json.loads(path.read_text(encoding="utf-8")) for path in wanted.files]
+        found = join(files)
+    except (ConfigError, OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        sys.exit(f"error: these are not all files of forerun plan --json and forerun bench --json ({error!r})")
+    print(table(found))
+    print(f"\n{len(found['rows'])} settings, median error {found['median_error']:.1%}")
+    if wanted.out:
+        about = [item["environment"] for item in files if "rows" in item]
+        wanted.out.write_text(json.dumps({"environments": about} | found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

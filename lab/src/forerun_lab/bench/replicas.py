@@ -1,0 +1,296 @@
+"""``python -m forerun_lab.bench.replicas``: two replicas of a thread each against one process with two threads, and
+prompts routed to where their beginning is cached against prompts routed by chance.
+
+Contenders get the same requests, in turns, through the API in this process: no sockets. Ratios are medians over pairs
+of turns, each with an interval that holds the median with 95 % confidence. Every losing row stays. Needs
+``forerun[ray]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import sys
+from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import ceil
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import forerun
+from forerun.bench.categories import median_interval
+from forerun.bench.config import HELD_OUT, RANDOM
+from forerun.bench.environment import processor
+from forerun.bench.prompts import make_prompts
+from forerun.core.errors import ForerunError
+from forerun.engine.async_engine import AsyncEngine
+from forerun.engine.llm import LLM
+from forerun.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.scale.pool import Pool
+    from forerun.serve.answering import Answering
+    from forerun.serve.batch import Ask
+
+PAGE_SIZE = 64
+NUMBER = 2
+"""Replicas, each with one thread."""
+NO_LIMIT = 10.0**9
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one contender made of one turn's requests."""
+
+    seconds: float
+    tokens: int
+    texts: list[str]
+
+
+@dataclass(frozen=True)
+class First:
+    """What one request waited for its first token, in seconds, and how many of its prompt's tokens were cached."""
+
+    seconds: float
+    prompt: int
+    cached: int
+
+
+async def load(ask: Ask, bodies: Seq[dict[str, Any]], streams: int) -> Load:
+    """Every body, ``streams`` at a time. Raises ForerunError for one that is refused."""
+    places = asyncio.Semaphore(streams)
+
+    async def one(body: dict[str, Any]) -> tuple[str, int]:
+        async with places:
+            status, answer = await ask("/v1/completions", body)
+        if status != 200:
+            raise ForerunError(answer["error"]["message"])
+        return answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
+
+    began = perf_counter()
+    answers = await asyncio.gather(*map(one, bodies))
+    return Load(perf_counter() - began, sum(tokens for _, tokens in answers), [text for text, _ in answers])
+
+
+async def first_tokens(pool: Answering, prompts: Seq[Seq[int]], params: SamplingParams, streams: int) -> list[First]:
+    """Every prompt, ``streams`` at a time."""
+    places = asyncio.Semaphore(streams)
+
+    async def one(prompt: Seq[int]) -> First:
+        async with places:
+            began = perf_counter()
+            stream = await pool.submit(prompt, params)
+            await stream.read()
+            waited = perf_counter() - began
+            async for _ in stream:
+                pass
+            return First(waited, len(prompt), stream.jobs[0].metrics.num_cached_tokens)
+
+    return list(await asyncio.gather(*map(one, prompts)))
+
+
+async def in_turns(contenders: dict[str, Callable[[int], Awaitable[Any]]], turns: int) -> dict[str, list[Any]]:
+    """What each made of every turn, the first one that is not counted left out; who begins changes."""
+    found: dict[str, list[Any]] = {name: [] for name in contenders}
+    for turn in range(turns + 1):
+        names = list(contenders) if turn % 2 else list(contenders)[::-1]
+        for name in names:
+            found[name].append(await contenders[name](turn))
+    return {name: kept[1:] for name, kept in found.items()}
+
+
+def throughput(wanted: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens per second of one process with as many threads as there are replicas, and of those."""
+    from forerun.scale.cluster import Cluster, Replicas
+    from forerun.scale.front import cluster
+    from forerun.serve.app import ServerOptions, create_app
+    from forerun.serve.batch import asking
+
+    torch.set_num_threads(NUMBER)
+    drafters = json.loads(wanted.speculative_config)
+    engine = {"model": wanted.model, "page_size": PAGE_SIZE, "max_num_seqs": max(16, wanted.streams)}
+    llm = LLM(**engine, speculative_config=drafters)
+    options = ServerOptions(request_timeout=NO_LIMIT)
+    prompts = make_prompts(
+        HELD_OUT, llm.tokenizer, count=wanted.requests * (wanted.turns + 1), length=wanted.prompt_tokens
+    )
+    one = AsyncEngine(llm.engine)
+
+    def bodies(turn: int) -> list[dict[str, Any]]:
+        given = {"max_tokens": wanted.tokens, "temperature": wanted.temperature, "ignore_eos": True}
+        chosen = prompts[turn * wanted.requests : (turn + 1) * wanted.requests]
+        return [{"prompt": prompt, "seed": seed, **given} for seed, prompt in enumerate(chosen)]
+
+    async def measure(handle: Any) -> dict[str, list[Load]]:
+        pool = await Cluster(handle).pool(4 * wanted.requests)
+        asks = {
+            f"one process, {NUMBER} threads": asking(create_app(one, options)),
+            f"{NUMBER} replicas, 1 thread each": asking(create_app(pool, options)),
+        }
+
+        def contender(ask: Ask) -> Callable[[int], Awaitable[Load]]:
+            return lambda turn: load(ask, bodies(turn), wanted.streams)
+
+        return await in_turns({name: contender(ask) for name, ask in asks.items()}, wanted.turns)
+
+    try:
+        with cluster(Replicas(engine=engine, speculative=drafters, number=NUMBER)) as (handle,):
+            found = asyncio.run(measure(handle))
+    finally:
+        one.close()
+    base = next(iter(found.values()))
+    return [_of_load(name, loads, base) for name, loads in found.items()]
+
+
+def _of_load(name: str, loads: Seq[Load], base: Seq[Load]) -> dict[str, Any]:
+    speeds = [each.tokens / each.seconds for each in loads]
+    ratios = [before.seconds / own.seconds for before, own in zip(base, loads)]
+    pairs = [pair for before, own in zip(base, loads) for pair in zip(before.texts, own.texts)]
+    return {
+        "contender": name,
+        "tokens_per_second": median(speeds),
+        "speedup": median(ratios),
+        "speedup_interval": median_interval(ratios),
+        "same": mean(before == own for before, own in pairs),
+    }
+
+
+def routing(wanted: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times to first token and hit rates, by affinity and by chance, over prompts that share beginnings; each replica's
+    cache has room for a share of ``wanted.room`` of them, what it answers included."""
+    from forerun.scale.cluster import Cluster, Replicas
+    from forerun.scale.front import cluster
+
+    drafters = json.loads(wanted.speculative_config)
+    whole = -(-(wanted.prefix_tokens + wanted.tail_tokens + wanted.first_tokens) // PAGE_SIZE)
+    kept = int(wanted.room * wanted.prefixes * (wanted.prefix_tokens // PAGE_SIZE))
+    engine = {
+        "model": wanted.model, "page_size": PAGE_SIZE, "max_num_seqs": max(4, wanted.clients),
+        "num_pages": max(kept, wanted.clients * whole),
+    }  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=wanted.first_tokens, ignore_eos=True)
+    names = {"affine": True, "by chance": False}
+
+    async def measure(handles: Seq[Any]) -> dict[str, list[list[First]]]:
+        pools = [await Cluster(handle).pool(1024) for handle in handles]
+        tokenizer = pools[0].tokenizer
+        prefixes = make_prompts(HELD_OUT, tokenizer, count=wanted.prefixes, length=wanted.prefix_tokens)
+        count = wanted.prefixes * wanted.visits * (wanted.turns + 1)
+        tails = make_prompts(RANDOM, tokenizer, count=count, length=wanted.tail_tokens)
+
+        def prompts(turn: int) -> list[list[int]]:
+            order = list(range(wanted.prefixes)) * wanted.visits
+            random.Random(turn).shuffle(order)
+            return [prefixes[each] + tails[turn * len(order) + place] for place, each in enumerate(order)]
+
+        def contender(pool: Pool) -> Callable[[int], Awaitable[list[First]]]:
+            return lambda turn: first_tokens(pool, prompts(turn), params, wanted.clients)
+
+        return await in_turns({name: contender(pool) for name, pool in zip(names, pools)}, wanted.turns)
+
+    replicas = [
+        Replicas(engine=engine, speculative=drafters, number=NUMBER, affine=affine) for affine in names.values()
+    ]
+    with cluster(*replicas) as handles:
+        found = asyncio.run(measure(handles))
+    base = found["by chance"]
+    return [_of_first(name, turns, base) for name, turns in found.items()]
+
+
+def _of_first(name: str, turns: Seq[Seq[First]], base: Seq[Seq[First]]) -> dict[str, Any]:
+    every = [each for turn in turns for each in turn]
+    waited = sorted(each.seconds for each in every)
+    ratios = [mean(e.seconds for e in own) / mean(e.seconds for e in before) for before, own in zip(base, turns)]
+    return {
+        "routing": name,
+        "hit_rate": sum(each.cached for each in every) / sum(each.prompt for each in every),
+        "first_token_mean": mean(waited),
+        "first_token_p50": median(waited),
+        "first_token_p95": waited[ceil(0.95 * len(waited)) - 1],
+        "ratio": median(ratios),
+        "ratio_interval": median_interval(ratios),
+    }
+
+
+def environment(wanted: argparse.Namespace) -> dict[str, Any]:
+    """Versions, machine and settings. Raises ModuleNotFoundError without Ray."""
+    return {
+        "forerun": forerun.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ray": version("ray"),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "settings": {name: value for name, value in vars(wanted).items() if name not in ("json", "table")},
+    }
+
+
+def tables(result: dict[str, Any]) -> str:
+    """Both, as markdown."""
+    lines = ["| | tokens/s | speed-up | 95 % | same answers |", "|---|---|---|---|---|"]
+    for row in result["throughput"]:
+        between = _between(row["speedup_interval"])
+        speed = f"{row['tokens_per_second']:.0f} | {row['speedup']:.2f}"
+        lines.append(f"| {row['contender']} | {speed} | {between} | {row['same']:.0%} |")
+    lines += [
+        "",
+        "| routing | cached | first token, mean | p50 | p95 | ratio | 95 % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["routing"]:
+        times = " | ".join(f"{1000 * row[f'first_token_{name}']:.1f} ms" for name in ("mean", "p50", "p95"))
+        between = _between(row["ratio_interval"])
+        lines.append(f"| {row['routing']} | {row['hit_rate']:.0%} | {times} | {row['ratio']:.2f} | {between} |")
+    return "\n".join(lines)
+
+
+def _between(interval: Seq[float] | None) -> str:
+    return "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m forerun_lab.bench.replicas", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default="forerun:target")
+    default = {"method": "draft_model", "model": "forerun:draft", "num_speculative_tokens": 3, "length": "adaptive"}
+    parser.add_argument("--speculative-config", default=json.dumps(default))
+    parser.add_argument("--turns", type=int, default=30, help="pairs, beside one that is not counted")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=64, help="of each turn")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--prefixes", type=int, default=12)
+    parser.add_argument("--prefix-tokens", type=int, default=1024)
+    parser.add_argument("--tail-tokens", type=int, default=32, help="that no other prompt has")
+    parser.add_argument("--visits", type=int, default=4, help="of each prefix in a turn")
+    parser.add_argument("--first-tokens", type=int, default=8, help="of each answer to them")
+    parser.add_argument("--clients", type=int, default=4, help="prompts at a time")
+    parser.add_argument("--room", type=float, default=0.67, help="share of the prefixes that one replica can hold")
+    parser.add_argument("--json", action="store_true", help="print one object instead of tables")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print such an object's tables, and end")
+    wanted = parser.parse_args()
+    if wanted.table:
+        print(tables(json.loads(wanted.table.read_text(encoding="utf-8"))))
+        return
+    try:
+        about = environment(wanted)
+        result = {"environment": about, "throughput": throughput(wanted), "routing": routing(wanted)}
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: this needs {error.name}: pip install 'forerun[ray]'")
+    except ForerunError as error:
+        sys.exit(f"error: {error}")
+    print(json.dumps(result, indent=1) if wanted.json else tables(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""``forerun plan`` with a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.cli.console import print_json, print_table, progress
+from forerun.cli.options import Flags, flags_of
+from forerun.core.errors import ConfigError
+from forerun_lab.load.arrivals import Load
+from forerun_lab.load.options import MOST, LoadOptions
+
+if TYPE_CHECKING:
+    from forerun_lab.load.costs import Costs
+    from forerun_lab.load.replica import Limits
+
+LOAD = Flags("load", flags_of(LoadOptions, "A load, and how many replicas it takes"))
+FIGURES = {
+    "replicas": "replicas", "tokens_per_second": "tokens/s", "ttft": "first token p50 p95",
+    "tpot": "each further p50 p95", "latency": "whole p50 p95", "utilisation": "busy", "streams": "together",
+    "hit_rate": "cached",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is measured with."""
+
+    engine: Mapping[str, Any]
+    drafters: Seq[Mapping[str, Any]]
+    prompt_set: str
+    prompts_file: Path | None
+    temperature: float
+    seed: int
+    asked: Seq[str] = ()
+    """Options of measuring that were given, beside those of ``engine``."""
+
+
+def read_load(
+    given: Mapping[str, Any], prompt_tokens: int, max_tokens: int, seed: int, others: Mapping[str, Any]
+) -> tuple[LoadOptions, Load]:
+    """What is asked for. Raises ConfigError before anything is loaded, also if one of ``others`` was given: options
+    of a plan without a load."""
+    for name, value in others.items():
+        if value:
+            raise ConfigError(f"--{name.replace('_', '-')} is for a plan without a load")
+    options = LoadOptions(**given)
+    return options, options.made(prompt_tokens, max_tokens, seed)
+
+
+def plan_load(options: LoadOptions, load: Load, setting: Setting) -> dict[str, Any]:
+    """Measure a replica, unless that has been done, and play the load on as many as it takes."""
+    from forerun_lab.load.run import plan_load as run
+    from forerun_lab.load.run import read_costs
+    from forerun_lab.load.search import Targets
+
+    for name in (*setting.engine, *setting.asked) if options.costs is not None else ():
+        raise ConfigError(f"--costs says what runs: leave --{name.replace('_', '-')} out")
+    costs, limits, about = _measure(load, setting) if options.costs is None else read_costs(options.costs)
+    added = {name: getattr(options, name) for name in ("outside", "telling")}
+    costs = replace(costs, **{name: value for name, value in added.items() if value is not None})
+    targets = Targets(options.ttft_p95, options.tpot_p95, options.latency_p95)
+    found = run(costs, limits, load.within(limits.positions), targets, options.replicas, options.router)
+    return found | {"environment": about}
+
+
+def _measure(load: Load, setting: Setting) -> tuple[Costs, Limits, dict[str, Any]]:
+    from forerun.bench.environment import environment
+    from forerun.bench.prompts import make_prompts
+    from forerun.cli.serve import PAGE_SIZE
+    from forerun.engine.llm import LLM
+    from forerun_lab.load.measured import Bench, limits_of, steps
+
+    engine = {"page_size": PAGE_SIZE, **setting.engine}
+    with progress("loading", steps(engine.get("max_num_seqs"), len(setting.drafters))) as step:
+        llm = LLM(**engine, speculative_config=None)
+        load = load.within(llm.engine.max_model_len)
+
+        def prompts(count: int, length: int) -> list[list[int]]:
+            kind, file = setting.prompt_set, setting.prompts_file
+            return make_prompts(kind, llm.tokenizer, count=count, length=length, seed=setting.seed, file=file)
+
+        bench = Bench(llm, load.typical(), load.longest(), prompts, setting.temperature, setting.seed, step)
+        return bench.costs(setting.drafters), limits_of(llm), environment(llm, engine)
+
+
+def show(found: Mapping[str, Any]) -> None:
+    rows = [[_cell(one[key]) for key in FIGURES] for one in found["fleets"]]
+    print_table(list(FIGURES.values()), rows)
+    ways = ", ".join(f"{count}: {way}" for count, way in found["costs"]["switched"].items())
+    print(f"\ndrafted, by requests that decode together: {ways}")
+    wanting = ", ".join(f"{name} takes {ratio:.2f} times as long" for name, ratio in found["misses"].items())
+    if found["replicas"] is None:
+        print(f"not even {MOST} replicas keep this: {wanting}")
+    elif wanting:
+        print(f"{found['replicas']} replicas do not keep this: {wanting}")
+    else:
+        print(f"replicas: {found['replicas']}")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{value['p50']:.3g} {value['p95']:.3g}"
+    return f"{value:.2f}" if isinstance(value, float) and value < 10 else f"{value:.0f}"
+
+
+def tell(found: Mapping[str, Any], page: Path | None, as_json: bool) -> None:
+    """Print it, and write it as a page."""
+    if page is not None:
+        from forerun_lab.load.report import report
+
+        page.write_text(report(found), encoding="utf-8")
+    (print_json if as_json else show)(found)

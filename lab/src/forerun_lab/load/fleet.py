@@ -1,0 +1,151 @@
+"""Replicas together: a router, requests in time, and what they see."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from forerun.core.errors import ConfigError
+from forerun.scale.affinity import Affinity
+from forerun_lab.load.arrivals import Arrival, Load
+from forerun_lab.load.costs import Costs
+from forerun_lab.load.options import ROUTERS
+from forerun_lab.load.replica import Job, Limits, Replica
+
+Choose = Callable[[Mapping[int, int], int, Arrival], int]
+"""A router: which replica, by the requests in progress of each, gets the request of this number."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Quantiles, in seconds."""
+
+    p50: float
+    p95: float
+
+    @classmethod
+    def of(cls, values: Seq[float]) -> Spread:
+        low, high = np.percentile(values, [50, 95]) if len(values) else (0.0, 0.0)
+        return cls(float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a fleet of ``replicas`` does with a load. Times are seconds: to the first token, of each further token, and
+    of the whole request."""
+
+    replicas: int
+    requests: int
+    """That were simulated, and are counted."""
+    tokens_per_second: float
+    requests_per_second: float
+    ttft: Spread
+    tpot: Spread
+    latency: Spread
+    utilisation: float
+    """Share of the replicas' time in which they compute."""
+    streams: float
+    """Requests that decode together in a replica that computes, at the mean."""
+    hit_rate: float
+    """Share of the prompts' tokens that were cached."""
+    preemptions: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def affine(page: int) -> Choose:
+    """``serve --replicas``' own router."""
+    router = Affinity(block=page)
+
+    def choose(load: Mapping[int, int], number: int, arrival: Arrival) -> int:
+        names = _names(number, arrival, page)
+        best = router.order_named(load, names)[0]
+        router.note_named(best, names)
+        return best
+
+    return choose
+
+
+def _names(number: int, arrival: Arrival, page: int) -> list[bytes]:
+    """As ``affinity.blocks`` of such a prompt would be: alike as far as prompts are."""
+    shared = arrival.shared // page
+    begun = [b"%s:%d" % (repr(arrival.prefix).encode(), index) for index in range(shared)]
+    return begun + [b"own %d:%d" % (number, index) for index in range(shared, arrival.prompt // page)]
+
+
+def at_random(seed: int) -> Choose:
+    draw = random.Random(seed)
+    return lambda load, number, arrival: draw.randrange(len(load))
+
+
+def simulate(costs: Costs, limits: Limits, arrivals: Seq[Arrival], count: int, choose: Choose) -> tuple[list[Job], Any]:
+    """All requests through ``count`` replicas: the jobs in the arrivals' order, and the replicas."""
+    replicas = [Replica(costs, limits) for _ in range(count)]
+    load = dict.fromkeys(range(count), 0)
+    jobs = [Job(number, arrival) for number, arrival in enumerate(arrivals)]
+    events: list[tuple[float, int]] = []
+
+    def ended(index: int) -> None:
+        replica = replicas[index]
+        load[index] -= len(replica.end())
+        if replica.until < math.inf:
+            heapq.heappush(events, (replica.until, index))
+
+    def run(until: float) -> None:
+        while events and events[0][0] <= until:
+            at, index = heapq.heappop(events)
+            if replicas[index].until == at:  # else the stretch was cut short, and its end is another event
+                ended(index)
+
+    for job in jobs:
+        run(job.arrival.at)
+        index = choose(load, job.number, job.arrival)
+        load[index] += 1
+        before = replicas[index].until
+        replicas[index].add(job, job.arrival.at)
+        if replicas[index].until != before:
+            heapq.heappush(events, (replicas[index].until, index))
+    run(math.inf)
+    return jobs, replicas
+
+
+def serve(costs: Costs, limits: Limits, load: Load, replicas: int, router: str = "affine", seed: int = 0) -> Served:
+    """The figures of so many replicas. Raises ConfigError for a router that is none of ``ROUTERS``, and for a request
+    that a replica's pages could never hold."""
+    if router not in ROUTERS:
+        raise ConfigError(f"unknown router {router!r}: choose one of {', '.join(ROUTERS)}")
+    part = load.part(replicas, router)
+    most = max(-(-(one.prompt + one.output) // limits.page) for one in part.arrivals)
+    if limits.pages is not None and most > limits.pages:
+        raise ConfigError(f"a request needs {most} KV pages, and a replica has {limits.pages}: raise kv_cache_memory")
+    choose = affine(limits.page) if router == "affine" else at_random(seed)
+    jobs, machines = simulate(costs, limits, part.arrivals, part.replicas, choose)
+    counted = jobs[part.settling :]
+    whole = max(job.done for job in jobs) - jobs[0].arrival.at
+    # A trace has an end; what stands for a load without one is watched while requests come.
+    began, last = counted[0].arrival.at, jobs[-1].arrival.at if part.settling else math.inf
+    done = [job.arrival.output for job in jobs if began <= job.done <= last]
+    span = min(last, jobs[0].arrival.at + whole) - began
+    busy = sum(machine.busy for machine in machines)
+    scale, out = replicas / part.replicas, costs.outside
+    return Served(
+        replicas=replicas,
+        requests=len(counted),
+        tokens_per_second=sum(done) / span * scale,
+        requests_per_second=len(done) / span * scale,
+        ttft=Spread.of([job.first - job.arrival.at + out for job in counted]),
+        tpot=Spread.of([(job.done - job.first) / (n - 1) for job in counted if (n := job.arrival.output) > 1]),
+        latency=Spread.of([job.done - job.arrival.at + out for job in counted]),
+        utilisation=busy / whole / part.replicas,
+        streams=sum(machine.streams for machine in machines) / busy,
+        hit_rate=sum(job.reused for job in counted) / sum(job.arrival.prompt for job in counted),
+        preemptions=round(sum(machine.preempted for machine in machines) * scale),
+    )

@@ -1,0 +1,69 @@
+"""What ``forerun plan`` is told of a load. Loads no library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forerun.core.errors import ConfigError
+from forerun_lab.load.arrivals import KEYS, Load, Synthetic, read_trace
+
+ROUTERS = ("affine", "random")
+MOST = 10_000
+"""Replicas that are considered."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Each is a flag of ``forerun plan``."""
+
+    load: Path | None = field(
+        default=None, metadata={"help": f"a trace: on each line JSON with {', '.join(KEYS[:3])} (docs/plan.md)"}
+    )
+    rate: float | None = field(
+        default=None, metadata={"help": "requests a second, at random, of --prompt-tokens and --max-tokens: no trace"}
+    )
+    spread: float = field(default=0.5, metadata={"help": "of such requests' lengths: standard deviation over mean"})
+    shared_prefix: float = field(
+        default=0.0, metadata={"help": "share of their prompts' tokens that others begin with"}
+    )
+    prefixes: int = field(default=16, metadata={"help": "different beginnings, where they share any"})
+    replicas: int | None = field(default=None, metadata={"help": "what so many do, instead of how many it takes"})
+    router: str = field(default="affine", metadata={"help": "where requests go: affine (as serve does), random"})
+    ttft_p95: float | None = field(default=None, metadata={"help": "seconds to the first token, for 95 of 100"})
+    tpot_p95: float | None = field(default=None, metadata={"help": "seconds for each further token, for 95 of 100"})
+    latency_p95: float | None = field(default=None, metadata={"help": "seconds to the last token, for 95 of 100"})
+    costs: Path | None = field(
+        default=None, metadata={"help": "what such a plan printed with --json: its costs, so that nothing is measured"}
+    )
+    outside: float | None = field(default=None, metadata={"help": "seconds that a request spends on its way and back"})
+    telling: float | None = field(
+        default=None, metadata={"help": "seconds by which a round is longer for each request that gets tokens in it"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.load is not None and self.rate is not None:
+            raise ConfigError("--load is a trace and --rate a load without one: give one of them")
+        if self.router not in ROUTERS:
+            raise ConfigError(f"--router must be one of {', '.join(ROUTERS)}, not {self.router!r}")
+        if self.replicas is not None and not 1 <= self.replicas <= MOST:
+            raise ConfigError(f"--replicas must be from 1 to {MOST}, not {self.replicas}")
+        for name in ("ttft_p95", "tpot_p95", "latency_p95"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} must be seconds above 0, not {value!r}")
+        for name in ("outside", "telling"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"--{name} must be seconds, 0 or more, not {value!r}")
+        if self.replicas is None and (self.ttft_p95, self.tpot_p95, self.latency_p95) == (None, None, None):
+            raise ConfigError("say what is to be kept (--ttft-p95, --tpot-p95, --latency-p95), or how many --replicas")
+
+    def made(self, prompt_tokens: int, max_tokens: int, seed: int) -> Load:
+        """Raises ConfigError for a trace that is none."""
+        if self.load is not None:
+            return read_trace(self.load, seed)
+        if self.rate is None:
+            raise ConfigError("there is no load: give a trace (--load) or a --rate")
+        shape = self.spread, self.shared_prefix, self.prefixes
+        return Synthetic(self.rate, prompt_tokens, max_tokens, *shape, seed=seed)

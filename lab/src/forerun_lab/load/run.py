@@ -1,0 +1,61 @@
+"""From costs and a load to a fleet."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from forerun.core.config import check_types
+from forerun.core.errors import ConfigError, one_line, shown
+from forerun_lab.load.arrivals import Load
+from forerun_lab.load.costs import Costs
+from forerun_lab.load.fleet import Served, serve
+from forerun_lab.load.options import MOST
+from forerun_lab.load.replica import Limits
+from forerun_lab.load.search import Targets, fewest
+
+ENVIRONMENT = {"model": str, "processor": str, "threads": int}
+"""What a report tells of where costs were measured."""
+
+
+def plan_load(
+    costs: Costs, limits: Limits, load: Load, targets: Targets, replicas: int | None = None, router: str = "affine"
+) -> dict[str, Any]:
+    """``{"replicas": the fewest that keep the targets, or those asked for, "kept": whether they do, "fleets": [...],
+    "load": ..., "costs": ...}``. ``replicas`` is None where not even ``MOST`` keep them."""
+
+    def served(count: int) -> Served:
+        return serve(costs, limits, load, count, router)
+
+    found, tried = (replicas, {replicas: served(replicas)}) if replicas is not None else fewest(served, targets)
+    if replicas is None and found is not None:
+        for near in (max(1, found // 2), min(MOST, 2 * found)):
+            tried[near] = tried.get(near) or served(near)
+    shown = [tried[count] for count in sorted(tried) if found is None or found // 2 <= count <= 2 * found]
+    return {
+        "replicas": found,
+        "kept": found is not None and targets.kept(tried[found]),
+        "misses": targets.misses(tried[MOST if found is None else found]),
+        "fleets": [one.to_dict() for one in shown],
+        "router": router,
+        "load": load.describe(),
+        "costs": costs.describe(),
+        "limits": asdict(limits),
+    }
+
+
+def read_costs(path: Path) -> tuple[Costs, Limits, dict[str, Any]]:
+    """What was measured for an earlier plan, from what it printed with ``--json``, and where. Raises ConfigError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        parts = found["costs"], found["limits"], found["environment"]
+        check_types(Limits, parts[1])
+        limits = Limits(**parts[1])
+        for name, kind in ENVIRONMENT.items():
+            if not isinstance(parts[2][name], kind):
+                raise ConfigError(f"its environment has no {name}, but {shown(parts[2][name])}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"cannot read a plan's costs from {path}: {one_line(error)}") from None
+    return Costs.told(parts[0]), limits, parts[2]

@@ -1,0 +1,141 @@
+"""`forerun train draft_model`: a draft model distilled from its target.
+
+The draft learns the target's distributions over the corpus and, on-policy, over text that the target wrote itself,
+because that is what it will draft for (DistillSpec, arXiv 2310.08461). With ``after`` it learns what
+earlier drafts miss.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from forerun.core.errors import ConfigError
+from forerun.models.load import resolve
+from forerun.train import loop
+from forerun.train.checkpoint import load_target, round_weights, save_model
+from forerun.train.losses import LOSSES, overlap
+from forerun.train.positions import Figures, of_chains, show
+from forerun_lab.train import corpus as corpora
+from forerun_lab.train.boost import coverage, mean_over, missed
+from forerun_lab.train.config import DistillConfig
+from forerun_lab.train.files import describe
+from forerun_lab.train.material import gather
+from forerun_lab.train.rollout import continue_prompts
+from forerun_lab.train.target import forward, held_out_losses
+
+MEANINGS = {
+    "kl": loop.Meaning("KL(target || draft), nats per token"),
+    "lk": loop.Meaning(
+        "per token, in nats: KL(target || draft) and -log of the acceptance alpha, which takes over as alpha grows"
+    ),
+    "tv_ce": loop.Meaning(
+        "per token: 0.9 of |target - draft|, from 0 to 2, and 0.1 of the cross entropy under the target, in nats"
+    ),
+}
+
+
+def train_draft_model(config: DistillConfig) -> Path:
+    """Distils a draft; gives its folder, which transformers can load."""
+    settings, material = config.settings(), gather(config, "draft_model")
+    target, tokenizer, test = material.target, material.tokenizer, material.test
+    draft = config.shape.build(target.config.vocab_size, tokenizer.eos_token_id, config.seed)
+    inherit_embeddings(draft, target)
+    earlier = [_earlier(resolve(path), tokenizer) for path in config.after]
+    distance = LOSSES[config.loss]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            p_logits = forward(target, batch[:, :-1])
+            theirs = [forward(other, batch[:, :-1]) for other in earlier]
+        q_logits = forward(model, batch[:, :-1])
+        if not theirs:
+            return distance(p_logits, q_logits).mean()
+        return mean_over(distance, p_logits, q_logits, missed(p_logits, theirs))
+
+    def evaluate(model: nn.Module) -> Figures:
+        hits, overlaps = agreement(target, model, corpora.whole_rows(test[:16_385], settings.length))
+        return _alpha(hits, overlaps) | of_chains(hits, overlaps)
+
+    state = loop.run(draft, material.batches, loss, settings, evaluate, MEANINGS[config.loss])
+    round_weights(draft)
+    figures = evaluate(draft)
+    show(figures, config.progress)
+    record = {
+        "kind": "draft_model",
+        "corpus": describe(config.corpus),
+        "seed": config.seed,
+        "tokens": state.tokens,
+        "steps": state.steps,
+        "seconds": round(state.seconds),
+        "plans": state.plans,
+        "parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "corpus_tokens": material.corpus_tokens,
+        "held_out_tokens": len(test),
+        "held_out_loss": held_out_losses(draft, test, settings),
+        "alpha": measure_alpha(target, draft, test, config.seed),
+        "accepted_at_0": figures["accepted_at_0"],
+        "accepted_at_1": figures["accepted_at_1"],
+        "coverage": coverage(target, [*earlier, draft], corpora.whole_rows(test, 512)),
+        "recipe": config.recipe(),
+    }
+    return save_model(draft, tokenizer, config.out, record)
+
+
+def _earlier(folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A draft that the new one complements. Raises ConfigError if it does not speak the target's tokens."""
+    draft, theirs = load_target(folder)
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"after: the draft in {folder} has another tokenizer than the target")
+    return draft
+
+
+@torch.no_grad()
+def inherit_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Starts a draft from its target's token embeddings, projected to their principal directions.
+
+    A short run sees rare tokens a few times only; the target has already placed them. A draft as wide as its target or
+    wider keeps its own.
+    """
+    theirs = target.get_output_embeddings().weight.float()
+    ours = draft.get_output_embeddings().weight
+    if ours.shape[1] < theirs.shape[1]:
+        directions = torch.linalg.svd(theirs, full_matrices=False).Vh[: ours.shape[1]]
+        ours.copy_(theirs @ directions.T)
+
+
+def acceptance(target: nn.Module, draft: nn.Module, tokens: Tensor, skip: int = 0) -> dict[str, float]:
+    """alpha of a draft over sequences, int64 [rows, length]: means over the positions from `skip` on.
+
+    `t1` is the mean of sum min(p, q) at temperature 1, `t0` the share of positions where both have the same argmax.
+    """
+    hits, overlaps = agreement(target, draft, tokens)
+    return _alpha(hits[:, skip:], overlaps[:, skip:])
+
+
+def _alpha(hits: Tensor, overlaps: Tensor) -> dict[str, float]:
+    return {"t1": float(overlaps.double().mean()), "t0": float(hits.double().mean())}
+
+
+@torch.no_grad()
+def agreement(target: nn.Module, draft: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Over sequences, int64 [rows, length]: where both have the same likeliest token, bool, and sum min(p, q)."""
+    draft.eval()
+    hits, overlaps = [], []
+    for part in tokens.split(8):
+        p_logits, q_logits = forward(target, part), forward(draft, part)
+        overlaps.append(overlap(p_logits, q_logits))
+        hits.append(p_logits.argmax(-1) == q_logits.argmax(-1))
+    return torch.cat(hits), torch.cat(overlaps)
+
+
+def measure_alpha(target: PreTrainedModel, draft: nn.Module, test: Tensor, seed: int) -> dict[str, dict[str, float]]:
+    """alpha over held-out text, and over what the target writes after held-out prompts at temperatures 1 and 0."""
+    prompt, new = 64, 128
+    result = {"held_out_text": acceptance(target, draft, corpora.whole_rows(test, 512))}
+    prompts = corpora.whole_rows(test, prompt)[:: max(1, len(test) // prompt // 64)]
+    for temperature in (1.0, 0.0):
+        text = continue_prompts(target, prompts, new, temperature, seed)
+        result[f"generated_at_{temperature:.0f}"] = acceptance(target, draft, text, skip=prompt - 1)
+    return result

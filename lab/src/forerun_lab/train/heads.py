@@ -1,0 +1,91 @@
+"""`forerun train medusa | blockwise | eagle | parallel | lookahead | layerskip`: heads on a frozen target.
+
+The loss belongs to the head; lessons.py gives it the target's hidden states and distributions over text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forerun.speculate.draft.heads.blockwise import BlockwiseHead
+from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.head import Head, Sizes, weights
+from forerun.speculate.draft.heads.lookahead import LookaheadHead
+from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun.speculate.draft.heads.parallel import ParallelHead
+from forerun.speculate.draft.layerskip import ExitHead
+from forerun.train import loop
+from forerun.train.positions import Figures, of_head, show
+from forerun_lab.train import corpus as corpora
+from forerun_lab.train.config import HeadTrainConfig
+from forerun_lab.train.lessons import lesson
+from forerun_lab.train.material import gather
+
+HEADS: dict[str, type[Head]] = {
+    "medusa": MedusaHead,
+    "blockwise": BlockwiseHead,
+    "eagle": EagleHead,
+    "parallel": ParallelHead,
+    "lookahead": LookaheadHead,
+    "layerskip": ExitHead,
+}
+
+
+def meaning(head: Head) -> loop.Meaning:
+    """What the loss of a head says."""
+    first, last = head.first, head.sizes.depth
+    shares = weights(last - first + 1)
+    if len(shares) == 1:
+        return loop.Meaning("cross entropy of the guess under the target's distribution, nats per token")
+    return loop.Meaning(
+        f"cross entropy of the guesses for tokens {first} to {last} ahead under the target's distribution, nats per "
+        f"token, a mean with weights {', '.join(f'{share:.2g}' for share in shares)}",
+        sum(shares),
+    )
+
+
+def _rounded(value: Any) -> Any:
+    return [round(item, 5) for item in value] if isinstance(value, list) else value
+
+
+def train_head(config: HeadTrainConfig) -> Path:
+    """Trains a head; gives its folder, which ``speculative_config`` can name as ``model``."""
+    material = gather(config, config.method)
+    target = material.target
+    text = target.config.get_text_config()
+    depth, options = config.depth or 1, dict(config.options)
+    sizes = Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers, depth, options)
+    torch.manual_seed(config.seed)
+    head = HEADS[config.method](sizes)
+    exit_layer = (config.exit_layer or max(1, text.num_hidden_layers // 2)) if config.method == "layerskip" else None
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(model, Head)
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            return model.loss(lesson(target, batch, exit_layer))
+
+    def evaluate(model: nn.Module, count: int = 8) -> Figures:
+        assert isinstance(model, Head)
+        rows = corpora.whole_rows(material.test, config.length + 1)[:count]
+        with torch.autocast(rows.device.type, torch.bfloat16):
+            return of_head(lambda row: model.guesses(lesson(target, row, exit_layer)), rows)
+
+    untrained = loop.looked_at(evaluate, head)["held_out_loss"]
+    state = loop.run(head, material.batches, loss, config.settings(), evaluate, meaning(head))
+    figures = loop.looked_at(lambda model: evaluate(model, 32), head)
+    show(figures, config.progress, head.first)
+    record = {
+        "target": str(config.target or "forerun:target"),
+        "tokens": state.tokens,
+        "seconds": round(state.seconds),
+        "seed": config.seed,
+        **{name: _rounded(value) for name, value in figures.items()},
+        "untrained_loss": untrained,
+        "exit_layer": exit_layer,
+    }
+    head.save(config.out, record)
+    return config.out

@@ -1,0 +1,107 @@
+"""What a run trains, kept beside its checkpoint, so that a folder never goes on with another run's work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from forerun import pretrained
+from forerun.core.errors import ConfigError
+from forerun.models.fingerprint import fingerprint
+from forerun.models.load import resolve
+from forerun_lab.train.config import RunConfig
+from forerun_lab.train.files import describe
+
+RECORD = "run.json"
+MAY_CHANGE = ("tokens", "lr", "matrix_lr", "decay_share", "eval_tokens", "threads")
+"""Options that a run may be given anew when it goes on: how long it is, how fast it learns, when it is looked at."""
+
+
+def target_folder(target: Path | None) -> Path:
+    """Where a target's checkpoint is; None means the bundled one. Raises ModelError."""
+    return resolve(target) if target else pretrained.path("target")
+
+
+def digest(parts: Iterable[str | Tensor]) -> str:
+    """A hash, 16 hexadecimal digits, of texts or of vectors of token ids."""
+    found = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "replace") if isinstance(part, str) else part.numpy().tobytes()
+        found.update(len(data).to_bytes(8, "big") + data)
+    return found.hexdigest()[:16]
+
+
+def claim(config: RunConfig, method: str, data: Iterable[str | Tensor], target: Path | None = None) -> None:
+    """Write down what the run in ``config.out`` trains: ``method``, on ``data`` and, if it has one, the checkpoint in
+    the folder ``target``. A run that starts over forgets what an earlier one left.
+
+    Raises ConfigError where a run is to go on and was another one.
+    """
+    folder = config.out / "run"
+    mine = _marks(config, method, data, target)
+    if config.resume and folder.is_dir() and any(folder.iterdir()):
+        _compare(config.out, _read(folder / RECORD), mine)
+    else:
+        _forget(folder, keep=getattr(config, "generated", None))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECORD).write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+
+
+def _marks(config: RunConfig, method: str, data: Iterable[str | Tensor], target: Path | None) -> dict[str, list[str]]:
+    """Every property that must stay: its name as shown, and what it is compared by."""
+    found = {"method": [method, method]}
+    if target is not None:
+        found["target"] = [str(getattr(config, "target", None) or "forerun:target"), fingerprint(target)]
+    for key, value in config.recipe().items():
+        if key not in MAY_CHANGE:
+            given = getattr(config, key)
+            mark = _mark(given) if isinstance(given, (Path, tuple)) else json.dumps(value, sort_keys=True)
+            found[key] = [str(value), mark]
+    return {**found, "corpus": [describe(config.corpus), digest(data)]}
+
+
+def _mark(value: Any) -> str:
+    """What a path leads to; a checkpoint that has moved is still the same."""
+    if isinstance(value, tuple):
+        return " ".join(map(_mark, value))
+    if isinstance(value, Path):
+        return hashlib.sha256(value.read_bytes()).hexdigest()[:16] if value.is_file() else fingerprint(resolve(value))
+    return str(value)
+
+
+def _read(path: Path) -> Mapping[str, list[str]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): [str(shown), str(mark)] for name, (shown, mark) in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{path.parent} does not say what it trains ({path.name}: {error}); name another --out, or start over with "
+            "--no-resume"
+        ) from error
+
+
+def _compare(out: Path, theirs: Mapping[str, list[str]], mine: Mapping[str, list[str]]) -> None:
+    for name in dict.fromkeys([*mine, *theirs]):
+        had, has = theirs.get(name, ["none", ""]), mine.get(name, ["none", ""])
+        if had[1] != has[1]:
+            marks = name in ("target", "corpus") or had[0] == has[0]
+            before, now = (f"{shown} ({mark})" if marks else shown for shown, mark in (had, has))
+            raise ConfigError(
+                f"{out} holds a run with another {name}: {before}, not {now}; name another --out, or start over with "
+                "--no-resume"
+            )
+
+
+def _forget(folder: Path, keep: Path | None) -> None:
+    """Remove what a run would go on from, but for text that the new one is told to read."""
+    for path in [*folder.glob("**/checkpoint.pt"), folder / "generated.pt"]:
+        if keep is None or path.resolve() != keep.resolve():
+            path.unlink(missing_ok=True)
+    for name in ("tokenizer", "generated"):
+        shutil.rmtree(folder / name, ignore_errors=True)
