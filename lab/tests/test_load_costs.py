@@ -12,7 +12,7 @@ from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
-from forerun.plan.estimate import Measured, Sample
+from forerun.measure.rounds import Measured, Sample
 from forerun_lab.load.arrivals import Arrival
 from forerun_lab.load.costs import Costs, Curve, Way
 from forerun_lab.load.measured import Bench, _way

@@ -9,8 +9,8 @@ import textwrap
 import pytest
 
 from forerun import SamplingParams
-from forerun.bench.contenders import EngineContender
 from forerun.core.errors import ConfigError
+from forerun.measure.methods import EngineContender
 from forerun_lab.peers import outside, peer_contenders
 
 pytestmark = pytest.mark.slow

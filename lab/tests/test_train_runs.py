@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from forerun.bench.prompts import list_files
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
+from forerun.measure.prompts import list_files
 from forerun.models.fingerprint import fingerprint
 from forerun.train import loop, progress
 from forerun.train.interrupt import Stopped

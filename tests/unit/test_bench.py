@@ -11,19 +11,17 @@ from time import perf_counter
 import pytest
 
 from forerun import SamplingParams
-from forerun.bench import environment
-from forerun.bench.config import BenchConfig
-from forerun.bench.contenders import EngineContender
-from forerun.bench.methods import method_configs, runnable, shape, with_trees
-from forerun.bench.prompts import make_prompts, repetition_rate
-from forerun.bench.rows import acceptance_by_position
-from forerun.bench.run import side_by_side, take_turns
 from forerun.cli.bench import split
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
+from forerun.measure import environment
+from forerun.measure.bench import acceptance_by_position, side_by_side, take_turns
+from forerun.measure.config import BenchConfig
+from forerun.measure.methods import EngineContender, method_configs, runnable, shape, with_trees
+from forerun.measure.planner import CostCurve, Estimate, predict, recommend
+from forerun.measure.prompts import make_prompts, repetition_rate
+from forerun.measure.rounds import TURN, Costs, Measured, Sample, measure, shares
 from forerun.models.tokenizer import load_tokenizer
-from forerun.plan.estimate import TURN, Costs, Measured, Sample, measure, shares
-from forerun.plan.planner import CostCurve, Estimate, predict, recommend
 from forerun.speculate.draft import drafters
 from forerun.theory import predicted_speedup
 

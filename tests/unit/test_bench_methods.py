@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.bench.methods import labels, method_configs, runnable, with_trees
 from forerun.core.errors import ConfigError
+from forerun.measure.methods import labels, method_configs, runnable, with_trees
 
 
 def test_method_configs_are_every_combination_and_check_their_keys():

@@ -16,15 +16,14 @@ import pytest
 from chat_model import save_chat_model
 
 from forerun import SamplingParams
-from forerun.bench.categories import by_category, median_interval, ratio_error
-from forerun.bench.config import CATEGORIES, HUMANEVAL, BenchConfig
-from forerun.bench.conversations import FOLDER, Conversation, Texts, make_texts, read_set, stops
-from forerun.bench.run import take_turns
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.engine.metrics import RequestMetrics
+from forerun.measure.bench import by_category, median_interval, ratio_error, take_turns
+from forerun.measure.config import CATEGORIES, HUMANEVAL, BenchConfig
+from forerun.measure.conversations import FOLDER, Conversation, Texts, make_texts, read_set, stops
+from forerun.measure.rounds import Measured
 from forerun.models.chat import render_chat
-from forerun.plan.estimate import Measured
 from forerun.speculate.accept.synthetic import profile
 from forerun_lab.humaneval import Judge, Task, read_tasks
 

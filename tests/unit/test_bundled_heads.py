@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from forerun import pretrained
-from forerun.bench.config import HELD_OUT
-from forerun.bench.prompts import make_prompts
 from forerun.engine.llm import LLM
+from forerun.measure.config import HELD_OUT
+from forerun.measure.prompts import make_prompts
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import drafters
 

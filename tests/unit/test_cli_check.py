@@ -14,14 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun import kernels
-from forerun.bench.lossless import identity
-from forerun.bench.lossless.bits import _self_tested
-from forerun.bench.lossless.identity import MIXES, check_identity, variants
-from forerun.bench.lossless.law import LENGTH, SUPPORT, check_law, chi_square, exact_law
-from forerun.bench.lossless.trees import METHOD, SHAPES, hand_made
 from forerun.cli.check import show
 from forerun.cli.main import run
 from forerun.engine import engine
+from forerun.measure import identity
+from forerun.measure.check import LENGTH, SUPPORT, _self_tested, check_law, chi_square, exact_law
+from forerun.measure.identity import METHOD, MIXES, SHAPES, check_identity, hand_made, variants
 from forerun.models.native import NativeModel
 from forerun.speculate import round as rounds
 from forerun.speculate.accept import base

@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType as Kinds
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forerun import LLM, SamplingParams
-from forerun.bench.weights import logits
 from forerun.core.errors import ModelError
+from forerun.measure.environment import logits
 from forerun.models.formats import blocks
 from forerun.models.gguf_config import FREQUENCIES
 from forerun.models.load import load_model, read_config

@@ -11,8 +11,8 @@ from gguf import GGMLQuantizationType as Kinds
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from forerun import LLM, SamplingParams
-from forerun.bench.weights import logits
 from forerun.core.errors import ModelError
+from forerun.measure.environment import logits
 from forerun.models.formats import blocks
 from forerun.models.load import load_model, read_config
 from forerun.models.modules import read_module

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from forerun import LLM, SamplingParams
-from forerun.bench.weights import logits
 from forerun.core.errors import ConfigError, ForerunError, ModelError
+from forerun.measure.environment import logits
 from forerun.models.architectures.families import LLAMA
 from forerun.models.formats import blocks
 from forerun.models.gguf import GGUFFile

@@ -11,9 +11,9 @@ from gguf import GGMLQuantizationType as Kinds
 from gguf import dequantize
 
 from forerun import LLM, SamplingParams
-from forerun.bench.weights import logits
 from forerun.cli.main import run
 from forerun.core.errors import ModelError
+from forerun.measure.environment import logits
 from forerun.models.formats import blocks, gguf_types
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.gguf_blocks import UNPACK, Blocks, sizes

@@ -13,9 +13,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kinds
 
-from forerun.bench.weights import logits
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
+from forerun.measure.environment import logits
 from forerun.models.formats import blocks, kept
 from forerun.models.gguf import GGUFFile
 from forerun.models.load import load_model

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from forerun import LLM, ConfigError, ModelError, SamplingParams
-from forerun.bench.weights import logits
 from forerun.cli.main import run
 from forerun.engine.tuned import load, save
+from forerun.measure.environment import logits
 from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import blocks
 from forerun.models.load import load_model

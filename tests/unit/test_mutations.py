@@ -13,7 +13,7 @@ from test_prequantized import CASES, write
 
 from damage import CONFIG, WEIGHTS, Damage, edit, mutate_json, mutate_tensor, together
 from forerun import ForerunError
-from forerun.bench.weights import logits
+from forerun.measure.environment import logits
 from forerun.models.load import load_model
 
 TRIES = 60

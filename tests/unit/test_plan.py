@@ -13,11 +13,23 @@ from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
-from forerun.plan.estimate import Measured, Sample, in_plain_forwards
-from forerun.plan.layers import Subset, choose_layers, neighbours
-from forerun.plan.planner import CostCurve, Estimate, Prediction, Shaped, binomial, estimate, predict, recommend
-from forerun.plan.run import _Trial, run_plan
-from forerun.plan.trees import fixed, size
+from forerun.measure.plan import _Trial, run_plan
+from forerun.measure.planner import (
+    CostCurve,
+    Estimate,
+    Prediction,
+    Shaped,
+    Subset,
+    binomial,
+    choose_layers,
+    estimate,
+    fixed,
+    neighbours,
+    predict,
+    recommend,
+    size,
+)
+from forerun.measure.rounds import Measured, Sample, in_plain_forwards
 from forerun_lab.bench import predicted
 
 LAYERS = 6
@@ -118,7 +130,7 @@ def plan(capsys, tiny_target, monkeypatch):
         return [Prediction(found.method, 3, found.match_rate, found.c, 1.0, 2.0)]
 
     monkeypatch.setattr(_Trial, "engine", watched)
-    monkeypatch.setattr("forerun.plan.run.predict", promising)
+    monkeypatch.setattr("forerun.measure.plan.predict", promising)
 
     def call(*options: str) -> tuple[dict, list[SpeculativeConfig]]:
         ran.clear()

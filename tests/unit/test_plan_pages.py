@@ -9,10 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from forerun.cli.main import run
-from forerun.plan.page import chart
-from forerun.plan.planner import CostCurve, Estimate, reach
-from forerun.plan.report import interval
-from forerun.plan.trees import by_depth
+from forerun.measure.page import chart, interval
+from forerun.measure.planner import CostCurve, Estimate, by_depth, reach
 from forerun.theory import best_gamma, best_shape, walltime_improvement
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun import LLM, ConfigError, ModelError, SamplingParams
-from forerun.bench.weights import logits
+from forerun.measure.environment import logits
 from forerun.models.formats import blocks
 from forerun.models.load import load_model, read_config
 from forerun.models.mapped import CheckpointWeights

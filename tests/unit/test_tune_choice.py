@@ -8,7 +8,7 @@ import pytest
 
 from forerun.cli.options import speculative_config
 from forerun.engine import tuned
-from forerun.plan.estimate import Measured, Sample
+from forerun.measure.rounds import Measured, Sample
 from forerun.tune import choose
 
 

@@ -15,9 +15,9 @@ from forerun.core.errors import ConfigError
 from forerun.engine import tuned
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
+from forerun.measure.planner import CostCurve
+from forerun.measure.rounds import measure
 from forerun.models.load import load_shared, resolve, sharing
-from forerun.plan.estimate import measure
-from forerun.plan.planner import CostCurve
 from forerun.tune.pair import PairConfig, tune_pair
 from forerun.tune.replay import Answer, Price, Replayed, on_paper, replay
 from tiny import save_tokenizer, tiny_llama

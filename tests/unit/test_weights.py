@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from forerun import kernels
-from forerun.bench import run as bench_run
-from forerun.bench.weights import line, logits, weights
 from forerun.cli.main import run
+from forerun.measure import bench as bench_run
+from forerun.measure.environment import line, logits, weights
 from forerun.models.formats import int8, streamed
 from forerun.models.formats.base import size
 from forerun.models.load import load_model

@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from forerun.bench.config import SIZES
 from forerun.core.errors import ConfigError
+from forerun.measure.config import SIZES
 
 KV_HEADS = 8
 VOCABULARY = 128_256

@@ -10,12 +10,12 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from forerun.bench.config import ALL, HELD_OUT, PEERS, WRITTEN, BenchConfig
 from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads, warn
 from forerun.cli.options import ENGINE, SPECULATIVE, TUNED_HELP, Flags, flags_of, parse_json, read_tuned, takes
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
 from forerun.engine.config import NONE
+from forerun.measure.config import ALL, HELD_OUT, PEERS, WRITTEN, BenchConfig
 from forerun.speculate.names import drafters, policies, rules
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ def bench(
     if plot_folder is not None:
         drawing = from_lab("plots", "bench with plots")
         drawing.check_folder(plot_folder)
-    from forerun.bench.run import run_bench
+    from forerun.measure.bench import run_bench
 
     set_threads(threads)
     with progress("loading", len(config.concurrency) * len(config.temperatures)) as step:
@@ -203,7 +203,7 @@ def more_options(speculative_config: str | None, speculative: Mapping[str, Any])
 
 
 def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], None] = print_table) -> None:
-    from forerun.bench.weights import TARGET, line
+    from forerun.measure.environment import TARGET, line
 
     about, rows = result["environment"], result["rows"]
     shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
@@ -248,7 +248,7 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
 def show_categories(rows: Seq[Mapping[str, Any]], write: Callable[[Seq[str], Seq[Seq[str]]], None]) -> None:
     """Category after category, who drafts in each, or, where answers were tested, everybody; the errors are over the
     conversations."""
-    from forerun.bench.contenders import FASTEST
+    from forerun.measure.methods import FASTEST
 
     if all(row["passed"] is None for row in rows):
         rows = [row for row in rows if row["method"] not in (NONE, FASTEST)] or rows

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.config import HELD_OUT, SAMPLES, SETS
 from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
 from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads
 from forerun.cli.options import ENGINE, takes
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
+from forerun.measure.config import HELD_OUT, SAMPLES, SETS
 from forerun.speculate.names import drafters, rules
 
 LAYOUTS = {"slotted": None, "paged": 16}
@@ -52,7 +52,7 @@ def check(
     """
     if "max_num_seqs" in engine or "page_size" in engine:
         raise ConfigError("check chooses batches and layouts itself: use --concurrency and --layout")
-    from forerun.bench.lossless.run import CheckConfig, run_checks, steps
+    from forerun.measure.check import CheckConfig, run_checks, steps
 
     layouts = split("layout", layout, str)
     for name in layouts:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.bench.config import HELD_OUT, SETS
 from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
 from forerun.cli.console import print_json, print_table, progress, set_threads
 from forerun.cli.options import ENGINE, Flag, Flags, takes
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab, has_lab
 from forerun.engine.config import NONE, SpeculativeConfig
+from forerun.measure.config import HELD_OUT, SETS
 from forerun.speculate.names import drafters, rules
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def plan(
     settings |= {"layer_trials": layer_trials, "tree_nodes": trees, "seed": seed}
     found = _plans(engine, options, loads, texts | {"seed": seed}, settings)
     if page is not None:
-        from forerun.plan.report import report
+        from forerun.measure.page import report
 
         page.write_text(report(found), encoding="utf-8")
     (print_json if as_json else show)(found)
@@ -146,9 +146,9 @@ def _plans(
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     """The first load's plan, and the others' in short; ``texts`` are ``make_prompts``' options."""
-    from forerun.bench.prompts import make_prompts
     from forerun.engine.llm import LLM
-    from forerun.plan.run import LENGTHS, run_plan
+    from forerun.measure.plan import LENGTHS, run_plan
+    from forerun.measure.prompts import make_prompts
 
     with progress("loading", len(loads) * (len(LENGTHS) + settings["layer_trials"])) as step:
         llm = LLM(**engine, speculative_config=None)
@@ -176,9 +176,8 @@ def _about(
     llm: LLM, engine: Mapping[str, Any], options: list[dict[str, Any]], prompts: list[list[int]], concurrency: int
 ) -> dict[str, Any]:
     """What was measured on: machine, model and the weights of everything that runs."""
-    from forerun.bench.contenders import EngineContender
-    from forerun.bench.environment import environment, read_bandwidth
-    from forerun.bench.weights import weights
+    from forerun.measure.environment import environment, read_bandwidth, weights
+    from forerun.measure.methods import EngineContender
 
     engines = [llm.engine, *(EngineContender(item["method"], llm, item, concurrency).engine for item in options)]
     about = environment(llm, engine) | {"weights": weights(engines, prompts)}
@@ -187,8 +186,8 @@ def _about(
 
 def _candidates(methods: str, accept: str, shared: dict[str, Any]) -> list[dict[str, Any]]:
     """``speculative_config`` of each method that drafts; all of them have the ``shared`` options that they know."""
-    from forerun.bench.methods import method_configs
-    from forerun.plan.run import check_options
+    from forerun.measure.methods import method_configs
+    from forerun.measure.plan import check_options
 
     chosen = split("methods", methods, str)
     if not chosen:
@@ -200,7 +199,7 @@ def _candidates(methods: str, accept: str, shared: dict[str, Any]) -> list[dict[
 
 
 def show(found: Mapping[str, Any]) -> None:
-    from forerun.bench.weights import line
+    from forerun.measure.environment import line
 
     lengths = sorted({p["k"] for p in found["predictions"]})
     rows = []

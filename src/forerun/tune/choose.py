@@ -14,7 +14,7 @@ from typing import Any
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import Measured, measure
+from forerun.measure.rounds import Measured, measure
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.levels import StepsConfig

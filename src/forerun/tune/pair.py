@@ -25,13 +25,13 @@ from forerun.engine import tuned
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
+from forerun.measure.planner import CostCurve, line
+from forerun.measure.rounds import Measured, full, in_turns, measure, rounds
 from forerun.models import sanity
 from forerun.models.checkpoint import read_object
 from forerun.models.formats import blocks
 from forerun.models.load import read_config, resolve, sharing, weight_sizes
 from forerun.models.shelf import here
-from forerun.plan.estimate import Measured, full, in_turns, measure, rounds
-from forerun.plan.planner import CostCurve, line
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.model import LARGE, DraftModel
 from forerun.train.progress import Progress, progress

@@ -16,7 +16,7 @@ import torch
 
 from forerun.core.batch import Batch, Span
 from forerun.core.sequence import Sequence
-from forerun.plan.planner import CostCurve
+from forerun.measure.planner import CostCurve
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.model import DraftModel
 

@@ -6,7 +6,7 @@ import json
 from html import escape
 from typing import Any
 
-from forerun.plan.page import bar, chart, html, table
+from forerun.measure.page import bar, chart, html, table
 from forerun.tune.state import State
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files as resources
 from pathlib import Path
 
-from forerun.bench.prompts import standard_library
+from forerun.measure.prompts import standard_library
 
 FOLLOW_UPS = (
     "Make it shorter.",

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from forerun.bench.config import HELD_OUT
-from forerun.bench.prompts import make_prompts
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job
 from forerun.engine.llm import LLM
+from forerun.measure.config import HELD_OUT
+from forerun.measure.prompts import make_prompts
 from forerun.sampling.params import SamplingParams
 
 SETTLE = 12

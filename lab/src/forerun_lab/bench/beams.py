@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from forerun.bench.environment import environment
-from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ConfigError, ForerunError
 from forerun.engine.llm import LLM
+from forerun.measure.environment import environment
+from forerun.measure.prompts import make_prompts
 from forerun.models.load import resolve
 from forerun.sampling.beams import BeamSearchParams
 from forerun_lab.peers.outside import Worker, started

@@ -21,8 +21,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun import kernels
-from forerun.bench.environment import processor
 from forerun.core.errors import ForerunError
+from forerun.measure.environment import processor
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 

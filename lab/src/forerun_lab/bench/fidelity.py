@@ -20,9 +20,8 @@ from pydoc_data import topics
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.bench.environment import processor
-from forerun.bench.weights import logits
 from forerun.core.errors import ForerunError
+from forerun.measure.environment import logits, processor
 from forerun.models import quantize
 from forerun.models.load import load_model, read_config, resolve
 from forerun.models.modules import read_module

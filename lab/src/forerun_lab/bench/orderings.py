@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from forerun.bench.config import HELD_OUT, SETS
-from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ForerunError
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
-from forerun.plan.estimate import measure
+from forerun.measure.config import HELD_OUT, SETS
+from forerun.measure.prompts import make_prompts
+from forerun.measure.rounds import measure
 from forerun.sampling.params import SamplingParams
 
 DEPTH = 3

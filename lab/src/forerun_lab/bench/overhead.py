@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from forerun.bench.config import HELD_OUT
-from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ForerunError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
+from forerun.measure.config import HELD_OUT
+from forerun.measure.prompts import make_prompts
 from forerun.sampling.params import SamplingParams
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.run import DrainingServer, open_socket

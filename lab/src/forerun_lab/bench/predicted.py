@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from forerun.core.errors import ConfigError
-from forerun.plan.planner import MARGIN
+from forerun.measure.planner import MARGIN
 
 COLUMNS = ("model", "method", "k", "tree", "temperature", "concurrency")
 TITLES = ["model", "method", "k", "tree", "T", "at a time", "predicted", "measured", "±", "off by"]

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import forerun
-from forerun.bench.categories import median_interval
-from forerun.bench.config import HELD_OUT, RANDOM
-from forerun.bench.environment import processor
-from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ForerunError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.llm import LLM
+from forerun.measure.bench import median_interval
+from forerun.measure.config import HELD_OUT, RANDOM
+from forerun.measure.environment import processor
+from forerun.measure.prompts import make_prompts
 from forerun.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from forerun.bench.environment import environment
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import measure
+from forerun.measure.environment import environment
+from forerun.measure.rounds import measure
 from forerun.sampling.params import SamplingParams
 from forerun.tune.choose import HISTORY, PLAIN, SURE, retrieving
 from forerun.tune.turns import held_out

@@ -69,10 +69,10 @@ def plan_load(options: LoadOptions, load: Load, setting: Setting) -> dict[str, A
 
 
 def _measure(load: Load, setting: Setting) -> tuple[Costs, Limits, dict[str, Any]]:
-    from forerun.bench.environment import environment
-    from forerun.bench.prompts import make_prompts
     from forerun.cli.serve import PAGE_SIZE
     from forerun.engine.llm import LLM
+    from forerun.measure.environment import environment
+    from forerun.measure.prompts import make_prompts
     from forerun_lab.load.measured import Bench, limits_of, steps
 
     engine = {"page_size": PAGE_SIZE, **setting.engine}

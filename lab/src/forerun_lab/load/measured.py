@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from forerun.bench.methods import labels
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import Measured, Sample, measure
+from forerun.measure.methods import labels
+from forerun.measure.rounds import Measured, Sample, measure
 from forerun.sampling.params import SamplingParams
 from forerun_lab.load.arrivals import Arrival
 from forerun_lab.load.costs import Costs, Curve, Way

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from forerun.plan.page import chart, html, table
+from forerun.measure.page import chart, html, table
 
 TIMES = {"ttft": "to the first token", "tpot": "each further token", "latency": "to the last token"}
 

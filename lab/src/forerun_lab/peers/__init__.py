@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from forerun.bench.config import PEERS
-from forerun.bench.contenders import Contender
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
+from forerun.measure.config import PEERS
+from forerun.measure.methods import Contender
 from forerun_lab.peers.outside import outside_contenders
 from forerun_lab.peers.transformers import transformers_contenders
 

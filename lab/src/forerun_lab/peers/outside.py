@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from forerun.bench.contenders import Contender, peer_facts
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
+from forerun.measure.methods import Contender, peer_facts
+from forerun.measure.rounds import Measured
 from forerun.models.load import read_config, resolve
 from forerun.models.modules import read_module
-from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
 from forerun_lab.peers.gguf import write_gguf
 

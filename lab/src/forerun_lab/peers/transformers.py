@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCriteria, StoppingCriteriaList
 
-from forerun.bench.contenders import Contender, peer_facts
 from forerun.engine.llm import LLM
+from forerun.measure.methods import Contender, peer_facts
+from forerun.measure.rounds import Measured
 from forerun.models.base import ModelInfo
 from forerun.models.load import read_config, resolve
 from forerun.models.modules import read_module
-from forerun.plan.estimate import Measured
 from forerun.sampling.params import SamplingParams
 
 PROMPT_LOOKUP_TOKENS = 10

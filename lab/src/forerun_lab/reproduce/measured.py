@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from forerun.bench.prompts import held_out_files, list_files, standard_library
 from forerun.engine.llm import LLM
+from forerun.measure.prompts import held_out_files, list_files, standard_library
 from forerun.models.load import read_config, resolve
 from forerun.models.modules import read_module
 from forerun.sampling.params import SamplingParams

@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from forerun.bench.prompts import list_files, read_text, standard_library
 from forerun.core.errors import ConfigError
+from forerun.measure.prompts import list_files, read_text, standard_library
 from forerun.models.load import resolve
 from forerun.models.tokenizer import load_tokenizer
 from forerun_lab.reproduce.parts import Settings

@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import Any
 
 import forerun
-from forerun.bench.environment import processor
 from forerun.core.errors import ConfigError
+from forerun.measure.environment import processor
 from forerun_lab.reproduce import asked, formulas, measured, seq2seq, worked
 from forerun_lab.reproduce.parts import Part, Settings
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import T5ForConditionalGeneration
 
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import Costs, Measured, measure
+from forerun.measure.rounds import Costs, Measured, measure
 from forerun.sampling.params import SamplingParams
 from forerun.theory import walltime_improvement
 from forerun_lab.reproduce.laws import LENIENCE, Counts, Rates, Sums

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.bench.prompts import standard_library
 from forerun.core.errors import ConfigError
+from forerun.measure.prompts import standard_library
 from forerun.train.settings import LoopSettings
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forerun.bench import prompts
-from forerun.bench.prompts import standard_library
 from forerun.core.errors import ConfigError
+from forerun.measure import prompts
+from forerun.measure.prompts import standard_library
 
 
 def describe(corpus: Path) -> str:

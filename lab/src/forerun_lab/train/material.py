@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.bench.prompts import list_files
+from forerun.measure.prompts import list_files
 from forerun.train import loop
 from forerun.train.checkpoint import RECORD, load_target
 from forerun_lab.train import corpus as corpora

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from forerun.bench.prompts import list_files
+from forerun.measure.prompts import list_files
 from forerun.train import loop
 from forerun.train.checkpoint import round_weights, save_model
 from forerun_lab.train import corpus as corpora

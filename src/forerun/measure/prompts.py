@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun import pretrained
-from forerun.bench.config import RANDOM, REPETITIVE, SETS
 from forerun.core.errors import ConfigError
+from forerun.measure.config import RANDOM, REPETITIVE, SETS
 
 REPETITION_ORDER = 4
 # Tests repeat themselves; code pages and the pydoc topics are machine-written tables.

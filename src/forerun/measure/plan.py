@@ -10,25 +10,26 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from forerun.bench.methods import labels
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.plan.estimate import Measured, full, in_plain_forwards, in_turns, measure, rounds
-from forerun.plan.layers import Subset, choose_layers
-from forerun.plan.planner import (
+from forerun.measure.methods import labels
+from forerun.measure.planner import (
     LAYERSKIP,
     CostCurve,
     Estimate,
+    Subset,
+    choose_layers,
     estimate,
+    plan_trees,
     predict,
     reach,
     recommend,
     theory_row,
     with_layers,
 )  # fmt: skip
-from forerun.plan.trees import plan_trees
+from forerun.measure.rounds import Measured, full, in_plain_forwards, in_turns, measure, rounds
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
 
@@ -54,11 +55,11 @@ def run_plan(
     """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price},
     "measured": [...], "trees": [...], "reach": [...], "layers": [...]}``.
 
-    ``trees`` has up to ``tree_nodes`` tokens for drafters that branch (``plan/trees.py``), ``reach`` what chains cannot
-    come to (``planner.reach``), ``layers`` the ``layer_trials`` subsets measured for ``layerskip``, the best first.
-    Every method answers the prompts, so alpha is measured on text that the target generated (Leviathan et al. 2023,
-    section 4.2). ``options`` are ``speculative_config`` mappings that pass ``check_options``; ``accept`` is their rule,
-    and that of ``layer_trials``.
+    ``trees`` has up to ``tree_nodes`` tokens for drafters that branch (``planner.plan_trees``), ``reach`` what chains
+    cannot come to (``planner.reach``), ``layers`` the ``layer_trials`` subsets measured for ``layerskip``, the best
+    first. Every method answers the prompts, so alpha is measured on text that the target generated (Leviathan et al.
+    2023, section 4.2). ``options`` are ``speculative_config`` mappings that pass ``check_options``; ``accept`` is
+    their rule, and that of ``layer_trials``.
     """
     params = [
         SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed + i)

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.config import CATEGORIES_SMALL, HUMANEVAL, SETS, SMALL, BenchConfig
-from forerun.bench.prompts import make_prompts
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
 from forerun.engine.llm import LLM
+from forerun.measure.config import CATEGORIES_SMALL, HUMANEVAL, SETS, SMALL, BenchConfig
+from forerun.measure.prompts import make_prompts
 from forerun.models.chat import Message, render_chat
 from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams

@@ -1,1 +1,0 @@
-"""Measurements: speed against plain decoding and peers, and proof that nothing is lost."""

@@ -1,0 +1,293 @@
+"""Is speculation lossless here, on this model? Identity, bit equality and distribution, each with its own oracle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError
+from forerun.engine.llm import LLM
+from forerun.measure.config import ALL, HELD_OUT, REPETITIVE, SAMPLES
+from forerun.measure.environment import environment
+from forerun.measure.identity import IDLE, Result, accepted, answers, check_identity, layout_name
+from forerun.measure.methods import labels, method_configs, runnable
+from forerun.measure.prompts import make_prompts
+from forerun.models.architectures.spec import applies
+from forerun.models.base import Model, new_attention
+from forerun.models.invariance import BRANCHES, self_test
+from forerun.models.kinds import UNQUANTIZED
+from forerun.models.load import load_model, read_config, resolve
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.accept import rules
+from forerun.speculate.draft import drafters
+
+LAW_PROMPT = 14
+"""Tokens of the prompt whose continuations are counted; it repeats itself, for drafters that look back."""
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """What is checked and how thoroughly."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    speculative: dict[str, Any] = field(default_factory=dict)
+    methods: Seq[str] = ("ngram", "draft_model")
+    accepts: Seq[str] = ("coupled", "token")
+    trees: bool = True
+    prompts: int = 22
+    prompt_tokens: int = 32
+    max_tokens: int = 24
+    temperatures: Seq[float] = (0.0, 0.8)
+    page_sizes: Seq[int | None] = (None, 16)
+    samples: int = SAMPLES
+    concurrency: int = 16
+    prompt_set: str = HELD_OUT
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "max_tokens", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.samples < 0:
+            raise ConfigError(f"samples must not be negative, not {self.samples}")
+        for name in ("temperatures", "page_sizes", *(("accepts",) if self.samples else ())):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty: name at least one, or nothing is checked")
+        if self.prompts < len(self.page_sizes):
+            raise ConfigError(f"layouts take turns over the prompts: {len(self.page_sizes)} prompts at least")
+        for rule in self.accepts:
+            if not rules[rule].lossless:
+                raise ConfigError(f"rule {rule!r} is not lossless by design: there is nothing to check")
+        if not self.methods and not self.trees:
+            raise ConfigError("nothing to check: name at least one method, or leave the trees in")
+
+
+def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: None) -> dict[str, Any]:
+    """``{"passed": bool, "tested": bool, "environment": ..., "results": [...], "left_out": {method: why}}``: whether
+    every result passed, and whether every one tested something. Raises ForerunError subclasses."""
+    options = method_configs(config.methods, ("coupled",), ("fixed",), (), config.speculative)[1:]
+    llm = LLM(**config.engine, speculative_config=None)
+    left_out: dict[str, str] = {}
+    if ALL in config.methods:
+        step("building every method")
+        options, left_out = runnable(llm, options)
+    prompts = make_prompts(
+        config.prompt_set, llm.tokenizer, count=config.prompts, length=config.prompt_tokens, seed=config.seed
+    )
+    results = list(
+        check_identity(
+            llm,
+            options,
+            prompts,
+            trees=config.trees,
+            temperatures=config.temperatures,
+            max_tokens=config.max_tokens,
+            page_sizes=config.page_sizes,
+            concurrency=config.concurrency,
+            seed=config.seed,
+            step=step,
+        )
+    )
+    results += _bits(config, llm, prompts, step)
+    if config.samples:
+        prompt = make_prompts(REPETITIVE, llm.tokenizer, count=1, length=LAW_PROMPT, seed=config.seed)[0]
+        cases = [{**item, "accept": rule} for item in options for rule in config.accepts]
+        if ALL in config.methods:
+            cases, not_with = runnable(llm, cases)
+            left_out |= not_with
+        for name, case in zip(labels(cases, ("accept",)), cases, strict=True):
+            step(f"law, {name}, {case['accept']}")
+            results.append(check_law(llm, case, prompt, samples=config.samples, seed=config.seed, name=name))
+    return {
+        "passed": all(result.passed for result in results),
+        "tested": all(result.tested for result in results),
+        "environment": environment(llm, config.engine),
+        "results": [result.as_dict() for result in results],
+        "left_out": left_out,
+    }
+
+
+def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable[[str], None]) -> list[Result]:
+    """On every path that runs this model; the layouts take turns over the prompts."""
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=config.max_tokens, seed=config.seed + i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    found, _ = answers(llm, None, prompts, params, concurrency=config.concurrency)
+    pairs = [(prompt, group[0].tokens) for prompt, group in zip(prompts, found)]
+    layouts = len(config.page_sizes)
+    results = []
+    encodes = llm.model.info.encoder is not None
+    for path in ("native",) if encodes else ("native", "hf"):
+        if path == "native" and not encodes and applies(read_config(resolve(llm.config.model))) is not None:
+            continue
+        if llm.model.info.path.startswith(path):
+            model = llm.model
+        elif config.engine.get("quantization") not in (None, UNQUANTIZED) or llm.config.tensor_parallel_size > 1:
+            continue
+        else:
+            wanted = replace(llm.config, model_path=path)
+            model = load_model(
+                wanted.model,
+                dtype=wanted.dtype,
+                device=wanted.device,
+                invariant=wanted.invariant,
+                model_path=path,
+                lora=wanted.lora,
+            )
+        for turn, page_size in enumerate(config.page_sizes):
+            step(f"bits, {model.info.path}")
+            results += check_bits(model, pairs[turn::layouts], page_size)
+    return results
+
+
+def steps(config: CheckConfig) -> int:
+    """About how many steps ``run_checks`` reports."""
+    methods = len(list(drafters)) if ALL in config.methods else len(config.methods)
+    cases = methods + config.trees
+    laws = methods * len(config.accepts) if config.samples else 0
+    return len(config.temperatures) * (1 + cases * len(config.page_sizes)) + 2 * len(config.page_sizes) + laws
+
+
+WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9)
+"""Rows of the verifications, in turn."""
+
+
+@torch.inference_mode()
+def check_bits(model: Model, pairs: Seq[tuple[Seq[int], Seq[int]]], page_size: int | None) -> list[Result]:
+    """``pairs`` are prompts and answers. Two results: the rows of these
+    texts' verifications (a single row is what decoding feeds, and is not counted), and hundreds of random rows in every
+    way that tokens are fed (chunks, neighbours, trees)."""
+    good, total, detail = 0, 0, ""
+    longest = max(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
+    attention = new_attention(model, max_seqs=1, max_len=longest, page_size=page_size, slack=max(WIDTHS))
+
+    def feed(tokens: Seq[int], start: int) -> torch.Tensor:
+        span = Span(0, start, list(tokens), logits=list(range(len(tokens))), source=source)
+        return model.forward(Batch([span], model.info.device), attention).logits
+
+    for prompt, answer in pairs:
+        begin, source = model.info.begin(prompt)
+        text, start = [*begin, *answer], len(begin)
+        attention.pool.free(0)
+        feed(text[:start], 0)
+        single = torch.cat([feed(text[i : i + 1], i) for i in range(start, len(text))])
+        attention.pool.truncate(0, start)
+        position, turn = start, 0
+        while position < len(text):
+            width = min(WIDTHS[turn % len(WIDTHS)], len(text) - position)
+            rows = feed(text[position : position + width], position)
+            wanted = single[position - start : position - start + width]
+            same = (rows == wanted).all(dim=1)
+            if not detail and not bool(same.all()):
+                detail = f"{width} rows at position {position} differ by up to {float((rows - wanted).abs().max()):.1e}"
+            if width > 1:
+                good, total = good + int(same.sum()), total + width
+            position, turn = position + width, turn + 1
+    path, layout = model.info.path, layout_name(page_size)
+    failures = [str(failure) for failure in self_test(model, page_size=page_size)]
+    tested, passed = total > 0, 0 < total == good
+    if not tested:
+        detail = "no answer has the two tokens of a verification: give more --max-tokens"
+    return [
+        Result("bit-equal logits", path, layout, None, good, total, "rows", passed, detail, tested=tested),
+        _self_tested(path, layout, model, failures),
+    ]
+
+
+def _self_tested(path: str, layout: str, model: Model, failures: Seq[str]) -> Result:
+    tested = bool(failures) or model.info.max_len > BRANCHES + 1
+    detail = failures[0] if failures else "chunks, neighbours, trees"
+    if not tested:
+        detail = f"a context of {model.info.max_len} tokens leaves no two rows to compare"
+    passed = tested and not failures
+    what = f"{path}: self-test"
+    return Result("bit-equal logits", what, layout, None, int(passed), 1, "runs", passed, detail, tested=tested)
+
+
+SUPPORT = 2
+LENGTH = 5
+FEWEST = 5.0
+"""Answers are counted together, from the rarest on, until they are expected so often."""
+BATCH = 64
+SMALLEST_P = 1e-4
+"""A smaller p-value is a failure: one false alarm in ten thousand checks."""
+
+
+@torch.inference_mode()
+def exact_law(llm: LLM, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
+    """Probability, float64, of every answer of LENGTH tokens when the SUPPORT likeliest tokens can be sampled."""
+    model, (begin, source) = llm.model, llm.model.info.begin(prompt)
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        attention = new_attention(model, max_seqs=len(law), max_len=len(prompt) + LENGTH)
+        spans = [
+            Span(i, 0, [*begin, *path], logits=[len(begin) + len(path) - 1], source=source)
+            for i, path in enumerate(law)
+        ]
+        logits = model.forward(Batch(spans, model.info.device), attention).logits.double().cpu()
+        least = logits.topk(SUPPORT, dim=1).values[:, -1:]  # ties with the last one can be sampled too
+        shares = torch.softmax((logits / temperature).where(logits >= least, -torch.inf), dim=1)
+        law = {
+            (*path, token): chance * float(row[token])
+            for (path, chance), row in zip(law.items(), shares)
+            for token in row.nonzero()[:, 0].tolist()
+        }
+    return law
+
+
+def chi_square(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> tuple[float, int]:
+    """p-value of the counts under the law, and the degrees of freedom. A count outside the law gives 0."""
+    total = sum(counts.values())
+    if any(answer not in law for answer in counts):
+        return 0.0, 0
+    cells: list[tuple[int, float]] = []
+    count, expected = 0, 0.0
+    for answer, chance in sorted(law.items(), key=lambda item: item[1]):
+        count, expected = count + counts.get(answer, 0), expected + chance * total
+        if expected >= FEWEST:
+            cells.append((count, expected))
+            count, expected = 0, 0.0
+    if cells:
+        cells[-1] = (cells[-1][0] + count, cells[-1][1] + expected)
+    freedom = len(cells) - 1
+    if freedom < 1:
+        return 1.0, 0
+    statistic = sum((found - wanted) ** 2 / wanted for found, wanted in cells)
+    tail = torch.special.gammaincc(
+        torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
+    )
+    return float(tail), freedom
+
+
+def check_law(
+    llm: LLM, options: Mapping[str, Any], prompt: list[int], *, samples: int = SAMPLES, seed: int = 0, name: str = ""
+) -> Result:
+    """Sample ``samples`` answers with seeds of their own and compare their frequencies with the exact law.
+    ``name`` is what the result calls ``options``, else by their method."""
+    params = [
+        SamplingParams(temperature=1.0, top_k=SUPPORT, max_tokens=LENGTH, ignore_eos=True, seed=seed + i)
+        for i in range(samples)
+    ]
+    found, total = answers(llm, options, [prompt] * samples, params, concurrency=BATCH)
+    law = exact_law(llm, prompt, 1.0)
+    counts = Counter(tuple(group[0].tokens) for group in found)
+    p_value, freedom = chi_square(counts, law)
+    inside = sum(count for answer, count in counts.items() if answer in law)
+    detail = f"chi-square p = {p_value:.3f}, {freedom} degrees of freedom, {accepted(total)}"
+    right = p_value >= SMALLEST_P and total.draft_error is None
+    tested = not right or (freedom > 0 and total.num_draft_tokens > 0)
+    if total.draft_error is not None:
+        detail = f"the drafter failed: {total.draft_error}"
+    elif not tested:
+        detail = IDLE.format("") if freedom else f"{samples} samples cannot tell two answers apart: give more --samples"
+    what = f"{name or options['method']}, {options['accept']}"
+    return Result(
+        "law", what, layout_name(None), 1.0, inside, samples, "samples", right and tested, detail, p_value, tested
+    )
