@@ -240,11 +240,12 @@ def test_llama_s_form(llama: Running, stream: bool) -> None:
 def test_markers_that_are_special_tokens_are_not_left_out(served: LLM) -> None:
     tokenizer = copy.deepcopy(served.tokenizer)
     tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
-    assert not TextService(tokenizer, 512, HERMES).special_markers
+    assert not TextService(tokenizer, 512, HERMES).special_markers(tools=True)
     tokenizer = copy.deepcopy(served.tokenizer)
     tokenizer.add_tokens([AddedToken("<tool_call>", special=True)], special_tokens=True)
     assert tokenizer.decode(tokenizer.encode("<tool_call>"), skip_special_tokens=True) == ""
-    assert TextService(tokenizer, 512, HERMES).special_markers == {"<tool_call>"}
+    assert set(TextService(tokenizer, 512, HERMES).special_markers(tools=True)) == {"<tool_call>"}
+    assert not TextService(tokenizer, 512, HERMES).special_markers(tools=False)
 
 
 def test_tools_that_may_not_be_called_are_not_there(server: Running) -> None:

@@ -112,6 +112,10 @@ class AsyncEngine:
         """Whether the same seed gives the same tokens as plain decoding."""
         return self.engine.identity
 
+    @property
+    def reasoning_parser(self) -> str | None:
+        return self.engine.config.reasoning_parser
+
     def clock(self) -> float:
         return self.engine.clock()
 

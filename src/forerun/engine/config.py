@@ -11,6 +11,7 @@ from forerun.core.config import check_seed, check_types
 from forerun.core.errors import ConfigError, shown
 from forerun.engine.memory import parse_bytes
 from forerun.models.kinds import CPU_KINDS, FLOATS, GPU_KINDS, UNQUANTIZED
+from forerun.models.reasoning import PARSERS, check_parser
 from forerun.speculate.names import drafters, policies, rules
 
 if TYPE_CHECKING:
@@ -200,6 +201,12 @@ class EngineConfig:
     grammar_memory: str | int = field(
         default="512MiB", metadata={"help": "bytes (or 512MiB) of grammars kept for further requests"}
     )
+    reasoning_parser: str | None = field(
+        default=None,
+        metadata={
+            "help": f"the model thinks before it answers, and grammars begin behind the thoughts: {', '.join(PARSERS)}"
+        },
+    )
     seed: int | None = field(default=None, metadata={"help": "seed of requests that name none"})
     logprobs_mode: str = field(
         default="raw_logprobs", metadata={"help": "raw_logprobs (the model's) or processed_logprobs (as sampled)"}
@@ -230,6 +237,8 @@ class EngineConfig:
         if self.prefix_caching and self.page_size is None:
             raise ConfigError("prefix_caching shares pages: set page_size, to 16 for example")
         _ = self.kv_cache_bytes, self.grammar_bytes
+        if self.reasoning_parser is not None:
+            check_parser(self.reasoning_parser)
         check_seed(self.seed)
         if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise ConfigError(f"logprobs_mode must be raw_logprobs or processed_logprobs, not {self.logprobs_mode!r}")

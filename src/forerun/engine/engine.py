@@ -186,8 +186,9 @@ class Engine:
         """Compiles structured outputs, ahead of ``add`` and in any thread where that helps."""
         info, config = self.model.info, self.config
         return GrammarCompiler(
-            self.tokenizer, info.vocab_size, info.eos_ids, longest=config.max_grammar_bytes, memory=config.grammar_bytes
-        )
+            self.tokenizer, info.vocab_size, info.eos_ids, longest=config.max_grammar_bytes,
+            memory=config.grammar_bytes, reasoning_parser=config.reasoning_parser,
+        )  # fmt: skip
 
     def _choose(self, method: str | None, max_draft: int | None) -> str | None:
         loaded = self.router.drafters

@@ -22,6 +22,7 @@ import torch
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.sequence import Sequence
 from forerun.engine.integers import COMPACT, grammars
+from forerun.models.reasoning import Boundary
 from forerun.sampling.params import StructuredOutputsParams
 
 LONG = re.compile(r"\d{16}")
@@ -179,6 +180,78 @@ class Constraint:
             self._follow(sequence)
 
 
+class AfterThoughts:
+    """One sequence's grammar where the model thinks first: it begins behind the thoughts. These are free, but an answer
+    does not end within them."""
+
+    def __init__(self, grammar: Constraint, boundary: Boundary, ends: torch.Tensor) -> None:
+        self._grammar = grammar
+        self._boundary = boundary
+        self._free = ~ends
+        self._begins: int | None = None
+        """The token at which the grammar begins, once that is committed."""
+        self._prompt: tuple[bool | None] | None = None
+        """Whether the prompt opens the thoughts, once it was looked at."""
+        self._seen = 0
+        """Committed output tokens that were searched for the end of the thoughts."""
+
+    def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
+        inner, path, choice = self._inside(sequence, path)
+        if inner is None:
+            return self._free
+        mask = self._grammar.allowed(inner, path)  # type: ignore[arg-type]
+        if mask is None or not choice:
+            return mask
+        mask = mask.clone()
+        start = self._boundary.start[0]
+        mask[start // 32] |= _bit(start)
+        return mask
+
+    def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
+        inner, path, choice = self._inside(sequence, path)
+        return None if inner is None or choice else self._grammar.fault(inner, path)  # type: ignore[arg-type]
+
+    def forced(self, sequence: Sequence, count: int) -> list[int]:
+        inner, path, choice = self._inside(sequence, ())
+        return [] if inner is None or path or choice else self._grammar.forced(inner, count)  # type: ignore[arg-type]
+
+    def _inside(self, sequence: Sequence, path: Seq[int]) -> tuple[_View | None, Seq[int], bool]:
+        """The sequence as the grammar sees it and the drafted path behind it; None within the thoughts. And whether
+        the answer may still choose to think."""
+        first, tokens = sequence.num_prompt, sequence.tokens
+        committed = len(tokens) - sequence.tentative
+        if self._prompt is None:
+            self._prompt = (self._boundary.opened(tokens[:first]),)
+        (opened,) = self._prompt
+        if opened is None and committed > first:
+            opened = tokens[first] == self._boundary.start[0]
+        if opened is False:
+            self._begins = first
+        if self._begins is None and opened:
+            output = tokens[first:committed]
+            ended = self._boundary.ends_at(output, self._seen)
+            self._seen = len(output)
+            self._begins = None if ended is None else first + ended
+        if self._begins is not None:
+            return _View(tokens, self._begins, sequence.tentative), path, False
+        tail = [*tokens[committed:], *path]
+        base = _View(tokens[:committed], committed, 0)
+        if opened is None and tail[:1] != [self._boundary.start[0]]:  # nothing is committed yet
+            return base, tail, not tail
+        known = tokens[first:committed]
+        ended = self._boundary.ends_at([*known, *tail], len(known))
+        return (None, (), False) if ended is None else (base, tail[ended - len(known) :], False)
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a constraint reads of a sequence, whose output begins at ``num_prompt``."""
+
+    tokens: list[int]
+    num_prompt: int
+    tentative: int
+
+
 def permitted(matcher: Any, ends: torch.Tensor) -> tuple[torch.Tensor, str | None]:
     """Bits of the tokens that may follow now, those of ``ends`` once the text is complete; and what is broken, so that
     none may."""
@@ -194,15 +267,17 @@ def permitted(matcher: Any, ends: torch.Tensor) -> tuple[torch.Tensor, str | Non
 
 class GrammarCompiler:
     """Grammars of one tokenizer, the latest kept, as many as fit into ``memory`` bytes by what each may grow to. A text
-    of more than ``longest`` bytes is refused. Safe to call from any thread.
+    of more than ``longest`` bytes is refused. With a ``reasoning_parser`` they begin behind the model's thoughts. Safe
+    to call from any thread.
 
     Raises ConfigError when llguidance is missing or cannot read the tokenizer, RequestError for a grammar that is
     wrong, too large or uses what is not supported (nothing in a schema is ignored silently).
     """
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int], *, longest: int = 65536, memory: int = 512 << 20
-    ) -> None:
+        self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int], *, longest: int = 65536, memory: int = 512 << 20,
+        reasoning_parser: str | None = None,
+    ) -> None:  # fmt: skip
         try:
             import llguidance
 
@@ -218,6 +293,7 @@ class GrammarCompiler:
         self.ends = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
         for token in self.eos_ids:
             self.ends[token // 32] |= _bit(token)
+        self._boundary = None if reasoning_parser is None else Boundary(tokenizer, reasoning_parser)
         self._library = llguidance
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
@@ -229,10 +305,11 @@ class GrammarCompiler:
         except ValueError as error:
             raise ConfigError(f"structured output cannot read this tokenizer: {_first_line(str(error))}") from error
 
-    def start(self, options: StructuredOutputsParams) -> Constraint:
+    def start(self, options: StructuredOutputsParams) -> Constraint | AfterThoughts:
         """A constraint at the beginning of its grammar, which is known to be right."""
         self.compile(options)
-        return Constraint(self, options)
+        grammar = Constraint(self, options)
+        return grammar if self._boundary is None else AfterThoughts(grammar, self._boundary, self.ends)
 
     def compile(self, options: StructuredOutputsParams, *, instead_of: Any = None) -> Any:
         """The matcher to copy; another than ``instead_of``. A schema can take a second, in which the caller's thread

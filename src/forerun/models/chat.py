@@ -41,6 +41,23 @@ class CallForm(StrEnum):
 
     HERMES = "hermes"
     LLAMA = "llama"
+    QWEN = "qwen"
+    GEMMA = "gemma"
+    MISTRAL = "mistral"
+    PYTHONIC = "pythonic"
+    """Llama 4's."""
+    HARMONY = "harmony"
+    """gpt-oss's."""
+
+
+MARKERS = {
+    CallForm.GEMMA: ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    CallForm.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    CallForm.PYTHONIC: ("<|python_start|>", "<|python_end|>"),
+    CallForm.HARMONY: ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
+}
+"""What calls are written with, the first of them in front, beside the markers of Hermes and Llama 3."""
+PYTHONIC = re.compile(r"\[\w*func\w*\(\w+=|\{\{-? *'\[' *\}\}.{0,200}'\('", re.S)
 
 
 def render_chat(
@@ -118,12 +135,21 @@ def _with_text(turn: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 def call_form(tokenizer: Any, chat_template: str | None = None) -> CallForm:
-    """The form of calls that the prompt asks for: Llama 3's templates speak of ``parameters``, all others are taken
-    for Hermes'."""
+    """The form of calls that the prompt asks for, by what a template writes or tells of; those that say nothing are
+    taken for Hermes'."""
     with library("the chat template cannot be used", RequestError):  # one of several may have no name
         template = tokenizer.get_chat_template(chat_template, [{}])
+    if not knows_tools(template):
+        return CallForm.HERMES
+    for form in (CallForm.GEMMA, CallForm.MISTRAL, CallForm.HARMONY):
+        if MARKERS[form][0] in template:
+            return form
+    if "<function=" in template:
+        return CallForm.QWEN
+    if PYTHONIC.search(template):
+        return CallForm.PYTHONIC
     named = re.search(r'"name\\?": .{0,80}"parameters\\?":', template)
-    llama = knows_tools(template) and OPENING not in template and (named or PYTHON_TAG in template)
+    llama = OPENING not in template and (named or PYTHON_TAG in template)
     return CallForm.LLAMA if llama else CallForm.HERMES
 
 

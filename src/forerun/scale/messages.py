@@ -39,6 +39,7 @@ class Facts:
     grammar_bytes: int
     described: str
     """For whoever starts it."""
+    reasoning_parser: str | None = None
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,10 @@ class Pool:
     def identity(self) -> bool:
         return self.facts.identity
 
+    @property
+    def reasoning_parser(self) -> str | None:
+        return self.facts.reasoning_parser
+
     def clock(self) -> float:
         return perf_counter()
 
@@ -124,8 +128,9 @@ class Pool:
     def _grammars(self) -> GrammarCompiler:
         facts = self.facts
         return GrammarCompiler(
-            self.tokenizer, facts.vocab_size, facts.eos_ids, longest=facts.max_grammar_bytes, memory=facts.grammar_bytes
-        )
+            self.tokenizer, facts.vocab_size, facts.eos_ids, longest=facts.max_grammar_bytes,
+            memory=facts.grammar_bytes, reasoning_parser=facts.reasoning_parser,
+        )  # fmt: skip
 
     def compile(self, wanted: StructuredOutputsParams) -> None:
         """Refuse here what every replica would refuse."""

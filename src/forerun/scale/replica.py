@@ -100,6 +100,7 @@ def facts_of(llm: LLM) -> Facts:
         max_grammar_bytes=config.max_grammar_bytes,
         grammar_bytes=config.grammar_bytes,
         described=f"{held} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}",
+        reasoning_parser=config.reasoning_parser,
     )
 
 

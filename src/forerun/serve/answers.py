@@ -163,8 +163,9 @@ class ToolCall(Answer):
 
 class ChatMessage(Answer):
     role: Literal["assistant"]
-    content: str | None = Field(description="null where there is nothing but tool_calls")
+    content: str | None = Field(description="null where there is nothing but tool_calls or thoughts")
     refusal: None
+    reasoning_content: str | None = sometimes("if the server has a reasoning_parser: the thoughts before the answer")
     tool_calls: list[ToolCall] = sometimes("if tools are called")
 
 
@@ -183,6 +184,7 @@ class ToolCallDelta(Answer):
 class ChatDelta(Answer):
     role: Literal["assistant"] = sometimes("in the first")
     content: str = sometimes("if there is new text")
+    reasoning_content: str = sometimes("if there is something new of the thoughts")
     tool_calls: list[ToolCallDelta] = sometimes("if there is something new of a call")
 
 
@@ -239,7 +241,22 @@ class FunctionCall(Answer):
     status: Status
 
 
-OutputItem = Annotated[OutputMessage | FunctionCall, Field(discriminator="type")]
+class ReasoningText(Answer):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Answer):
+    """The thoughts before an answer, where the server has a ``reasoning_parser``."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any] = Field(description="none")
+    content: list[ReasoningText]
+    status: Status
+
+
+OutputItem = Annotated[OutputMessage | FunctionCall | ReasoningItem, Field(discriminator="type")]
 
 
 class FunctionTool(Answer):
@@ -353,7 +370,7 @@ class InPart(InItem):
 
 class PartEvent(InPart):
     type: Literal["response.content_part.added", "response.content_part.done"]
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class TextDelta(InPart):
@@ -368,6 +385,16 @@ class TextDone(InPart):
     logprobs: list[ListedToken]
 
 
+class ReasoningDelta(InPart):
+    type: Literal["response.reasoning_text.delta"]
+    delta: str
+
+
+class ReasoningDone(InPart):
+    type: Literal["response.reasoning_text.done"]
+    text: str
+
+
 class ArgumentsDelta(InItem):
     type: Literal["response.function_call_arguments.delta"]
     delta: str
@@ -379,7 +406,10 @@ class ArgumentsDone(InItem):
     arguments: str
 
 
-Event = ResponseState | ItemEvent | PartEvent | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone
+Event = (
+    ResponseState | ItemEvent | PartEvent | TextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta
+    | ArgumentsDone
+)  # fmt: skip
 
 
 class ResponseEvent(RootModel[Annotated[Event, Field(discriminator="type")]]):

@@ -29,7 +29,8 @@ from forerun.serve.log import RequestLog
 from forerun.serve.metrics import NAMES, Recorder
 from forerun.serve.names import allowed_origin, names
 from forerun.serve.openapi import BODY, GENERATION, responses
-from forerun.serve.replies import ChatReply, CompletionReply, Echo, ToolOptions
+from forerun.serve.reasoning import ToolOptions
+from forerun.serve.replies import ChatReply, CompletionReply, Echo
 from forerun.serve.response_reply import ResponseReply, ResponseStore
 from forerun.serve.response_schema import ResponseRequest
 from forerun.serve.schema import (
@@ -96,7 +97,7 @@ class Server:
     def __init__(self, engine: Answering, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.text = TextService(engine.tokenizer, self.limit, options.chat_template)
+        self.text = TextService(engine.tokenizer, self.limit, options.chat_template, engine.reasoning_parser)
         self.recorder = Recorder(engine, options.model_name, options.metrics_names)
         self.stored = ResponseStore(options.response_memory)
         self.started = int(time.time())
@@ -254,18 +255,19 @@ class Server:
         limit = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling(logprobs=logprobs, max_tokens=limit, prompt_logprobs=None)
-        if tools:
-            if isinstance(params, BeamSearchParams):
-                raise ConfigError("beams call no tools: leave tools out, or use_beam_search")
-            special = self.text.special_markers
-            shape = required_shape(body, self.text.call_form, special) or params.structured_outputs
+        if tools and isinstance(params, BeamSearchParams):
+            raise ConfigError("beams call no tools: leave tools out, or use_beam_search")
+        special = self.text.special_markers(tools=bool(tools))
+        if isinstance(params, SamplingParams):
+            shape = required_shape(body, self.text.call_form, special) if tools else None
             params = params.clone(
-                structured_outputs=shape, skip_special_tokens=params.skip_special_tokens and not special
+                structured_outputs=shape or params.structured_outputs,
+                skip_special_tokens=params.skip_special_tokens and not special,
             )
         streams = await self.submit([ids], params, body, limit)
         options = self.reply_options(body, streams, body.logprobs, request_id)
-        reading = ToolOptions.of(body, fenced=self.text.knows_tools) if tools else None
-        return streams, {**options, "tools": reading}
+        offered = ToolOptions.of(body, fenced=self.text.knows_tools, form=self.text.call_form) if tools else None
+        return streams, {**options, "reading": self.text.reading(ids, offered)}
 
     async def answer(self, request: Request, body: Sampled, make: Coroutine[Any, Any, Reply]) -> Response:
         reply = request.state.reply = await make

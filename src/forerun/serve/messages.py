@@ -103,6 +103,7 @@ class Message(Body):
     annotations: Absent = None
     audio: Absent = None
     provider_specific_fields: dict[str, Any] | None = Field(None, description=f"litellm's; {IGNORED}")
+    reasoning_content: Text | None = Field(None, description="an assistant's thoughts, for templates that show them")
     content: Content = Field(description="may be null or left out where there are tool_calls")
     name: Annotated[str, Field(max_length=256), Whole] | None = None
 
@@ -132,7 +133,7 @@ class Message(Body):
         plain: dict[str, Any] = {"role": self.role, "content": text}
         if self.tool_calls:
             plain["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
-        for name in ("name", "tool_call_id"):
+        for name in ("name", "tool_call_id", "reasoning_content"):
             if getattr(self, name) is not None:
                 plain[name] = getattr(self, name)
         return plain

@@ -10,30 +10,11 @@ from forerun.engine.logprobs import TokenLogprobs, finite
 from forerun.engine.stop import ERROR, LENGTH, STOP, Finish
 from forerun.engine.stream import Delta
 from forerun.serve.listed import Placed, by_name
-from forerun.serve.schema import ChatRequest
+from forerun.serve.reasoning import Reader, Reading
 from forerun.serve.stream import Choice, Reply
-from forerun.serve.tools import Call, Piece, ToolParser
+from forerun.serve.tools import Call, Piece
 
 TOOL_CALLS = "tool_calls"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolOptions:
-    """How to read an answer for calls: of which functions, at most how many (None: any number), whether it must be
-    calls, and whether a block of Markdown may be one."""
-
-    names: frozenset[str]
-    most: int | None
-    must: bool
-    fenced: bool
-
-    @classmethod
-    def of(cls, body: ChatRequest, *, fenced: bool) -> ToolOptions:
-        names = frozenset(tool.function.name for tool in body.offered())
-        return cls(names, None if body.parallel_tool_calls else 1, body.tool_choice not in (None, "auto"), fenced)
-
-    def parser(self) -> ToolParser:
-        return ToolParser(self.names, self.most, silent=self.must, fenced=self.fenced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,54 +91,59 @@ class ChatReply(Reply):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, *arguments: Any, tools: ToolOptions | None = None, **options: Any) -> None:
+    def __init__(self, *arguments: Any, reading: Reading | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.tools = tools
-        self.parsed = tools is not None
-        self._parsers: dict[int, ToolParser] = {}
+        self.reading = reading or Reading()
+        self.parsed = self.reading.reader() is not None
+        self._readers: dict[int, Reader] = {}
 
     def openings(self) -> list[dict[str, Any]]:
         return [self._body(choice, {"delta": {"role": "assistant", "content": ""}}) for choice in self.choices]
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        if self.tools is None:
+        reader = self.reading.reader()
+        if reader is None:
             return self._body(choice, {"message": message})
-        parser = self.tools.parser()
-        parser.push(choice.text, last=True)
-        if parser.calls or self.tools.must:
-            message["content"] = parser.content or None
-        if parser.calls:
-            message["tool_calls"] = [_call(call) for call in parser.calls]
-        return self._body(choice, {"message": message}, parser)
+        reader.push(choice.text, last=True)
+        message["content"] = reader.content
+        if reader.calls or reader.reasoning or self.reading.must:
+            message["content"] = reader.content or None
+        if self.reading.reasoning is not None:
+            message["reasoning_content"] = reader.reasoning or None
+        if reader.calls:
+            message["tool_calls"] = [_call(call) for call in reader.calls]
+        return self._body(choice, {"message": message}, reader)
 
     def pieces(self, choice: Choice) -> list[dict[str, Any]]:
-        if self.tools is None:
+        if choice.index not in self._readers and self.parsed:
+            self._readers[choice.index] = self.reading.reader()  # type: ignore[assignment]
+        reader = self._readers.get(choice.index)
+        if reader is None:
             return [self._body(choice, {"delta": {"content": choice.text}})]
-        parser = self._parsers.setdefault(choice.index, self.tools.parser())
         last = choice.finish is not None
-        deltas = [_delta(piece) for piece in parser.push(choice.text, last=last)]
+        deltas = [_delta(piece) for piece in reader.push(choice.text, last=last)]
         if not deltas and (last or choice.trace or choice.logprobs):
             deltas = [{}]
         alone = replace(choice, finish=None, logprobs=[])
         bodies = [self._body(alone, {"delta": delta}) for delta in deltas[:-1]]
-        return bodies + [self._body(choice, {"delta": delta}, parser) for delta in deltas[-1:]]
+        return bodies + [self._body(choice, {"delta": delta}, reader) for delta in deltas[-1:]]
 
-    def _body(self, choice: Choice, content: dict[str, Any], parser: ToolParser | None = None) -> dict[str, Any]:
+    def _body(self, choice: Choice, content: dict[str, Any], reader: Reader | None = None) -> dict[str, Any]:
         finish = choice.finish
         return {
             "index": choice.index,
             **content,
             "logprobs": {"content": [self._token(item) for item in choice.logprobs]} if self.logprobs else None,
-            "finish_reason": self._reason(finish, parser),
+            "finish_reason": self._reason(finish, reader),
             "stop_reason": finish.stopped_by if finish is not None else None,
         }
 
     @staticmethod
-    def _reason(finish: Finish | None, parser: ToolParser | None) -> str | None:
+    def _reason(finish: Finish | None, reader: Reader | None) -> str | None:
         if finish is None:
             return None
-        called = parser is not None and parser.calls and all(call.complete for call in parser.calls)
+        called = reader is not None and reader.calls and all(call.complete for call in reader.calls)
         return TOOL_CALLS if finish.reason == STOP and called else finish.reason
 
     def _token(self, placed: Placed) -> dict[str, Any]:
@@ -176,7 +162,7 @@ def _call(call: Call) -> dict[str, Any]:
 
 def _delta(piece: Piece) -> dict[str, Any]:
     if piece.call is None:
-        return {"content": piece.text}
+        return {"reasoning_content" if piece.reasoning else "content": piece.text}
     function = {"arguments": piece.text}
     if not piece.begins:
         return {"tool_calls": [{"index": piece.call.index, "function": function}]}

@@ -19,6 +19,7 @@ from forerun.serve.response_schema import InputItem, ResponseChosen, ResponseReq
 from forerun.serve.stream import Choice
 from forerun.serve.tools import Call, Piece
 
+Output = answers.OutputMessage | answers.FunctionCall | answers.ReasoningItem
 ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 
 
@@ -33,8 +34,8 @@ class ResponseReply(ChatReply):
         self.asked = asked
         self.keep = keep
         self.id = f"resp_{self.head['id'].removeprefix(f'{self.prefix}-')}"
-        self.output: list[answers.OutputMessage | answers.FunctionCall] = []
-        self._parser = self.tools.parser() if self.tools is not None else None
+        self.output: list[Output] = []
+        self._reader = self.reading.reader()
         self._call: Call | None = None
         """The last one."""
         self._numbers = count()
@@ -58,16 +59,19 @@ class ResponseReply(ChatReply):
     def _told(self, choice: Choice) -> list[str]:
         last = choice.finish is not None
         pieces = [Piece(choice.text)] if choice.text or choice.logprobs else []
-        if self._parser is not None:
-            pieces = self._parser.push(choice.text, last=last)
+        if self._reader is not None:
+            pieces = self._reader.push(choice.text, last=last)
         events: list[str] = []
         for piece in pieces:
-            events += self._more_of_text(piece.text, choice) if piece.call is None else self._more_of_call(piece)
+            if piece.reasoning:
+                events += self._more_of_thoughts(piece.text)
+            else:
+                events += self._more_of_text(piece.text, choice) if piece.call is None else self._more_of_call(piece)
         if choice.finish is not None:
-            if not self.output and not (self.tools is not None and self.tools.must):
+            if not self.output and not self.reading.must:
                 events += self._open(self._message())
             events += self._close(whole=choice.finish.reason != LENGTH)
-            self.reasons[choice.index] = self._reason(choice.finish, self._parser) or ""
+            self.reasons[choice.index] = self._reason(choice.finish, self._reader) or ""
         return events
 
     # ------------------------------------------------------------------------------------------------ items
@@ -79,9 +83,19 @@ class ResponseReply(ChatReply):
         (part,) = self.output[-1].content  # type: ignore[union-attr]
         logprobs = [answers.ListedToken(**self._token(item)) for item in choice.logprobs]
         part.text += text
-        part.logprobs += logprobs
+        part.logprobs += logprobs  # type: ignore[union-attr]
         delta = {"content_index": 0, "delta": text, "logprobs": logprobs}
         return [*events, self._in_item(answers.TextDelta, "output_text.delta", **delta)]
+
+    def _more_of_thoughts(self, text: str) -> list[str]:
+        events: list[str] = []
+        if not self.output or not isinstance(self.output[-1], answers.ReasoningItem):
+            item = answers.ReasoningItem(id=_new("rs"), type="reasoning", summary=[], content=[], status="in_progress")
+            events = self._close() + self._open(item)
+        (part,) = self.output[-1].content  # type: ignore[union-attr]
+        part.text += text
+        delta = {"content_index": 0, "delta": text}
+        return [*events, self._in_item(answers.ReasoningDelta, "reasoning_text.delta", **delta)]
 
     def _more_of_call(self, piece: Piece) -> list[str]:
         assert piece.call is not None
@@ -103,11 +117,14 @@ class ResponseReply(ChatReply):
     def _message() -> answers.OutputMessage:
         return answers.OutputMessage(id=_new("msg"), type="message", role="assistant", status="in_progress", content=[])
 
-    def _open(self, item: answers.OutputMessage | answers.FunctionCall) -> list[str]:
+    def _open(self, item: Output) -> list[str]:
         self.output.append(item)
         events = [self._of_item("added")]
         if isinstance(item, answers.OutputMessage):
             item.content.append(answers.OutputText(type="output_text", text="", annotations=[], logprobs=[]))
+            events.append(self._of_part("added"))
+        if isinstance(item, answers.ReasoningItem):
+            item.content.append(answers.ReasoningText(type="reasoning_text", text=""))
             events.append(self._of_part("added"))
         return events
 
@@ -122,6 +139,9 @@ class ResponseReply(ChatReply):
             whole = self._call.complete
             about = {"name": item.name, "arguments": item.arguments}
             events = [self._in_item(answers.ArgumentsDone, "function_call_arguments.done", **about)]
+        elif isinstance(item, answers.ReasoningItem):
+            about = {"content_index": 0, "text": item.content[0].text}
+            events = [self._in_item(answers.ReasoningDone, "reasoning_text.done", **about), self._of_part("done")]
         else:
             (part,) = item.content
             about = {"content_index": 0, "text": part.text, "logprobs": part.logprobs}

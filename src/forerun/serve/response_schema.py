@@ -66,6 +66,15 @@ class InputCallOutput(Item):
     caller: Absent = None
 
 
+class InputReasoning(Item):
+    """Thoughts of an earlier answer, which say nothing to the next one."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] | None = Field(None, description=IGNORED)
+    content: list[Any] | None = Field(None, description=IGNORED)
+    encrypted_content: str | None = Field(None, description=IGNORED)
+
+
 def _kind(item: Any) -> str | None:
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
@@ -73,11 +82,12 @@ def _kind(item: Any) -> str | None:
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputCallOutput, Tag("function_call_output")],
     Discriminator(
         _kind,
         custom_error_type="wrong_kind",
-        custom_error_message="must be a message, a function_call or a function_call_output",
+        custom_error_message="must be a message, a function_call, a function_call_output or a reasoning",
     ),
 ]
 
@@ -90,7 +100,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
             found.append({"role": item.role, "content": _text(item.content)})
         elif isinstance(item, InputCallOutput):
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-        else:
+        elif isinstance(item, InputCall):
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": ""})
             function = {"name": item.name, "arguments": item.arguments}

@@ -12,8 +12,20 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 from forerun.core.errors import ContextLengthError, RequestError
-from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG, CallForm, Message, call_form, knows_tools, render_chat
+from forerun.models.chat import (
+    CLOSING,
+    MARKERS,
+    OPENING,
+    PYTHON_TAG,
+    CallForm,
+    Message,
+    call_form,
+    knows_tools,
+    render_chat,
+)
+from forerun.models.reasoning import HARMONY, PARSERS, Boundary
 from forerun.models.tokenizer import REPLACEMENT, Detokenizer, encode, token_text
+from forerun.serve.reasoning import Reading, ToolOptions
 
 T = TypeVar("T")
 
@@ -53,10 +65,14 @@ class TextService:
     another's long text, and the given one for the event loop, for single tokens.
 
     ``limit`` is the longest prompt in tokens. ``chat_template`` replaces the checkpoint's. Templates run in
-    transformers' sandbox.
+    transformers' sandbox. A ``reasoning_parser`` tells the thoughts of a chat's answers from the rest.
     """
 
-    def __init__(self, tokenizer: Any, limit: int, chat_template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, limit: int, chat_template: str | None = None, reasoning_parser: str | None = None
+    ) -> None:
+        self.reasoning_parser = reasoning_parser
+        self.boundary = None if reasoning_parser is None else Boundary(tokenizer, reasoning_parser)
         self.tokenizer = tokenizer
         self.limit = limit
         self.short, self.long = Lane(tokenizer, "short-text"), Lane(tokenizer, "long-text")
@@ -158,11 +174,27 @@ class TextService:
         """Whether the template tells of tools in words of its own."""
         return knows_tools(self.tokenizer.get_chat_template(self.own_template, [{}]))
 
+    def special_markers(self, *, tools: bool) -> dict[str, int]:
+        """Markers of thoughts and, with ``tools``, of calls that are special tokens here, and their ids. Texts leave
+        them out unless told otherwise."""
+        markers: set[str] = set()
+        if tools:
+            markers |= {OPENING, CLOSING, PYTHON_TAG, *MARKERS.get(self.call_form, ())}
+        if self.reasoning_parser == HARMONY:
+            markers |= set(MARKERS[CallForm.HARMONY])
+        elif self.reasoning_parser is not None:
+            markers |= {PARSERS[self.reasoning_parser].start, PARSERS[self.reasoning_parser].end}
+        return {marker: id for marker, id in self._special.items() if marker in markers}
+
     @cached_property
-    def special_markers(self) -> frozenset[str]:
-        """Markers of calls that are special tokens here, which texts leave out unless told otherwise."""
-        known = self.tokenizer.added_tokens_decoder.values()
-        return frozenset(token.content for token in known if token.special) & {OPENING, CLOSING, PYTHON_TAG}
+    def _special(self) -> dict[str, int]:
+        return {token.content: id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+
+    def reading(self, prompt: Seq[int], tools: ToolOptions | None) -> Reading:
+        """How to read the answers to a chat's ``prompt``."""
+        channels = self.reasoning_parser == HARMONY or (tools is not None and tools.form is CallForm.HARMONY)
+        opened = None if self.boundary is None else self.boundary.opened(prompt)
+        return Reading(tools, self.reasoning_parser, opened, channels)
 
     def _token_text(self, token: int) -> tuple[str, list[int] | None]:
         """One token's text and, where they can be told, its bytes (half a character has no text of its own)."""

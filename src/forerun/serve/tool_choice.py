@@ -4,11 +4,11 @@ and meet its schema."""
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections.abc import Mapping
 from typing import Any
 
 from forerun.core.errors import ConfigError
-from forerun.models.chat import CLOSING, OPENING, CallForm
+from forerun.models.chat import CLOSING, MARKERS, OPENING, CallForm
 from forerun.sampling.params import StructuredOutputsParams
 from forerun.serve.messages import Chosen, Tool
 from forerun.serve.schema import ChatRequest
@@ -16,14 +16,15 @@ from forerun.serve.schema import ChatRequest
 OBJECT = '{"name": '
 MOST_CALLS = 4
 """In an answer that must call: a small model repeats its call until something ends it."""
+NO_MARKERS: Mapping[str, int] = {}
 OPEN_ENDED = {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 
 
 def required_shape(
-    body: ChatRequest, form: CallForm, special: Set[str] = frozenset()
+    body: ChatRequest, form: CallForm, special: Mapping[str, int] = NO_MARKERS
 ) -> StructuredOutputsParams | None:
     """The grammar of a request with tools; None: the model is free to call or not. ``special`` are the markers of
-    calls that are special tokens.
+    calls that are special tokens, with their ids.
 
     ``required`` or a named function permits calls alone. Under ``auto`` a ``response_format`` binds what is no call.
     Raises ConfigError for other structured output beside tools.
@@ -46,8 +47,18 @@ def required_shape(
     return StructuredOutputsParams(grammar=f"start: calls\n{rules}", schemas=schemas)
 
 
-def _calls(tools: list[Tool], form: CallForm, special: Set[str], *, several: bool) -> tuple[str, dict[str, Any]]:
-    """Rules in Lark, and the schemas of the functions' arguments by name. Llama 3 makes one call at a time."""
+def _calls(
+    tools: list[Tool], form: CallForm, special: Mapping[str, int], *, several: bool
+) -> tuple[str, dict[str, Any]]:
+    """Rules in Lark, and the schemas of the functions' arguments by name. Llama 3 makes one call at a time. Raises
+    ConfigError for forms whose calls no grammar here describes."""
+    if form not in (CallForm.HERMES, CallForm.LLAMA, CallForm.MISTRAL):
+        raise ConfigError(
+            f"calls in this model's form ({form}) are read, but cannot be required, and take no response_format: "
+            "leave tool_choice at 'auto', or tools out"
+        )
+    if form is CallForm.MISTRAL:
+        return _mistral_calls(tools, special, several=several)
     hermes = form is CallForm.HERMES
     key = "arguments" if hermes else "parameters"
     functions = " | ".join(f"function_{place}" for place in range(len(tools)))
@@ -61,6 +72,17 @@ def _calls(tools: list[Tool], form: CallForm, special: Set[str], *, several: boo
     for place, tool in enumerate(tools):
         begun = f"{json.dumps(tool.function.name)}, {json.dumps(key)}: "
         rules.append(f"function_{place}: {_quoted(begun)} @arguments_{place}")
+    schemas = {f"arguments_{place}": _closed(tool.function.parameters) for place, tool in enumerate(tools)}
+    return "\n".join(rules) + "\n", schemas
+
+
+def _mistral_calls(tools: list[Tool], special: Mapping[str, int], *, several: bool) -> tuple[str, dict[str, Any]]:
+    named = (f"<[{special[mark]}]>" if mark in special else _quoted(mark) for mark in MARKERS[CallForm.MISTRAL])
+    opening, arguments, _ = named
+    functions = " | ".join(f"function_{place}" for place in range(len(tools)))
+    rules = [f"calls: call{f'{{1,{MOST_CALLS}}}' if several else ''}", f"call: {opening} ({functions})"]
+    for place, tool in enumerate(tools):
+        rules.append(f"function_{place}: {_quoted(tool.function.name)} {arguments} @arguments_{place}")
     schemas = {f"arguments_{place}": _closed(tool.function.parameters) for place, tool in enumerate(tools)}
     return "\n".join(rules) + "\n", schemas
 

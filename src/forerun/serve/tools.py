@@ -1,22 +1,43 @@
 """Calls of tools, read out of an answer as it grows.
 
-Two forms are known: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of the Hermes models, and
+Two forms are read everywhere: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of the Hermes models, and
 ``{"name": ..., "parameters": {...}}`` of Llama 3 at the beginning of the answer, with or without ``<|python_tag|>``.
-Small models also write a call as a block of Markdown, which counts where the answer is nothing else.
+Small models also write a call as a block of Markdown, which counts where the answer is nothing else. What a template
+asks for (``CallForm``) is read besides:
+
+- Qwen 3.5: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``
+- Gemma 4: ``<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:3}<tool_call|>``
+- Mistral: ``[TOOL_CALLS]NAME[ARGS]{...}``, or ``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``
+- Llama 4: ``[NAME(KEY="TEXT", KEY=3)]``, with or without ``<|python_start|>``
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG
+from forerun.models.chat import CLOSING, MARKERS, OPENING, PYTHON_TAG, CallForm
 
-MARKERS = (OPENING, PYTHON_TAG)
+GEMMA_OPENING, GEMMA_CLOSING, GEMMA_QUOTE = MARKERS[CallForm.GEMMA]
+MISTRAL_OPENING = MARKERS[CallForm.MISTRAL][0]
+PYTHONIC_OPENING, PYTHONIC_CLOSING = MARKERS[CallForm.PYTHONIC]
+FUNCTION = "<function="
+XML_CALL = re.compile(r"\s*<function=([^>\s]+)\s*>(.*)</function>\s*", re.S)
+XML_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)\s*>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.S)
+GEMMA_CALL = re.compile(r"\s*call:\s*([^\s{]+)\s*(?={)")
+GEMMA_KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:\s*")
+MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?={)")
+BEGUN_MISTRAL = re.compile(r"\s*[\w.-]*(?:\[[^{]*)?\s*")
+PYTHON_HEAD = re.compile(r"\[\s*([A-Za-z_][\w.]*)\(")
+BEGUN_PYTHON = re.compile(r"\[\s*(?:([A-Za-z_][\w.]*))?")
+DEEPEST = 64
+"""Objects and lists within each other in a call's arguments."""
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 OPEN_STRING = re.compile(r'"(?:[^"\\]|\\.)*\\?', re.S)
 FENCE = "```"
@@ -45,19 +66,25 @@ class Call:
 
 @dataclass(slots=True)
 class Piece:
-    """What is new: text of the answer, or (more) arguments of a call, which ``begins`` with this."""
+    """What is new: text of the answer or, if it is ``reasoning``, of the thoughts before it, or (more) arguments of a
+    call, which ``begins`` with this."""
 
     text: str = ""
     call: Call | None = None
     begins: bool = False
+    reasoning: bool = False
 
 
 class Brackets:
-    """Finds where a JSON object or list ends, in text that comes in pieces."""
+    """Finds where a JSON object or list, or what is between other ``brackets`` and ``quotes``, ends, in text that comes
+    in pieces."""
 
-    def __init__(self, depth: int = 0) -> None:
+    def __init__(self, depth: int = 0, brackets: tuple[str, str] = ("{[", "}]"), quotes: str = '"') -> None:
         self._depth = depth
-        self._quoted = self._escaped = False
+        self._opening, self._closing = brackets
+        self._quotes = quotes
+        self._quoted = ""
+        self._escaped = False
 
     def end(self, text: str) -> int | None:
         """How much of the next ``text`` belongs to it, if it ends there."""
@@ -65,12 +92,12 @@ class Brackets:
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
-                self._escaped, self._quoted = letter == "\\", letter != '"'
-            elif letter == '"':
-                self._quoted = True
-            elif letter in "{[":
+                self._escaped, self._quoted = letter == "\\", "" if letter == self._quoted else self._quoted
+            elif letter in self._quotes:
+                self._quoted = letter
+            elif letter in self._opening:
                 self._depth += 1
-            elif letter in "}]":
+            elif letter in self._closing:
                 self._depth -= 1
                 if self._depth <= 0:
                     return place + 1
@@ -83,12 +110,20 @@ class ToolParser:
     ``names`` are the functions that a call without a marker must name. More calls than ``most`` are dropped. An answer
     in the form of a call that is none is text. White space around calls belongs to them. ``silent``: the answer must be
     calls, so that what is none is one that was cut off, and not told. ``fenced``: a block of Markdown may be a call.
+    ``form`` is what the template asks for, and ``schemas`` are the functions' parameters, which Qwen's form needs to
+    tell numbers from texts.
     """
 
+    reasoning = ""
+
     def __init__(
-        self, names: Collection[str], most: int | None = None, *, silent: bool = False, fenced: bool = False
-    ) -> None:
+        self, names: Collection[str], most: int | None = None, *, silent: bool = False, fenced: bool = False,
+        form: CallForm = CallForm.HERMES, schemas: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.names = names
+        self.schemas = schemas or {}
+        self.pythonic = form is CallForm.PYTHONIC
+        self.openings = (OPENING, PYTHON_TAG, *MARKERS[form][:1]) if form in MARKERS else (OPENING, PYTHON_TAG)
         self.most = most
         self.silent = silent
         self.fenced = fenced
@@ -130,20 +165,20 @@ class ToolParser:
     def _read_text(self) -> bool:
         held = self._held
         bare = len(held) - len(held.lstrip()) if self._bare else -1
-        if 0 <= bare < len(held) and held[bare] == "{":
+        if 0 <= bare < len(held) and held[bare] in ("{[" if self.pythonic else "{"):
             return self._begin(0, bare)
         if self.fenced and bare >= 0 and not self.calls:
             if block := FENCED.match(held, bare):
                 return self._begin(0, block.end())
             if BEGUN_FENCE.fullmatch(held, bare) and not self._last:
                 return False
-        found = [(at, marker) for marker in MARKERS if (at := held.find(marker)) >= 0]
+        found = [(at, marker) for marker in self.openings if (at := held.find(marker)) >= 0]
         if found:
             at, marker = min(found)
             before = held[:at].rstrip()
             self._say(before)
             return self._begin(len(before), at + len(marker))
-        end = len(held) if self._last else _certain(held)
+        end = len(held) if self._last else len(held[: begun_marker(held, self.openings)].rstrip())
         if self._last and self.calls and not held.strip():
             end = 0
         self._say(held[:end])
@@ -152,10 +187,20 @@ class ToolParser:
 
     def _begin(self, start: int, end: int) -> bool:
         self._marker, self._held = self._held[start:end], self._held[end:]
-        self._step = self._read_head
+        self._scanned, self._step = 0, self._read_head
         return True
 
     def _read_head(self) -> bool:
+        marker, begun = self._marker.strip(), self._held.lstrip()
+        if marker == OPENING and (begun.startswith(FUNCTION) or (FUNCTION.startswith(begun) and not self._last)):
+            return self._read_enclosed(CLOSING, self._xml_calls)
+        if marker == GEMMA_OPENING:
+            return self._read_enclosed(GEMMA_CLOSING, gemma_calls)
+        if marker == MISTRAL_OPENING and not begun.startswith(("[", "{")):
+            return self._read_mistral()
+        if begun.startswith("[") and marker in ("", PYTHONIC_OPENING):
+            self._brackets, self._scanned = Brackets(brackets=("[({", "])}"), quotes="\"'"), 0
+            return self._read_pythonic()
         name, end = head_of(self._held)
         marked, fenced = bool(self._marker.strip()), FENCE in self._marker
         if (fenced or not marked) and not self._may_be_known(end):
@@ -178,6 +223,74 @@ class ToolParser:
         if end > 0:
             return named is not None and named[1] in self.names
         return end < 0 and (named is None or any(name.startswith(named[1]) for name in self.names))
+
+    def _read_enclosed(self, closing: str, read: Callable[[str], list[tuple[str, str]] | None]) -> bool:
+        """Calls that are read once they are whole: up to ``closing``, which an answer that is cut off may lack."""
+        at = self._held.find(closing, self._scanned)
+        if at < 0 and not self._last:
+            self._scanned = max(0, len(self._held) - len(closing))
+            return False
+        calls = read(self._held if at < 0 else self._held[:at])
+        self._scanned = 0
+        if calls is None:
+            return self._release(len(self._held) if at < 0 else at)
+        self._held = "" if at < 0 else self._held[at + len(closing) :]
+        return self._emit_calls(calls, self._read_closing)
+
+    def _xml_calls(self, text: str) -> list[tuple[str, str]] | None:
+        """The call that Qwen's form holds. Values are texts where the function's schema says so, or says nothing."""
+        call = XML_CALL.fullmatch(text)
+        if call is None:
+            return None
+        properties = (self.schemas.get(call[1]) or {}).get("properties") or {}
+        values: dict[str, Any] = {}
+        at = 0
+        while parameter := XML_PARAMETER.match(call[2], at):
+            at = parameter.end()
+            text = parameter[2].removeprefix("\n").removesuffix("\n")
+            values[parameter[1]] = _typed(text, properties.get(parameter[1]))
+        if call[2][at:].strip():
+            return None
+        return [(call[1], json.dumps(values, ensure_ascii=False))]
+
+    def _read_mistral(self) -> bool:
+        """A function's name and its arguments, which are JSON."""
+        head = MISTRAL_HEAD.match(self._held)
+        if head is None:
+            going_on = BEGUN_MISTRAL.fullmatch(self._held) is not None and not self._last
+            return False if going_on else self._release(0)
+        self._held = self._held[head.end() :]
+        self._start(head[1])
+        self._brackets, self._step = Brackets(), self._read_only_arguments
+        return True
+
+    def _read_only_arguments(self) -> bool:
+        """Arguments with which a call ends."""
+        read = self._read_arguments()
+        self._step = self._read_closing if read else self._read_only_arguments
+        return read
+
+    def _read_pythonic(self) -> bool:
+        """A list of Python's calls, of which the first names a known function."""
+        self._step = self._read_pythonic
+        begun = self._held.lstrip()
+        head = PYTHON_HEAD.match(begun)
+        if head is None:
+            name = BEGUN_PYTHON.fullmatch(begun)
+            known = name is not None and any(one.startswith(name[1] or "") for one in self.names)
+            return False if known and not self._last else self._release(0)
+        if head[1] not in self.names:
+            return self._release(0)
+        end = self._brackets.end(self._held[self._scanned :])
+        if end is None:
+            self._scanned = len(self._held)
+            return self._release(self._scanned) if self._last else False
+        end += self._scanned
+        calls = python_calls(self._held[:end].strip())
+        if calls is None:
+            return self._release(end)
+        self._held = self._held[end:]
+        return self._emit_calls(calls, self._read_closing)
 
     def _read_arguments(self) -> bool:
         end = self._brackets.end(self._held)
@@ -220,17 +333,23 @@ class ToolParser:
         calls = calls_in(self._held[: self._scanned])
         if calls is None:
             return self._release(self._scanned)
-        for name, arguments in calls[: self.most]:
+        self._held = self._held[self._scanned :]
+        return self._emit_calls(calls, step)
+
+    def _emit_calls(self, calls: list[tuple[str, str]], step: Callable[[], bool]) -> bool:
+        """Whole ones, as many as are wanted, before the next ``step``."""
+        room = None if self.most is None else self.most - len(self.calls)
+        for name, arguments in calls[:room]:
             self._start(name)
             self._more(arguments)
             self.calls[-1].complete = True
-        self._held, self._step = self._held[self._scanned :], step
+        self._step = step
         return True
 
     def _read_closing(self) -> bool:
         """The marker at a call's end, or what stands between two calls of Llama 3."""
         rest = self._held.lstrip()
-        for mark in (CLOSING, ";"):
+        for mark in (CLOSING, PYTHONIC_CLOSING, ";"):
             if mark.startswith(rest) and rest != mark and not self._last:
                 return False
             if rest.startswith(mark):
@@ -263,13 +382,84 @@ class ToolParser:
             self._new.append(Piece(arguments, call))
 
 
-def _certain(text: str) -> int:
-    """How much of ``text`` cannot become (white space before) a marker, whatever follows."""
-    end = len(text)
-    at = text.rfind("<")
-    if at >= 0 and any(marker.startswith(text[at:]) for marker in MARKERS):
-        end = at
-    return len(text[:end].rstrip())
+def begun_marker(text: str, markers: Seq[str]) -> int:
+    """How much of ``text`` cannot become one of the ``markers``, whatever follows."""
+    longest = max(map(len, markers))
+    for at in range(max(0, len(text) - longest + 1), len(text)):
+        if any(marker.startswith(text[at:]) for marker in markers):
+            return at
+    return len(text)
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """The value of a parameter, which is no text if its ``schema`` says so and it is JSON."""
+    kinds = schema.get("type") if isinstance(schema, Mapping) else "string"
+    if kinds == "string" or (isinstance(kinds, list) and "string" in kinds and text != "null"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+
+
+def gemma_calls(text: str) -> list[tuple[str, str]] | None:
+    """The call in Gemma 4's form; None: it is none."""
+    head = GEMMA_CALL.match(text)
+    if head is None:
+        return None
+    try:
+        value, end = _gemma_value(text, head.end(), 0)
+    except ValueError:
+        return None
+    return None if text[end:].strip() else [(head[1], json.dumps(value, ensure_ascii=False))]
+
+
+def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
+    """A value that begins at ``at``, and where it ends. Raises ValueError where there is none."""
+    if depth > DEEPEST:
+        raise ValueError("too deep")
+    at += len(text) - at - len(text[at:].lstrip())
+    if text.startswith(GEMMA_QUOTE, at):
+        start = at + len(GEMMA_QUOTE)
+        end = text.index(GEMMA_QUOTE, start)
+        return text[start:end], end + len(GEMMA_QUOTE)
+    if text[at : at + 1] not in ("{", "["):
+        end = next((place for place in range(at, len(text)) if text[place] in ",]}"), len(text))
+        return json.loads(text[at:end]), end
+    named: dict[str, Any] | None = {} if text[at] == "{" else None
+    listed: list[Any] = []
+    closing = "]" if named is None else "}"
+    at += 1
+    while text[at:].lstrip()[:1] != closing:
+        if named is not None:
+            key = GEMMA_KEY.match(text, at)
+            if key is None:
+                raise ValueError("no key")
+            named[key[1]], at = _gemma_value(text, key.end(), depth + 1)
+        else:
+            value, at = _gemma_value(text, at, depth + 1)
+            listed.append(value)
+        at += len(text) - at - len(text[at:].lstrip())
+        if text[at : at + 1] == ",":
+            at += 1
+        elif text[at : at + 1] != closing:
+            raise ValueError("no end")
+    return listed if named is None else named, text.index(closing, at) + 1
+
+
+def python_calls(text: str) -> list[tuple[str, str]] | None:
+    """The calls in a list of Python's, whose arguments are named literals; None: it is something else."""
+    calls = []
+    try:
+        tree = ast.parse(text, mode="eval").body
+        for call in tree.elts if isinstance(tree, ast.List) else ():
+            if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+                return None
+            values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+            calls.append((ast.unparse(call.func), json.dumps(values, ensure_ascii=False)))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return calls or None
 
 
 def head_of(text: str) -> tuple[str | None, int]:

@@ -1,0 +1,80 @@
+"""Where a model's thoughts end and its answer begins: markers by the name of their parser, as vLLM names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Markers:
+    """``start`` opens the thoughts and ``end`` closes them. ``opened``: an answer thinks even where nothing says so.
+    ``label`` stands behind ``start`` and is no thought."""
+
+    start: str
+    end: str
+    opened: bool = False
+    label: str = ""
+
+
+HARMONY = "openai_gptoss"
+PARSERS = {
+    "deepseek_r1": Markers("<think>", "</think>", opened=True),
+    "qwen3": Markers("<think>", "</think>"),
+    "glm45": Markers("<think>", "</think>"),
+    "mistral": Markers("[THINK]", "[/THINK]"),
+    "gemma4": Markers("<|channel>", "<channel|>", label="thought\n"),
+    HARMONY: Markers("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", opened=True),
+}
+
+
+def check_parser(name: str) -> None:
+    """Raise ConfigError for a name that no parser has."""
+    if name not in PARSERS:
+        raise ConfigError(f"reasoning_parser is one of {', '.join(PARSERS)}, not {name!r}")
+
+
+class Boundary:
+    """The markers of one parser as token ids. Raises ConfigError where the tokenizer spells one in several tokens,
+    gpt-oss's apart, whose parts are tokens."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        check_parser(name)
+        self.markers = PARSERS[name]
+        self.start, self.end = (
+            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (self.markers.start, self.markers.end)
+        )
+        self._decode = tokenizer.decode
+        longest = 3 if name == HARMONY else 1
+        for text, ids in ((self.markers.start, self.start), (self.markers.end, self.end)):
+            if len(ids) > longest:
+                raise ConfigError(
+                    f"reasoning_parser {name!r} needs a tokenizer in which {text!r} is {longest} token"
+                    f"{'s' if longest > 1 else ''}; this model's spells it in {len(ids)}"
+                )
+
+    def opened(self, prompt: Seq[int]) -> bool | None:
+        """Whether an answer to ``prompt`` begins within thoughts: if the prompt itself ends with a marker, that says
+        it. None: the answer may open them."""
+        after = len(prompt)
+        while after > 0:
+            before = prompt[:after]
+            if tuple(before[-len(self.end) :]) == self.end:
+                return False
+            if tuple(before[-len(self.start) :]) == self.start:
+                return True
+            if self._decode(before[-1:]).strip():
+                break
+            after -= 1
+        return True if self.markers.opened else None
+
+    def ends_at(self, tokens: Seq[int], first: int = 0) -> int | None:
+        """How many of ``tokens`` there are up to the end of the first closing marker whose last token is at ``first``
+        or behind it; None: there is none."""
+        for last in range(first, len(tokens)):
+            if tuple(tokens[max(0, last + 1 - len(self.end)) : last + 1]) == self.end:
+                return last + 1
+        return None

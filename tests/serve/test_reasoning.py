@@ -1,0 +1,330 @@
+"""Thoughts before an answer: grammars that begin behind them, and texts told apart, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import TEMPLATE, Running, run_server
+from test_tool_parser import told
+
+from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
+from forerun.core.sequence import Sequence
+from forerun.models.chat import CallForm
+from forerun.models.reasoning import PARSERS, Boundary, Markers
+from forerun.serve.app import ServerOptions
+from forerun.serve.reasoning import Channels, Thoughts
+from forerun.serve.tools import ToolParser
+
+CHAT = "/v1/chat/completions"
+THINK, ANSWER = "def", "return"
+"""Single tokens of the bundled tokenizer, which stand for the markers of a model that thinks."""
+CHOICES = ["yes", "no"]
+DRAFTERS = [{"method": "draft_model", "num_speculative_tokens": 3}, {"method": "pattern"}]
+
+
+@pytest.fixture(scope="module")
+def thinking(model_folder: Path) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(PARSERS, "tiny", Markers(THINK, ANSWER))
+        yield LLM(str(model_folder), speculative_config=DRAFTERS[1], page_size=16, reasoning_parser="tiny")
+
+
+@pytest.fixture(scope="module")
+def server(thinking: LLM) -> Iterator[Running]:
+    with run_server(thinking, ServerOptions(model_name="tiny", chat_template=TEMPLATE)) as running:
+        yield running
+
+
+def one(llm: LLM, text: str) -> int:
+    (token,) = llm.tokenizer.encode(text, add_special_tokens=False)
+    return token
+
+
+def permitted(llm: LLM, output: list[int], path: list[int], prompt: list[int], *, tentative: int = 0) -> set[int]:
+    """The tokens that a new constraint permits."""
+    constraint = llm.engine.grammars.start(StructuredOutputsParams(choice=CHOICES))
+    sequence = Sequence(0, [*prompt, *output], len(prompt), SamplingParams(), 0)
+    sequence.tentative = tentative
+    mask = constraint.allowed(sequence, path)
+    assert mask is not None
+    return {i for i in range(32 * len(mask)) if int(mask[i // 32]) >> (i % 32) & 1}
+
+
+def test_a_grammar_begins_behind_the_thoughts(thinking: LLM) -> None:
+    think, end = one(thinking, THINK), one(thinking, ANSWER)
+    prompt, text = thinking.tokenizer.encode("x = "), thinking.tokenizer.encode("a b c", add_special_tokens=False)
+    first = permitted(thinking, [], [], [*prompt, think, end])
+    """The prompt has closed the thoughts, so that the grammar stands at its beginning."""
+    eos = set(thinking.model.info.eos_ids)
+    free = set(range(32 * -(-thinking.model.info.vocab_size // 32))) - eos
+    assert first < free
+    assert one(thinking, "yes") in first or one(thinking, "y") in first
+    assert permitted(thinking, [], [], prompt) == first | {think}
+    assert permitted(thinking, [], [], [*prompt, think]) == free
+    assert permitted(thinking, [think], [], prompt) == free
+    assert permitted(thinking, [], [think], prompt) == free
+    assert permitted(thinking, [think, *text], [], prompt) == free
+    for cut in range(len(text) + 3):  # committed, tentative or drafted: it is the same
+        output = [think, *text, end]
+        assert permitted(thinking, output[:cut], output[cut:], prompt) == first
+        assert permitted(thinking, output, [], prompt, tentative=len(output) - cut) == first
+    yes = thinking.tokenizer.encode("yes", add_special_tokens=False)
+    assert permitted(thinking, [think, end], yes, prompt) == eos
+    assert permitted(thinking, yes, [], prompt) == eos
+    assert permitted(thinking, [think, *yes, end, *yes], [], prompt) == eos
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=["draft_model", "pattern"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_nothing_about_thoughts_or_answer(
+    thinking: LLM, model_folder: Path, drafter: dict[str, Any], temperature: float
+) -> None:
+    bias = {one(thinking, ANSWER): 6.0, one(thinking, THINK): 6.0}
+    shape = StructuredOutputsParams(choice=CHOICES)
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=60, structured_outputs=shape, logit_bias=bias)
+        for seed in range(6)
+    ]
+    prompts = ["def f(", "import ", "x", "class A", "while", "if x"]
+    plain = thinking.generate(prompts, params, speculate=False)
+    more = {"model": str(model_folder)} if drafter["method"] == "draft_model" else {}
+    llm = LLM(str(model_folder), speculative_config={**drafter, **more}, page_size=16, reasoning_parser="tiny")
+    drafted = llm.generate(prompts, params)
+    assert [out.outputs[0].token_ids for out in drafted] == [out.outputs[0].token_ids for out in plain]
+    ended = [out.outputs[0].text for out in plain if out.outputs[0].finish_reason == "stop"]
+    assert ended
+    assert all(text.rpartition(ANSWER)[2] in CHOICES for text in ended)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_and_its_thoughts_come_apart(server: Running, thinking: LLM, stream: bool) -> None:
+    bias = {str(one(thinking, ANSWER)): 9.0, str(one(thinking, THINK)): 9.0}
+    seen = 0
+    for seed in range(8):
+        body = {
+            "messages": [{"role": "user", "content": "hi"}], "seed": seed, "max_tokens": 40, "stream": stream,
+            "structured_outputs": {"choice": CHOICES}, "logit_bias": bias,
+        }  # fmt: skip
+        prompt = server.post("/tokenize", {"messages": body["messages"]}).json()["tokens"]
+        rest = {name: body[name] for name in ("seed", "max_tokens", "structured_outputs", "logit_bias")}
+        text = server.post("/v1/completions", {"prompt": prompt, **rest}).json()["choices"][0]["text"]
+        answer = server.post(CHAT, body)
+        if stream:
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            deltas = [event["choices"][0]["delta"] for event in events]
+            thoughts, content = ("".join(d.get(k, "") for d in deltas) for k in ("reasoning_content", "content"))
+        else:
+            message = answer.json()["choices"][0]["message"]
+            thoughts, content = message["reasoning_content"] or "", message["content"] or ""
+        begun, marker, after = text.removeprefix(THINK).partition(ANSWER)
+        assert (thoughts, content) == ((begun, after) if text.startswith(THINK) else ("", text))
+        seen += bool(marker)
+    assert seen
+
+
+def test_responses_have_an_item_of_thoughts(server: Running, thinking: LLM) -> None:
+    bias = {str(one(thinking, ANSWER)): 8.0, str(one(thinking, THINK)): 11.0}
+    body: dict[str, Any] = {"input": "hi", "seed": 3, "max_output_tokens": 40, "logit_bias": bias}
+    answer = server.post("/v1/responses", body).json()
+    assert [item["type"] for item in answer["output"]][:1] == ["reasoning"]
+    again = server.post("/v1/responses", {**body, "previous_response_id": answer["id"], "stream": True})
+    assert again.status_code == 200
+    events = [json.loads(line[6:]) for line in again.text.splitlines() if line.startswith("data: ")]
+    said = "".join(event["delta"] for event in events if event["type"] == "response.reasoning_text.delta")
+    (item,) = [item for item in events[-1]["response"]["output"] if item["type"] == "reasoning"]
+    assert item["content"] == [{"type": "reasoning_text", "text": said}]
+
+
+def test_a_tokenizer_without_the_markers_is_refused(model_folder: Path) -> None:
+    llm = LLM(str(model_folder), speculative_config=None, reasoning_parser="deepseek_r1")
+    shape = StructuredOutputsParams(choice=CHOICES)
+    with pytest.raises(ConfigError, match="needs a tokenizer in which '<think>' is 1 token"):
+        llm.generate(["x"], SamplingParams(structured_outputs=shape))
+    with pytest.raises(ConfigError, match="reasoning_parser is one of deepseek_r1, qwen3"):
+        LLM(str(model_folder), reasoning_parser="nobody")
+
+
+class Spelled:
+    """A tokenizer of single letters and gpt-oss's special tokens."""
+
+    PIECES = ("<|channel|>", "<|message|>", "final", "analysis", "<think>", "</think>")
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        ids = []
+        while text:
+            piece = next((p for p in self.PIECES if text.startswith(p)), text[0])
+            ids.append(self.PIECES.index(piece) if piece in self.PIECES else 100 + ord(piece))
+            text = text.removeprefix(piece)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.PIECES[i] if i < 100 else chr(i - 100) for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "opened"),
+    [
+        ("qwen3", "hi", None), ("qwen3", "a</think>b", None), ("qwen3", "a<think>\n", True),
+        ("qwen3", "<think>a", None),
+        ("qwen3", "<think>\n\n</think>\n\n", False), ("deepseek_r1", "hi", True), ("deepseek_r1", "</think>\n", False),
+        ("openai_gptoss", "assistant", True), ("openai_gptoss", "<|channel|>final<|message|>", False),
+    ],
+)  # fmt: skip
+def test_a_prompt_says_whether_thoughts_are_open(name: str, prompt: str, opened: bool | None) -> None:
+    spelled = Spelled()
+    boundary = Boundary(spelled, name)
+    assert boundary.opened(spelled.encode(prompt)) is opened
+    ids = spelled.encode(f"abc{PARSERS[name].end}de")
+    assert boundary.ends_at(ids) == len(ids) - 2
+    assert boundary.ends_at(ids, len(ids) - 2) is None
+
+
+TAGGED: list[tuple[bool | None, str, str, str]] = [
+    (None, "<think>a</think>b", "a", "b"),
+    (None, "a</think>b", "", "a</think>b"),
+    (None, "<thin", "", "<thin"),
+    (None, "", "", ""),
+    (None, "<think>a</thin", "a</thin", ""),
+    (True, "a</think>b<think>c</think>", "a", "b<think>c</think>"),
+    (True, "<think>a < b</think>\n\nb", "a < b", "\n\nb"),
+    (True, "never ends", "never ends", ""),
+    (False, "<think>a</think>b", "", "<think>a</think>b"),
+]
+HARMONY = [
+    ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi.", "Hm.", "Hi.", []),
+    ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+     '<|constrain|>json<|message|>{"a": 1}<|call|>', "Hm.", "", [("add", '{"a": 1}')]),
+    (' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": {}}', "", "", [("add", '{"a": {}}')]),
+    ("<|channel|>commentary<|message|>Let me see.<|end|>", "", "Let me see.", []),
+    ("<|channel|>commentary to=browser.open<|message|>{}<|call|>", "", "{}", []),
+    ("plain text", "", "plain text", []),
+    ("<|channel|>final<|message|>a <| b", "", "a <| b", []),
+    ("<|channel|>ana", "", "<|channel|>ana", []),
+]  # fmt: skip
+
+
+def read(reader: Any, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Thoughts, text and calls as a client puts them together."""
+    thoughts = content = ""
+    calls: list[list[str]] = []
+    for place, piece in enumerate(pieces):
+        for new in reader.push(piece, last=place == len(pieces) - 1):
+            if new.call is not None:
+                if new.begins:
+                    calls.append([new.call.name, ""])
+                calls[-1][1] += new.text
+            elif new.reasoning:
+                thoughts += new.text
+            else:
+                content += new.text
+    made = [(name, arguments) for name, arguments in calls]
+    assert (thoughts, content, made) == (
+        reader.reasoning,
+        reader.content,
+        [(c.name, c.arguments) for c in reader.calls],
+    )
+    return thoughts, content, made
+
+
+@pytest.mark.parametrize(("opened", "text", "thoughts", "content"), TAGGED)
+def test_thoughts_between_tags(opened: bool | None, text: str, thoughts: str, content: str) -> None:
+    for pieces in ([text], [*text, ""]):
+        assert read(Thoughts(PARSERS["qwen3"], opened, None), pieces) == (thoughts, content, [])
+        assert read(Thoughts(PARSERS["qwen3"], opened, ToolParser(("add",))), pieces) == (thoughts, content, [])
+
+
+def test_a_label_is_no_thought_and_calls_come_behind_thoughts() -> None:
+    text = "<|channel>thought\nHm.<channel|><|tool_call>call:add{a:1}<tool_call|>"
+    for pieces in ([text], [*text, ""]):
+        parser = ToolParser(("add",), form=CallForm.GEMMA)
+        assert read(Thoughts(PARSERS["gemma4"], None, parser), pieces) == ("Hm.", "", [("add", '{"a": 1}')])
+
+
+@pytest.mark.parametrize(("text", "thoughts", "content", "calls"), HARMONY)
+def test_messages_of_gpt_oss(text: str, thoughts: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for pieces in ([text], [*text, ""]):
+        assert read(Channels(("add",)), pieces) == (thoughts, content, calls)
+
+
+Q = '<|"|>'
+SCHEMAS = {
+    "add": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": ["array", "null"]}}},
+    "get_weather": {},
+}
+FORMS: list[tuple[CallForm, str, str, list[tuple[str, Any]]]] = [
+    (CallForm.QWEN, "So:\n<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=s>\n4\n</parameter>\n"
+     "<parameter=l>\n[1, \"x\"]\n</parameter>\n</function>\n</tool_call>", "So:",
+     [("add", {"a": 3, "s": "4", "l": [1, "x"]})]),
+    (CallForm.QWEN, "<tool_call><function=get_weather></function></tool_call>\n<tool_call><function=add>"
+     "<parameter=s>a\nb < c</parameter></function></tool_call>", "", [("get_weather", {}), ("add", {"s": "a\nb < c"})]),
+    (CallForm.QWEN, '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "", [("add", {"a": 1})]),
+    (CallForm.QWEN, "<tool_call><function=add><parameter=a>3", "<tool_call><function=add><parameter=a>3", []),
+    (CallForm.QWEN, "<tool_call><function=add>none</function></tool_call>",
+     "<tool_call><function=add>none</function></tool_call>", []),
+    (CallForm.GEMMA, f"Well. <|tool_call>call:add{{a:3,s:{Q}x, y}}{Q},l:[1,{{b:true}},null,{Q}{Q}]}}<tool_call|>",
+     "Well.", [("add", {"a": 3, "s": "x, y}", "l": [1, {"b": True}, None, ""]})]),
+    (CallForm.GEMMA, "<|tool_call>call:f{}<tool_call|><|tool_call>call:g{ a : -1.5 }<tool_call|>", "",
+     [("f", {}), ("g", {"a": -1.5})]),
+    (CallForm.GEMMA, "<|tool_call>call:f{a<tool_call|> x", "<|tool_call>call:f{a<tool_call|> x", []),
+    (CallForm.GEMMA, "<|tool_call>call:f{a:1", "<|tool_call>call:f{a:1", []),
+    (CallForm.MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": {"b": "}"}}[TOOL_CALLS]f{"c": 1}', "",
+     [("add", {"a": {"b": "}"}}), ("f", {"c": 1})]),
+    (CallForm.MISTRAL, 'Hm [TOOL_CALLS]add[CALL_ID]abc12[ARGS]{}', "Hm", [("add", {})]),
+    (CallForm.MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]', "",
+     [("add", {"a": 1}), ("f", {})]),
+    (CallForm.MISTRAL, "[TOOL_CALLS]what is this?", "[TOOL_CALLS]what is this?", []),
+    (CallForm.PYTHONIC, "[add(a=3, s='x)]', l=[1, {'b': True}]), get_weather()]", "",
+     [("add", {"a": 3, "s": "x)]", "l": [1, {"b": True}]}), ("get_weather", {})]),
+    (CallForm.PYTHONIC, '<|python_start|>[add(s="\\"q\\"", a=None)]<|python_end|>', "",
+     [("add", {"s": '"q"', "a": None})]),
+    (CallForm.PYTHONIC, "[1, 2, 3]", "[1, 2, 3]", []),
+    (CallForm.PYTHONIC, "[other(a=1)]", "[other(a=1)]", []),
+    (CallForm.PYTHONIC, "[add(a=open('x'))]", "[add(a=open('x'))]", []),
+    (CallForm.PYTHONIC, "[add(a=1", "[add(a=1", []),
+    (CallForm.HERMES, "[add(a=1)]", "[add(a=1)]", []),
+    (CallForm.HERMES, "[TOOL_CALLS]add[ARGS]{}", "[TOOL_CALLS]add[ARGS]{}", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), FORMS, ids=range(len(FORMS)))
+def test_calls_in_other_forms(form: CallForm, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    for pieces in ([text], [*text, ""]):
+        said, made = told(ToolParser(SCHEMAS, form=form, schemas=SCHEMAS), pieces)
+        assert (said, [(name, json.loads(arguments)) for name, arguments in made]) == (content, calls)
+
+
+WORDS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>", "</parameter>", "<|tool_call>",
+     "<tool_call|>", "call:add{", "a:", Q, "[TOOL_CALLS]", "[ARGS]", "add", "{", "}", "[", "]", "(", ")", "a=", "1",
+     ",", " ", "\n", '"', "'", "<|python_start|>", "<|python_end|>", "x", "<think>", "</think>", "<|channel|>analysis",
+     "<|message|>", "<|end|>", "<|start|>assistant", " to=functions.add"]
+)  # fmt: skip
+
+
+@settings(max_examples=500, deadline=None, derandomize=True, database=None)
+@given(
+    st.one_of(
+        st.lists(WORDS, max_size=12).map("".join),
+        st.sampled_from([case[1] for case in FORMS] + [case[0] for case in HARMONY] + [case[1] for case in TAGGED]),
+    ),
+    st.data(),
+)
+def test_cuts_change_nothing(text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+    for form in CallForm:
+
+        def parser(form: CallForm = form) -> ToolParser:
+            return ToolParser(SCHEMAS, form=form, schemas=SCHEMAS)
+
+        assert told(parser(), pieces) == told(parser(), [text])
+        for opened in (None, True):
+            whole = read(Thoughts(PARSERS["qwen3"], opened, parser()), [text])
+            assert read(Thoughts(PARSERS["qwen3"], opened, parser()), pieces) == whole
+    assert read(Channels(SCHEMAS), pieces) == read(Channels(SCHEMAS), [text])
