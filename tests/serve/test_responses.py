@@ -331,7 +331,7 @@ WRONG = [
     ({**ASK, "messages": []}, "messages", "unknown field 'messages'"),
     ({**ASK, "input": []}, "input", "at least 1 item"),
     ({**ASK, "input": [{"role": "tool", "content": "x"}]}, "input.0.role", "Input should be"),
-    ({**ASK, "input": [{"type": "file_search_call", "summary": []}]}, "input.0", "must be a message, a function_call or"),
+    ({**ASK, "input": [{"type": "web_search_call"}]}, "input.0", "must be a message, a function_call, a"),
     ({**ASK, "input": ["x"]}, "input.0", "must be a message"),
     ({**ASK, "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
      "input.0.content.0.type", "Input should be 'input_text' or 'output_text'"),
