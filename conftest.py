@@ -43,12 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``full`` exist only with ``--full``, those marked ``elsewhere`` on other machines, which is said."""
-    found = config.stash.setdefault(LEFT_OUT, Counter())
+    result = config.stash.setdefault(LEFT_OUT, Counter())
     kept, extra = [], []
     for item in items:
         elsewhere = item.get_closest_marker("elsewhere")
         if elsewhere is not None:
-            found[elsewhere.args[0]] += 1
+            result[elsewhere.args[0]] += 1
         rare = item.get_closest_marker("full") is not None and not config.getoption("--full")
         (extra if rare or elsewhere is not None else kept).append(item)
     config.hook.pytest_deselected(items=extra)
@@ -64,9 +64,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Every worker collects, and leaves out, the same tests."""
-    found = node.config.stash.setdefault(LEFT_OUT, Counter())
+    result = node.config.stash.setdefault(LEFT_OUT, Counter())
     for reason, count in getattr(node, "workeroutput", {}).get("left out", {}).items():
-        found[reason] = max(found[reason], count)
+        result[reason] = max(result[reason], count)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

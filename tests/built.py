@@ -22,9 +22,9 @@ def kernels_for(folder: Path, *machine: str) -> ctypes.CDLL:
         patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
         patch.delenv("FORERUN_SANITIZE", raising=False)
         kernels._compile(compiler, path, machine)
-    found = ctypes.CDLL(str(path))
-    kernels._bind(found)
-    return found
+    result = ctypes.CDLL(str(path))
+    kernels._bind(result)
+    return result
 
 
 @contextmanager

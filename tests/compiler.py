@@ -17,9 +17,9 @@ case $to in *.so) cat "{kernels}" > "$to";; *) : > "$to";; esac
 
 def install_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only compiler that is found from now on, by processes that begin too. Returns its log, a line a call."""
-    found = kernels.library()
-    assert found is not None
-    whole = Path(found._name).read_bytes()
+    result = kernels.library()
+    assert result is not None
+    whole = Path(result._name).read_bytes()
     folder.mkdir()
     (folder / "kernels").write_bytes(whole[: -kernels.SEAL])
     path, log = folder / "c++", folder / "log"

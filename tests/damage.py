@@ -37,9 +37,9 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     """Change the tensors of ``model.safetensors``."""
 
     def damage(folder: Path) -> None:
-        found = load_file(folder / WEIGHTS)
-        change(found)
-        save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
+        result = load_file(folder / WEIGHTS)
+        change(result)
+        save_file(result, folder / WEIGHTS, metadata={"format": "pt"})
 
     return damage
 
@@ -50,9 +50,9 @@ def header(change: Callable[[dict[str, Any]], object]) -> Damage:
     def damage(folder: Path) -> None:
         content = (folder / WEIGHTS).read_bytes()
         end = 8 + int.from_bytes(content[:8], "little")
-        found = json.loads(content[8:end])
-        change(found)
-        fresh = json.dumps(found).encode()
+        result = json.loads(content[8:end])
+        change(result)
+        fresh = json.dumps(result).encode()
         (folder / WEIGHTS).write_bytes(len(fresh).to_bytes(8, "little") + fresh + content[end:])
 
     return damage
@@ -64,8 +64,8 @@ def index(places: Any, metadata: Any = ...) -> Damage:
     def damage(folder: Path) -> None:
         names = load_file(folder / WEIGHTS)
         (folder / WEIGHTS).rename(folder / "part.safetensors")
-        found = dict.fromkeys(names, places) if isinstance(places, str) else places
-        content = {"metadata": {} if metadata is ... else metadata, "weight_map": found}
+        result = dict.fromkeys(names, places) if isinstance(places, str) else places
+        content = {"metadata": {} if metadata is ... else metadata, "weight_map": result}
         (folder / (WEIGHTS + ".index.json")).write_text(json.dumps(content))
 
     return damage
@@ -164,35 +164,37 @@ def _named(file: str, fields: Mapping[str, tuple[Any, ...]]) -> dict[str, Damage
 
 
 def _tensors() -> dict[str, Damage]:
-    def grow(found: dict[str, torch.Tensor]) -> None:
-        found["model.layers.2.mlp.up_proj.weight"] = found[SOME].clone()
+    def grow(result: dict[str, torch.Tensor]) -> None:
+        result["model.layers.2.mlp.up_proj.weight"] = result[SOME].clone()
 
     return {
-        "a tensor is missing": weights(lambda found: found.pop(SOME)),
-        "a tensor has another shape": weights(lambda found: found.update({SOME: found[SOME][:-1].clone()})),
-        "a tensor has one dimension more": weights(lambda found: found.update({SOME: found[SOME][None].clone()})),
-        "a tensor is empty": weights(lambda found: found.update({SOME: torch.empty(0)})),
-        "a tensor holds integers": weights(lambda found: found.update({SOME: found[SOME].to(torch.int8)})),
-        "a tensor holds float8": weights(lambda found: found.update({SOME: found[SOME].to(torch.float8_e4m3fn)})),
-        "a tensor holds complex numbers": weights(lambda found: found.update({SOME: found[SOME].to(torch.complex64)})),
+        "a tensor is missing": weights(lambda result: result.pop(SOME)),
+        "a tensor has another shape": weights(lambda result: result.update({SOME: result[SOME][:-1].clone()})),
+        "a tensor has one dimension more": weights(lambda result: result.update({SOME: result[SOME][None].clone()})),
+        "a tensor is empty": weights(lambda result: result.update({SOME: torch.empty(0)})),
+        "a tensor holds integers": weights(lambda result: result.update({SOME: result[SOME].to(torch.int8)})),
+        "a tensor holds float8": weights(lambda result: result.update({SOME: result[SOME].to(torch.float8_e4m3fn)})),
+        "a tensor holds complex numbers": weights(
+            lambda result: result.update({SOME: result[SOME].to(torch.complex64)})
+        ),
         "a layer that the config leaves out": weights(grow),
         "a bias that the config leaves out": weights(
-            lambda found: found.update({QUERY.replace("weight", "bias"): torch.ones(64)})
+            lambda result: result.update({QUERY.replace("weight", "bias"): torch.ones(64)})
         ),
         "quantized tensors that no config mentions": weights(
-            lambda found: found.update({SOME.replace("weight", "qweight"): torch.ones(4, dtype=torch.int32)})
+            lambda result: result.update({SOME.replace("weight", "qweight"): torch.ones(4, dtype=torch.int32)})
         ),
-        "no tensors": weights(lambda found: found.clear()),
-        "other tensors": weights(lambda found: (found.clear(), found.update({"weight": torch.ones(3)}))),
+        "no tensors": weights(lambda result: result.clear()),
+        "other tensors": weights(lambda result: (result.clear(), result.update({"weight": torch.ones(3)}))),
     }
 
 
 def _headers() -> dict[str, Damage]:
-    def swap(found: dict[str, Any]) -> None:
-        found[SOME]["data_offsets"] = found[QUERY]["data_offsets"]
+    def swap(result: dict[str, Any]) -> None:
+        result[SOME]["data_offsets"] = result[QUERY]["data_offsets"]
 
     def says(**fields: Any) -> Damage:
-        return header(lambda found: found[SOME].update(fields))
+        return header(lambda result: result[SOME].update(fields))
 
     return {
         "offsets behind the end": says(data_offsets=[0, 10**9]),
@@ -204,7 +206,7 @@ def _headers() -> dict[str, Damage]:
         "a shape that overflows": says(shape=[2**62, 4]),
         "an unknown kind of numbers": says(dtype="Q4"),
         "another kind of numbers": says(dtype="I32"),
-        "a tensor without an entry": header(lambda found: found.pop(SOME)),
+        "a tensor without an entry": header(lambda result: result.pop(SOME)),
         "a header that is a list": replace(WEIGHTS, (2).to_bytes(8, "little") + b"[]"),
         "a header larger than the file": replace(WEIGHTS, (2**60).to_bytes(8, "little") + b"{}"),
         "a header of garbage": replace(WEIGHTS, bytes(range(256)) * 64),
@@ -307,13 +309,13 @@ def changed(tensor: torch.Tensor, random: random.Random) -> torch.Tensor:
 
 def mutate_tensor(file: str, random: random.Random) -> Damage:
     def damage(folder: Path) -> None:
-        found = load_file(folder / file)
-        name = random.choice(sorted(found))
+        result = load_file(folder / file)
+        name = random.choice(sorted(result))
         if random.random() < 0.15:
-            del found[name]
+            del result[name]
         else:
-            found[name] = changed(found[name], random)
-        save_file(found, folder / file, metadata={"format": "pt"})
+            result[name] = changed(result[name], random)
+        save_file(result, folder / file, metadata={"format": "pt"})
 
     return damage
 

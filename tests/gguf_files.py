@@ -58,10 +58,10 @@ def shapes(width: int) -> dict[str, tuple[int, ...]]:
         "attn_v": (half, width), "attn_output": (width, width), "ffn_gate": (wide, width), "ffn_up": (wide, width),
         "ffn_down": (width, wide),
     }  # fmt: skip
-    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(TOKENS), width), "output_norm.weight": (width,)}
+    result: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(TOKENS), width), "output_norm.weight": (width,)}
     for block in range(2):
-        found |= {f"blk.{block}.{name}.weight": shape for name, shape in layer.items()}
-    return found
+        result |= {f"blk.{block}.{name}.weight": shape for name, shape in layer.items()}
+    return result
 
 
 def write_model(

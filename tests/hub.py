@@ -75,30 +75,30 @@ def hub(**repositories: Repository) -> Iterator[Hub]:
             listed = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/?]+))?(?:\?.*)?", self.path)
             file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self.path)
             match = listed or file
-            found = state.repositories.get(match[1]) if match else None
-            if match is None or found is None:
+            result = state.repositories.get(match[1]) if match else None
+            if match is None or result is None:
                 return self.refuse(401, "RepoNotFound" if match and match[1].endswith("private") else None)
-            if found.asks == "token" and self.headers["Authorization"] != f"Bearer {TOKEN}":
+            if result.asks == "token" and self.headers["Authorization"] != f"Bearer {TOKEN}":
                 return self.refuse(401, "RepoNotFound")
-            if found.asks == "gated" and file and self.headers["Authorization"] != f"Bearer {TOKEN}":
+            if result.asks == "gated" and file and self.headers["Authorization"] != f"Bearer {TOKEN}":
                 return self.refuse(403, "GatedRepo")
-            if found.asks == "down":
+            if result.asks == "down":
                 return self.refuse(503, None)
-            if found.asks == "slow":
+            if result.asks == "slow":
                 ended.wait(STALL)
                 return None
-            if match[2] not in (None, "main", found.commit):
+            if match[2] not in (None, "main", result.commit):
                 return self.refuse(404, "RevisionNotFound")
             if listed:
-                names = [{"rfilename": name} for name in found.files]
+                names = [{"rfilename": name} for name in result.files]
                 return self.send(
-                    json.dumps({"id": match[1], "sha": found.commit, "siblings": names}).encode(), {}, body
+                    json.dumps({"id": match[1], "sha": result.commit, "siblings": names}).encode(), {}, body
                 )
-            content = found.files.get(match[3])
+            content = result.files.get(match[3])
             if content is None:
                 return self.refuse(404, "EntryNotFound")
-            about = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": found.commit}
-            return self.send(content, about, body, cut=found.asks == "cut")
+            about = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": result.commit}
+            return self.send(content, about, body, cut=result.asks == "cut")
 
         def send(self, content: bytes, about: dict[str, str], body: bool, cut: bool = False) -> None:
             start = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").split("-")[0])

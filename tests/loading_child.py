@@ -26,8 +26,8 @@ def measure(tiny: str, path: str, options: dict[str, str]) -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget what the peak was before
     before = memory("VmRSS")
     model = load_model(path, invariant=False, **options)
-    found = {"peak": memory("VmHWM") - before, "stays": memory("VmRSS") - before, "weights": model.info.weight_bytes}
-    print(json.dumps(found), flush=True)
+    result = {"peak": memory("VmHWM") - before, "stays": memory("VmRSS") - before, "weights": model.info.weight_bytes}
+    print(json.dumps(result), flush=True)
 
 
 def main(cases: list[tuple[str, dict[str, str]]]) -> None:

@@ -19,8 +19,8 @@ class ModuleWeights:
     nbytes = 0
 
     def __init__(self, module: PreTrainedModel) -> None:
-        found = dict(module.named_parameters(remove_duplicate=False))
-        self.found = unstacked(found, bind(module.config)) if applies(module.config) is None else found
+        result = dict(module.named_parameters(remove_duplicate=False))
+        self.found = unstacked(result, bind(module.config)) if applies(module.config) is None else result
 
     def __contains__(self, name: str) -> bool:
         return name in self.found

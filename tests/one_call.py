@@ -21,7 +21,7 @@ def check(model: NativeModel) -> None:
     assert model.fused is not None
     prompts, nodes = [some_ids(model, 30, 0), some_ids(model, 9, 1)], some_ids(model, 6, 2)
     embeds = torch.randn(2, model.info.hidden_size)
-    found = []
+    result = []
     for _ in range(2):
         attention = new_attention(model, max_seqs=2, max_len=64, page_size=4)
         tree = Span(0, 30, nodes, [-1, 0, 0, 1, 2, 2], logits=[0, 2, 3])
@@ -32,9 +32,9 @@ def check(model: NativeModel) -> None:
             Batch([Span(1, 12, [6, 7], logits=[1])], layers=(0, 2), hidden=(2, 3)),
             Batch([Span(1, 12, [6, 7, 8], logits=[0, 1, 2])], embeds=embeds, embed_rows=[0, 2]),
         ]
-        found.append([model.forward(batch, attention) for batch in batches])
+        result.append([model.forward(batch, attention) for batch in batches])
         model.fused = None
-    for one, many in zip(*found, strict=True):
+    for one, many in zip(*result, strict=True):
         assert torch.equal(one.logits, many.logits)
         assert one.hidden.keys() == many.hidden.keys()
         assert all(torch.equal(one.hidden[layer], many.hidden[layer]) for layer in one.hidden)

@@ -52,8 +52,8 @@ def policy(state: State) -> dict[float, float]:
 
 def habit(state: State) -> dict[float, float]:
     """The guess: push against where it falls."""
-    wanted = -2.0 * state[0] - 0.6 * state[1]
-    return softmax([-abs(torque - wanted) for torque in TORQUES], 0.8)
+    requested = -2.0 * state[0] - 0.6 * state[1]
+    return softmax([-abs(torque - requested) for torque in TORQUES], 0.8)
 
 
 def anything(state: State) -> dict[float, float]:
@@ -74,9 +74,9 @@ def measure(name: str, steps: int, guess, pool: ProcessPoolExecutor) -> None:
     for step in range(steps):
         simulate = Simulation(state)
         start = time.perf_counter()
-        law = policy(state)
+        distribution = policy(state)
         middle = time.perf_counter()
-        simulate(random.Random(step).choices(list(law), list(law.values()))[0])
+        simulate(random.Random(step).choices(list(distribution), list(distribution.values()))[0])
         end = time.perf_counter()
         guess(state)
         guessed = time.perf_counter()

@@ -65,8 +65,8 @@ def replicas(server: int) -> list[int]:
             pid = parents.get(pid, 0)
         return False
 
-    found = [int(pid) for pid, _, args in lines if "ray::" in args and "engine" in args]
-    return [pid for pid in found if below(pid)]
+    result = [int(pid) for pid, _, args in lines if "ray::" in args and "engine" in args]
+    return [pid for pid in result if below(pid)]
 
 
 async def events(http: httpx2.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -97,13 +97,13 @@ async def ask(http: httpx2.AsyncClient, number: int) -> tuple[str, int]:
 async def load(url: str, server: int, answers: int, kills: int, together: int) -> dict[str, Any]:
     got: dict[int, tuple[str, int]] = {}
     failed: Counter[str] = Counter()
-    places = asyncio.Semaphore(together)
+    slots = asyncio.Semaphore(together)
     draw = random.Random(0)
     killed = 0
     async with httpx2.AsyncClient(base_url=url, timeout=600) as http:
 
         async def one(number: int) -> None:
-            async with places:
+            async with slots:
                 try:
                     got[number] = await ask(http, number)
                 except (RuntimeError, KeyError, httpx2.HTTPError) as error:
@@ -111,8 +111,8 @@ async def load(url: str, server: int, answers: int, kills: int, together: int) -
 
         async def kill() -> None:
             nonlocal killed
-            for share in range(1, kills + 1):
-                while len(got) + failed.total() < share * answers / (kills + 1):
+            for fraction in range(1, kills + 1):
+                while len(got) + failed.total() < fraction * answers / (kills + 1):
                     await asyncio.sleep(0.02)
                 alive = replicas(server)
                 if alive:
@@ -141,16 +141,16 @@ def main() -> None:
             line = server.stdout.readline()
             assert line, "the server did not start"
             url = line.split()[-1] if line.startswith("listening on") else ""
-        found = asyncio.run(load(url, server.pid, given.answers, given.kills, given.together))
+        results = asyncio.run(load(url, server.pid, given.answers, given.kills, given.together))
         server.send_signal(signal.SIGTERM)
         server.wait(120)
     log.close()
-    got = found.pop("got")
+    got = results.pop("got")
     wrong = [number for number, text in right.items() if number in got and got[number][0] != text]
     short = [number for number, (_, tokens) in got.items() if tokens != TOKENS]
     result = {
         "answers": given.answers, "seeded": len(right), "tokens_each": TOKENS, "together": given.together,
-        "wrong": len(wrong), "lost": given.answers - len(got), "of_another_length": len(short), **found,
+        "wrong": len(wrong), "lost": given.answers - len(got), "of_another_length": len(short), **results,
     }  # fmt: skip
     print(json.dumps(result, indent=2))
     if given.out is not None:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -80,13 +80,13 @@ async def load(
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
 
-        async def in_turn(number: int) -> list[Seen]:
+        async def interleaved(number: int) -> list[Seen]:
             # Without drafts, so that how well they are guessed does not count.
             numbers = range(ALONE * number, ALONE * (number + 1))
             return [await ask(http, -1 - n, alone, seed, 0.0, plainly=True) for n in numbers]
 
-        single = [await in_turn(replicas)]
-        single.append([seen for turn in await asyncio.gather(*map(in_turn, range(replicas))) for seen in turn])
+        single = [await interleaved(replicas)]
+        single.append([seen for turn in await asyncio.gather(*map(interleaved, range(replicas))) for seen in turn])
         began = time.perf_counter()
 
         async def one(number: int, arrival: Arrival) -> Seen:
@@ -105,10 +105,10 @@ def served(model: str, replicas: int, options: list[str], arrivals: list[Arrival
                 break
         else:
             sys.exit("the server did not start")
-        found = asyncio.run(load(line.split()[-1], arrivals, alone, seed, replicas))
+        result = asyncio.run(load(line.split()[-1], arrivals, alone, seed, replicas))
         server.send_signal(signal.SIGTERM)
         server.wait(120)
-    return found
+    return result
 
 
 def planned(model: str, replicas: int, options: list[str], methods: str, trace: Path) -> None:
@@ -128,8 +128,8 @@ def compare(trace: Trace, costs: Path, replicas: int, single: list[list[Seen]], 
     price, limits, _ = read_costs(costs)
     idle = serve(replace(price, ways=price.ways[:1]), limits, Trace([alone]), 1)
     busy = serve(price, limits, trace, replicas).utilisation
-    outside = [max(0.0, median(one.first for one in found) - idle.ttft.p50) for found in single]
-    each = [median((one.last - one.first) / (alone.output - 1) for one in found) for found in single]
+    outside = [max(0.0, median(one.first for one in result) - idle.ttft.p50) for result in single]
+    each = [median((one.last - one.first) / (alone.output - 1) for one in result) for result in single]
     telling = [max(0.0, took - idle.tpot.p50) for took in each]
     played = [
         simulate(replace(price, telling=more), limits, trace.arrivals, replicas, affine(limits.page))[0]
@@ -140,9 +140,9 @@ def compare(trace: Trace, costs: Path, replicas: int, single: list[list[Seen]], 
         which = int(draw.random() < busy)
         job, out = both[which], outside[which]
         said.append((job.first - job.arrival.at + out, job.done - job.arrival.at + out))
-    told = serve(replace(price, telling=telling[0]), limits, trace, replicas)
+    reported = serve(replace(price, telling=telling[0]), limits, trace, replicas)
     speed = sum(one.tokens for one in seen) / (max(one.ended for one in seen) - trace.arrivals[0].at)
-    figures = {"tokens_per_second": (told.tokens_per_second, speed)}
+    figures = {"tokens_per_second": (reported.tokens_per_second, speed)}
     for name, one, other in zip(TIMES, times(said, trace), times([(s.first, s.last) for s in seen], trace)):
         for part in ("p50", "p95"):
             figures[f"{name}_{part}"] = (getattr(one, part), getattr(other, part))
@@ -150,7 +150,7 @@ def compare(trace: Trace, costs: Path, replicas: int, single: list[list[Seen]], 
     return {"outside": outside, "telling": telling, "utilisation_said": busy, "figures": rows}
 
 
-def times(pairs: Seq[tuple[float, float]], trace: Trace) -> list[Spread]:
+def times(pairs: Sequence[tuple[float, float]], trace: Trace) -> list[Spread]:
     """``TIMES``, of requests' seconds to the first token and to the last."""
     firsts, lasts = zip(*pairs)
     further = [(b - a) / (n - 1) for (a, b), asked in zip(pairs, trace.arrivals) if (n := asked.output) > 1]
@@ -182,22 +182,22 @@ def main() -> None:
         planned(given.model, given.replicas, [], given.method, trace)
         options = ["--spec-method", given.method]
         single, seen = served(given.model, given.replicas, options, arrivals, alone, given.seed)
-        found = compare(Trace(arrivals), trace.with_name("plan0.json"), given.replicas, single, seen, alone)
+        results = compare(Trace(arrivals), trace.with_name("plan0.json"), given.replicas, single, seen, alone)
         costs = json.loads(trace.with_name("plan0.json").read_text())
     settings = {key: value for key, value in vars(given).items() if key != "out"}
-    result = {"settings": settings, **found, "costs": costs["costs"], "environment": costs["environment"]}
-    for name, row in found["figures"].items():
+    result = {"settings": settings, **results, "costs": costs["costs"], "environment": costs["environment"]}
+    for name, row in results["figures"].items():
         print(f"{name:20} said {row['said']:8.4g}  seen {row['seen']:8.4g}  {row['ratio']:.2f}")
-    both = zip(found["outside"], found["telling"])
-    told = ", ".join(f"outside {1000 * out:.1f} ms, telling {1000 * more:.2f} ms" for out, more in both)
-    print(f"alone, and while all have one: {told}; busy {found['utilisation_said']:.0%}")
+    both = zip(results["outside"], results["telling"])
+    reported = ", ".join(f"outside {1000 * out:.1f} ms, telling {1000 * more:.2f} ms" for out, more in both)
+    print(f"alone, and while all have one: {reported}; busy {results['utilisation_said']:.0%}")
     if given.out is not None:
         given.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def line(one: Arrival) -> dict[str, Any]:
-    told: dict[str, Any] = {"arrival": one.at, "prompt_tokens": one.prompt, "output_tokens": one.output}
-    return told if one.prefix is None else told | {"prefix": one.prefix, "prefix_tokens": one.shared}
+    reported: dict[str, Any] = {"arrival": one.at, "prompt_tokens": one.prompt, "output_tokens": one.output}
+    return reported if one.prefix is None else reported | {"prefix": one.prefix, "prefix_tokens": one.shared}
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ class NoPictures(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Modules of torchvision, with whatever is asked of them."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        found = name.split(".")[0] == "torchvision"
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
+        result = name.split(".")[0] == "torchvision"
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if result else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = types.ModuleType(spec.name)

@@ -127,21 +127,21 @@ def main() -> None:
         return
     if given.gguf is not None:
         convert(given.gguf, given.folder)
-    found = json.loads(given.out.read_text()) if given.out.exists() else {}
+    result = json.loads(given.out.read_text()) if given.out.exists() else {}
     for name in METHODS:
         if given.only and name not in given.only:
             continue
         if given.ours and name.startswith("forerun "):
-            found[f"our engine: {name.split()[1]}"] = with_ours(given.folder, name.split()[1])
+            result[f"our engine: {name.split()[1]}"] = with_ours(given.folder, name.split()[1])
         elif not given.ours:
             part = given.out.with_suffix(".part")
             command = [sys.executable, __file__, "--folder", str(given.folder), "--out", str(part), "--one", name]
             ended = subprocess.run(command, check=False)
-            found[name] = json.loads(part.read_text()) if ended.returncode == 0 else {"failed": ended.returncode}
+            result[name] = json.loads(part.read_text()) if ended.returncode == 0 else {"failed": ended.returncode}
             part.unlink(missing_ok=True)
-        given.out.write_text(json.dumps(found))
-    alone = found.get("vLLM alone", {}).get("ids")
-    for name, item in found.items():
+        given.out.write_text(json.dumps(result))
+    alone = result.get("vLLM alone", {}).get("ids")
+    for name, item in result.items():
         same = sum(one == two for one, two in zip(item.get("ids", []), alone or []))
         print(f"{name:28} same {same}/{len(PROMPTS)}  acceptance length {item.get('acceptance_length')}")
 

@@ -25,15 +25,15 @@ def test_a_prompt_in_chunks_slows_the_others_by_its_share(llm: Callable[..., LLM
     monkeypatch.setattr(engine.model, "forward", counting)
     monkeypatch.setattr(engine, "clock", lambda: float(rows[0]))
     prompts = [engine.tokenizer.encode(text) for text in ("abc", "hello", "x = 1")]
-    found = arrival(engine, prompts, engine.tokenizer.encode("0123456789" * 6))
-    assert found.before == pytest.approx(3.0)
-    assert found.during == pytest.approx(9.0)
-    assert found.without == pytest.approx(3.0)
-    assert found.slowdown == found.slowest == found.since_before == found.slowest_since == pytest.approx(3.0)
-    assert found.rounds == 10
-    assert found.first_token == pytest.approx(10 * 9)
-    assert found.alone == pytest.approx(60)
-    assert (found.catching_up, found.catching_up_slowdown, found.catching_up_rounds) == (None, None, 0)
+    result = arrival(engine, prompts, engine.tokenizer.encode("0123456789" * 6))
+    assert result.before == pytest.approx(3.0)
+    assert result.during == pytest.approx(9.0)
+    assert result.without == pytest.approx(3.0)
+    assert result.slowdown == result.slowest == result.since_before == result.slowest_since == pytest.approx(3.0)
+    assert result.rounds == 10
+    assert result.first_token == pytest.approx(10 * 9)
+    assert result.alone == pytest.approx(60)
+    assert (result.catching_up, result.catching_up_slowdown, result.catching_up_rounds) == (None, None, 0)
     assert not engine.busy
     engine.check()
 
@@ -52,13 +52,13 @@ def test_growing_contexts_are_not_put_down_to_the_prompt(llm: Callable[..., LLM]
     monkeypatch.setattr(engine, "clock", lambda: float(keys[0]))
     monkeypatch.setattr("forerun_lab.bench.arrival.SETTLE", 1)
     monkeypatch.setattr("forerun_lab.bench.arrival.ROUNDS", 1)
-    found = arrival(engine, [engine.tokenizer.encode("abc")], engine.tokenizer.encode("0123456789"))
+    result = arrival(engine, [engine.tokenizer.encode("abc")], engine.tokenizer.encode("0123456789"))
     plain, prompt = sum(range(6, 16)), sum(range(1, 11))
-    assert found.without == pytest.approx(plain / 10)
-    assert found.during == pytest.approx((plain + prompt) / 10)
-    assert found.slowdown == pytest.approx((plain + prompt) / plain)
-    assert found.since_before > found.slowdown
-    assert found.slowest == pytest.approx((14 + 9) / 14)
+    assert result.without == pytest.approx(plain / 10)
+    assert result.during == pytest.approx((plain + prompt) / 10)
+    assert result.slowdown == pytest.approx((plain + prompt) / plain)
+    assert result.since_before > result.slowdown
+    assert result.slowest == pytest.approx((14 + 9) / 14)
 
 
 def drafting(llm: Callable[..., LLM], tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
@@ -89,13 +89,13 @@ def test_a_draft_that_catches_up_slows_the_others_by_its_share(
     tokens and the first one of its answer, which another joins every round, it reads 6 per round: 61 - 11 * 5 = 6 are
     left to the twelfth."""
     engine = drafting(llm, tiny_target, monkeypatch)
-    found = arrival(engine, [engine.tokenizer.encode(text) for text in PROMPTS], engine.tokenizer.encode("01234" * 12))
-    assert found.before == found.without == found.during == pytest.approx(3.0)
-    assert found.rounds == 10
-    assert found.catching_up_rounds == 12
-    assert found.catching_up == pytest.approx(6.0)
-    assert found.catching_up_slowdown == found.catching_up_since_before == pytest.approx(2.0)
-    assert found.catching_up_slowest == pytest.approx(2.0)
+    result = arrival(engine, [engine.tokenizer.encode(text) for text in PROMPTS], engine.tokenizer.encode("01234" * 12))
+    assert result.before == result.without == result.during == pytest.approx(3.0)
+    assert result.rounds == 10
+    assert result.catching_up_rounds == 12
+    assert result.catching_up == pytest.approx(6.0)
+    assert result.catching_up_slowdown == result.catching_up_since_before == pytest.approx(2.0)
+    assert result.catching_up_slowest == pytest.approx(2.0)
     assert not engine.busy
 
 
@@ -104,9 +104,9 @@ def test_a_prompt_that_is_not_drafted_for(
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE", 7)
     engine = drafting(llm, tiny_target, monkeypatch)
-    found = arrival(engine, [engine.tokenizer.encode(text) for text in PROMPTS], engine.tokenizer.encode("01234" * 12))
-    assert found.catching_up_rounds == 7
-    assert found.catching_up == pytest.approx(6.0)
+    result = arrival(engine, [engine.tokenizer.encode(text) for text in PROMPTS], engine.tokenizer.encode("01234" * 12))
+    assert result.catching_up_rounds == 7
+    assert result.catching_up == pytest.approx(6.0)
 
 
 def test_times_per_token_and_medians() -> None:

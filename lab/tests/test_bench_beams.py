@@ -38,8 +38,8 @@ def test_transformers_finds_the_same_beams(kind, tiny_target, tmp_path, monkeypa
         save_seq2seq("bart", folder, encoder_layers=2)  # transformers 5.23 wants both sides as deep
     model = str(folder) if kind == "bart" else tiny_target
     short = ("--widths", "1,3", "--tokens", "8", "--prompt-tokens", "9", "--settings", '[{"method": "ngram"}]')
-    found = measured(monkeypatch, tmp_path, "--model", model, *short)
-    rows = {(row["beams"], row["setting"]): row for row in found["rows"]}
+    result = measured(monkeypatch, tmp_path, "--model", model, *short)
+    rows = {(row["beams"], row["setting"]): row for row in result["rows"]}
     assert set(rows) == {(width, name) for width in (1, 3) for name in ("plain", "ngram", "transformers")}
     assert all(row["same_beams"] == 1.0 for row in rows.values())
     assert rows[3, "ngram"]["scores_off_by"] == 0.0
@@ -53,10 +53,10 @@ def test_ctranslate2_searches_in_a_python_of_its_own(seq2seq, llm, tmp_path, mon
     (tmp_path / "ctranslate2_worker.py").write_text(STUB)
     target = beams.LLM(seq2seq("t5"))
     worker, search = beams.outside(target, sys.executable)
-    found = search([9, 8], beams.BeamSearchParams(2, 6))
+    result = search([9, 8], beams.BeamSearchParams(2, 6))
     worker.end()
-    assert (found.beams, found.scores, found.steps) == ([[START, 9]] * 2, [-1.5] * 2, 1)
-    assert found.rounds is None
+    assert (result.beams, result.scores, result.steps) == ([[START, 9]] * 2, [-1.5] * 2, 1)
+    assert result.rounds is None
     with pytest.raises(beams.ConfigError, match="leave it out"):
         beams.outside(llm(), sys.executable)
 
@@ -67,7 +67,7 @@ def test_ours_are_the_same_to_the_last_bit_and_peers_by_their_tokens():
     own, peer = Found(plain.beams, close, 1.0, 4, 2, 8), Found(plain.beams, close, 4.0, 4)
     other = Found([[1, 2], [1, 4]], [-1.0, -2.0], 1.0, 4)
     base = Row(2, "plain", [plain])
-    rows = [Row(2, "x", [found]).as_dict(base) for found in (own, peer, other)]
+    rows = [Row(2, "x", [result]).as_dict(base) for result in (own, peer, other)]
     assert [row["same_beams"] for row in rows] == [0.0, 1.0, 0.0]
     assert [row["speedup"] for row in rows] == [2.0, 0.5, 2.0]
     assert rows[0]["steps_per_round"] == 2.0

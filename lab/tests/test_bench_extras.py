@@ -27,16 +27,16 @@ pytestmark = pytest.mark.slow
 def test_gguf_holds_the_weights_as_transformers_reads_them(tmp_path, dtype):
     folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=120)
     path = write_gguf(folder, tmp_path / "model.gguf", dtype)
-    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(wanted.config)
+        shape = AutoModelForCausalLM.from_config(expected.config)
     read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=shape)
     config = read["config"]
     assert config["num_key_value_heads"] < config["num_attention_heads"]
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"):
-        assert config[name] == getattr(wanted.config, name)
+        assert config[name] == getattr(expected.config, name)
     weights = {name: torch.as_tensor(value) for name, value in read["tensors"].items()}
-    for name, weight in wanted.state_dict().items():
+    for name, weight in expected.state_dict().items():
         if name != "lm_head.weight":  # tied
             assert torch.equal(weights.pop(name).float(), weight), name
     assert weights == {}

@@ -16,10 +16,10 @@ from forerun_lab.bench.orderings import BROKEN, HELD, ORDERINGS, UNDECIDED, Benc
 
 def test_a_verdict_needs_two_standard_errors():
     values = [0.3, 0.1, 0.4, 0.2, 0.35]
-    middle, error, found = verdict(values)
+    middle, error, result = verdict(values)
     assert middle == pytest.approx(0.27)
     assert error == pytest.approx(scipy.stats.sem(values))
-    assert found == HELD
+    assert result == HELD
     assert verdict([-value for value in values])[2] == BROKEN
     assert verdict([0.3, -0.3, 0.1])[2] == UNDECIDED
     assert verdict([0.0, 0.0])[2] == UNDECIDED
@@ -57,8 +57,8 @@ def test_the_command_prints_a_row_per_ordering_and_temperature(monkeypatch, caps
     options = f"--model {tiny_target} --prompts 2 --prompt-tokens 8 --max-tokens 8 --prompt-set random --json"
     monkeypatch.setattr(sys, "argv", ["orderings", *options.split(), "--speculative-config", more])
     orderings.main()
-    found = json.loads(capsys.readouterr().out)
-    assert len(found) == sum(len(ordering.temperatures) for ordering in ORDERINGS)
-    measured = [item for item in found if item["verdict"] != "left out"]
+    result = json.loads(capsys.readouterr().out)
+    assert len(result) == sum(len(ordering.temperatures) for ordering in ORDERINGS)
+    measured = [item for item in result if item["verdict"] != "left out"]
     assert [item["claim"].split()[0] for item in measured] == ["recursive:", "block", "traversal"]
     assert all(item["better"] >= 1 and item["worse"] >= 1 for item in measured)

@@ -23,8 +23,8 @@ def test_turns_are_the_same_and_begin_with_another() -> None:
 
         return take
 
-    found = asyncio.run(replicas.in_turns({name: contender(name) for name in "ab"}, turns=3))
-    assert found == {"a": [1, 2, 3], "b": [1, 2, 3]}
+    result = asyncio.run(replicas.interleaved({name: contender(name) for name in "ab"}, turns=3))
+    assert result == {"a": [1, 2, 3], "b": [1, 2, 3]}
     assert called == [("b", 0), ("a", 0), ("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
 
 

@@ -34,11 +34,11 @@ def test_help_lists_the_commands_of_the_laboratory(capsys):
 def test_without_the_laboratory_one_line_says_how_to_install_it(name, monkeypatch, capsys):
     every = metadata.entry_points
 
-    def without(**wanted):
+    def without(**expected):
         return (
             every(group="forerun.nothing")
-            if wanted["group"] in ("forerun.lab", "forerun.commands")
-            else every(**wanted)
+            if expected["group"] in ("forerun.lab", "forerun.commands")
+            else every(**expected)
         )
 
     monkeypatch.setattr(metadata, "entry_points", without)

@@ -25,9 +25,9 @@ def timed(*rounds: tuple[int, float], k: int = 0) -> Measured:
 
 
 def test_a_price_is_that_of_as_many_as_it_says():
-    found = _way("none", 0, {1: timed((1, 1.0)), 2: timed((1, 9.0), (2, 3.0), (2, 3.0)), 4: timed((2, 3.0), (3, 4.0))})
-    assert found.seconds.points == {1: 1.0, 2: 3.0}
-    assert found.tokens == 1.0
+    result = _way("none", 0, {1: timed((1, 1.0)), 2: timed((1, 9.0), (2, 3.0), (2, 3.0)), 4: timed((2, 3.0), (3, 4.0))})
+    assert result.seconds.points == {1: 1.0, 2: 3.0}
+    assert result.tokens == 1.0
 
 
 def test_a_price_of_one_is_none_of_several():
@@ -53,10 +53,10 @@ def test_how_well_each_request_is_guessed():
     runs = {1: timed((1, 1.0), k=3), 2: timed((2, 1.5), k=3)}
     runs[1].metrics = [RequestMetrics(rounds=4, decode_tokens=12)]
     runs[2].metrics = [RequestMetrics(rounds=5, decode_tokens=5), RequestMetrics()]
-    found = _way("ngram", 3, runs)
-    assert found.spread == [1.0, 3.0]
-    price = Costs([Way("none", 0, Curve({1: 1.0}), 1.0), found], Curve({1: 1.0}))
-    assert Costs.told(json.loads(json.dumps(price.describe()))).describe() == price.describe()
+    result = _way("ngram", 3, runs)
+    assert result.spread == [1.0, 3.0]
+    price = Costs([Way("none", 0, Curve({1: 1.0}), 1.0), result], Curve({1: 1.0}))
+    assert Costs.from_report(json.loads(json.dumps(price.describe()))).describe() == price.describe()
     assert _way("none", 0, runs).spread == []
 
 
@@ -67,8 +67,8 @@ def test_requests_decode_together_whose_prompts_take_longer_than_their_answers(t
     def prompts(count: int, length: int) -> list[list[int]]:
         return [[2 + (7 * i + j) % 90 for j in range(length)] for i in range(count)]
 
-    found = Bench(llm, Arrival(0.0, 200, 8), 200, prompts).costs([])
-    assert list(found.ways[0].seconds.points) == [1, 2, 4]
+    result = Bench(llm, Arrival(0.0, 200, 8), 200, prompts).costs([])
+    assert list(result.ways[0].seconds.points) == [1, 2, 4]
 
 
 def test_each_way_of_a_method_has_costs_of_its_own(tiny_target, tiny_draft):
@@ -104,12 +104,12 @@ def test_the_command_on_paper(costs_file, tmp_path, capsys):
     trace.write_text("\n".join(lines))
     asked = ["plan", "--costs", str(costs_file), "--load", str(trace)]
     assert run([*asked, "--ttft-p95", "0.3", "--json", "--html", str(page)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["kept"]
-    assert found["costs"]["switched"] == {"1": "ngram 3", "8": "none"}
-    assert f"<b>{found['replicas']}</b>" in page.read_text()
+    result = json.loads(capsys.readouterr().out)
+    assert result["kept"]
+    assert result["costs"]["switched"] == {"1": "ngram 3", "8": "none"}
+    assert f"<b>{result['replicas']}</b>" in page.read_text()
     assert run([*asked, "--ttft-p95", "0.3"]) == 0
-    assert f"replicas: {found['replicas']}" in capsys.readouterr().out
+    assert f"replicas: {result['replicas']}" in capsys.readouterr().out
     assert run([*asked, "--ttft-p95", "0.001"]) == 0
     assert "not even 10000 replicas keep this: ttft takes" in capsys.readouterr().out
     assert run([*asked, "--replicas", "1", "--ttft-p95", "0.3"]) == 0
@@ -119,37 +119,37 @@ def test_the_command_on_paper(costs_file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda found: found.pop("limits"), "cannot read a plan's costs"),
-        (lambda found: found["limits"].update(colour=3), "cannot read a plan's costs"),
-        (lambda found: found["limits"].update(seats="8"), "cannot read a plan's costs"),
-        (lambda found: found["limits"].update(page=0), "a replica's page must be a whole number, 1 or more, not 0"),
-        (lambda found: found["limits"].update(seats=None), "seats must be an integer, not None"),
-        (lambda found: found["limits"].update(rows=-1), "a replica's rows must be"),
-        (lambda found: found["limits"].update(chunk=0), "a replica's chunk must be"),
-        (lambda found: found.update(limits=[1]), "cannot read a plan's costs"),
-        (lambda found: found.update(environment={}), "KeyError: 'model'"),
-        (lambda found: found.update(environment=[]), "cannot read a plan's costs"),
-        (lambda found: found["environment"].update(processor=None), "its environment has no processor, but None"),
-        (lambda found: found["costs"]["ways"][1].update(k=-1), "-1 is no number of requests or tokens"),
-        (lambda found: found["costs"]["ways"][0]["seconds"].update({"0": 1.0}), "'0' is no number of requests"),
-        (lambda found: found["costs"]["ways"][0]["seconds"].update({"9": 10**400}), "not the costs of a plan"),
-        (lambda found: found["costs"].pop("ways"), "not the costs of a plan"),
-        (lambda found: found["costs"]["ways"].pop(0), "not the costs of a plan: plain decoding is not among them"),
-        (lambda found: found["costs"]["ways"][0]["seconds"].update({"1": -1}), "-1 is no time"),
-        (lambda found: found["costs"]["ways"][0].update(seconds={}), "no points"),
-        (lambda found: found["costs"]["ways"][1].update(spread=[2.0, 0]), "0 is no number of tokens that a round"),
-        (lambda found: found["costs"]["ways"][1].update(spread=[4.5]), "4.5 is no number of tokens that a round"),
-        (lambda found: found["costs"]["ways"][0].update(tokens_per_round=2), "2 is no number of tokens"),
-        (lambda found: found["costs"]["ways"][1].update(spread="123"), "spread must be a list of tokens, not '123'"),
-        (lambda found: found["costs"]["ways"][1].update(spread={"2": 1}), "spread must be a list"),
-        (lambda found: found["costs"].update(prompt_seconds=[1]), "not the costs of a plan"),
-        (lambda found: found["costs"].update(deep=float("nan")), "nan"),
+        (lambda result: result.pop("limits"), "cannot read a plan's costs"),
+        (lambda result: result["limits"].update(colour=3), "cannot read a plan's costs"),
+        (lambda result: result["limits"].update(seats="8"), "cannot read a plan's costs"),
+        (lambda result: result["limits"].update(page=0), "a replica's page must be a whole number, 1 or more, not 0"),
+        (lambda result: result["limits"].update(seats=None), "seats must be an integer, not None"),
+        (lambda result: result["limits"].update(rows=-1), "a replica's rows must be"),
+        (lambda result: result["limits"].update(chunk=0), "a replica's chunk must be"),
+        (lambda result: result.update(limits=[1]), "cannot read a plan's costs"),
+        (lambda result: result.update(environment={}), "KeyError: 'model'"),
+        (lambda result: result.update(environment=[]), "cannot read a plan's costs"),
+        (lambda result: result["environment"].update(processor=None), "its environment has no processor, but None"),
+        (lambda result: result["costs"]["ways"][1].update(k=-1), "-1 is no number of requests or tokens"),
+        (lambda result: result["costs"]["ways"][0]["seconds"].update({"0": 1.0}), "'0' is no number of requests"),
+        (lambda result: result["costs"]["ways"][0]["seconds"].update({"9": 10**400}), "not the costs of a plan"),
+        (lambda result: result["costs"].pop("ways"), "not the costs of a plan"),
+        (lambda result: result["costs"]["ways"].pop(0), "not the costs of a plan: plain decoding is not among them"),
+        (lambda result: result["costs"]["ways"][0]["seconds"].update({"1": -1}), "-1 is no time"),
+        (lambda result: result["costs"]["ways"][0].update(seconds={}), "no points"),
+        (lambda result: result["costs"]["ways"][1].update(spread=[2.0, 0]), "0 is no number of tokens that a round"),
+        (lambda result: result["costs"]["ways"][1].update(spread=[4.5]), "4.5 is no number of tokens that a round"),
+        (lambda result: result["costs"]["ways"][0].update(tokens_per_round=2), "2 is no number of tokens"),
+        (lambda result: result["costs"]["ways"][1].update(spread="123"), "spread must be a list of tokens, not '123'"),
+        (lambda result: result["costs"]["ways"][1].update(spread={"2": 1}), "spread must be a list"),
+        (lambda result: result["costs"].update(prompt_seconds=[1]), "not the costs of a plan"),
+        (lambda result: result["costs"].update(deep=float("nan")), "nan"),
     ],
 )
 def test_costs_that_are_none(costs_file, capsys, damage, told):
-    found = json.loads(costs_file.read_text())
-    damage(found)
-    costs_file.write_text(json.dumps(found))
+    result = json.loads(costs_file.read_text())
+    damage(result)
+    costs_file.write_text(json.dumps(result))
     assert run(["plan", "--costs", str(costs_file), "--rate", "6", "--ttft-p95", "1"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -195,9 +195,9 @@ def test_a_replica_is_measured(tmp_path, tiny_target, capsys):
         "--json",
     ]
     assert run([*asked, "--prompt-set", "random", "--max-num-seqs", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found["costs"]["ways"][0]["seconds"]) == ["1", "2", "3"]
-    assert found["limits"]["seats"] == 3
-    assert found["fleets"][0]["requests"] == 3
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["costs"]["ways"][0]["seconds"]) == ["1", "2", "3"]
+    assert result["limits"]["seats"] == 3
+    assert result["fleets"][0]["requests"] == 3
     assert run(["plan", "--model", str(tiny_target), "--rate", "1", "--prompt-tokens", "9999", "--replicas", "1"]) == 2
     assert "do not fit into the model's" in capsys.readouterr().err

@@ -28,11 +28,11 @@ def costs(seconds: dict[int, float], prompt: dict[int, float] | None = None, **m
 
 
 def poisson(rate: float, count: int, output, seed: int = 0) -> list[Arrival]:
-    draw, now, found = random.Random(seed), 0.0, []
+    draw, now, result = random.Random(seed), 0.0, []
     for _ in range(count):
         now += draw.expovariate(rate)
-        found.append(Arrival(now, 1, output(draw)))
-    return found
+        result.append(Arrival(now, 1, output(draw)))
+    return result
 
 
 def sojourn(arrivals, price: Costs, limits: Limits = ONE, count: int = 1, choose=None) -> float:
@@ -70,7 +70,7 @@ def test_geometric_requests_wait_as_pollaczek_and_khinchine_say(load):
 
 @pytest.mark.parametrize("load", [0.3, 0.5])
 def test_a_machine_that_all_share_alike(load):
-    """Processor sharing: a request takes E[S] / (1 - load) whatever the law of its length."""
+    """Processor sharing: a request takes E[S] / (1 - load) whatever the distribution of its length."""
     for output in (lambda draw: 101, lambda draw: draw.choice((11, 191))):
         arrivals = poisson(load / 100, 5_000, output)
         took = sojourn(arrivals, costs({1: 1.0, 2: 2.0}), Limits(seats=500))
@@ -91,9 +91,9 @@ def test_random_routing_makes_queues_of_their_own():
 
 def test_a_busy_share_is_what_the_load_is():
     price = costs({1: 1.0})
-    found = serve(price, ONE, Synthetic(0.06, 1, 11), 1, "random")
-    assert found.utilisation == pytest.approx(0.6, rel=0.05)
-    assert found.tokens_per_second == pytest.approx(0.66, rel=0.05)
+    result = serve(price, ONE, Synthetic(0.06, 1, 11), 1, "random")
+    assert result.utilisation == pytest.approx(0.6, rel=0.05)
+    assert result.tokens_per_second == pytest.approx(0.66, rel=0.05)
     wide = serve(price, ONE, Synthetic(0.06 * 1000, 1, 11), 1000, "random")
     assert wide.utilisation == pytest.approx(0.6, rel=0.06)
     assert wide.tokens_per_second == pytest.approx(660, rel=0.06)
@@ -105,12 +105,12 @@ def test_a_busy_share_is_what_the_load_is():
 def test_one_request_by_hand():
     """A prompt of 100 tokens takes 1 s + 99 * 0.01 s, and each further token a round of 0.5 s."""
     price = costs({1: 0.5}, {1: 1.0, 101: 2.0}, outside=0.25)
-    found = serve(price, Limits(), Trace([Arrival(3.0, 100, 5)]), 1)
-    assert (found.ttft.p50, found.ttft.p95) == (pytest.approx(2.24), pytest.approx(2.24))
-    assert found.tpot.p50 == pytest.approx(0.5)
-    assert found.latency.p50 == pytest.approx(1.99 + 4 * 0.5 + 0.25)
-    assert found.tokens_per_second == pytest.approx(5 / 3.99)
-    assert (found.requests, found.utilisation, found.hit_rate) == (1, pytest.approx(1.0), 0.0)
+    result = serve(price, Limits(), Trace([Arrival(3.0, 100, 5)]), 1)
+    assert (result.ttft.p50, result.ttft.p95) == (pytest.approx(2.24), pytest.approx(2.24))
+    assert result.tpot.p50 == pytest.approx(0.5)
+    assert result.latency.p50 == pytest.approx(1.99 + 4 * 0.5 + 0.25)
+    assert result.tokens_per_second == pytest.approx(5 / 3.99)
+    assert (result.requests, result.utilisation, result.hit_rate) == (1, pytest.approx(1.0), 0.0)
 
 
 def test_telling_takes_time_for_each():
@@ -163,8 +163,8 @@ def test_drafts_where_they_pay():
     drafted = Way("ngram", 3, Curve({1: 1.5, 8: 2.5}), 2.0)
     price = Costs([plain, drafted], Curve({1: NOTHING, 4096: NOTHING}))
     assert [price.best(count) for count in (1, 8)] == [drafted, plain]
-    found = serve(price, Limits(), Trace([Arrival(0.0, 1, 101)]), 1)
-    assert found.latency.p50 == pytest.approx(50 * 1.5)
+    result = serve(price, Limits(), Trace([Arrival(0.0, 1, 101)]), 1)
+    assert result.latency.p50 == pytest.approx(50 * 1.5)
     many = serve(price, Limits(), Trace([Arrival(0.0, 1, 101)] * 8), 1)
     assert many.latency.p50 == pytest.approx(100, abs=4)
     barely = Way("ngram", 1, Curve({1: 1.0}), 1.03)
@@ -220,17 +220,17 @@ def test_every_request_is_answered_once(limits, router):
 def test_more_replicas_serve_no_worse():
     price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
     load = Trace(Synthetic(40.0, 120, 30, spread=0.8, shared=0.4, limit=500).part(1).arrivals[:600])
-    found = [serve(price, Limits(), load, count) for count in (1, 2, 4, 8, 16, 32)]
+    result = [serve(price, Limits(), load, count) for count in (1, 2, 4, 8, 16, 32)]
     for name in ("ttft", "latency"):
-        times = [getattr(one, name).p95 for one in found]
+        times = [getattr(one, name).p95 for one in result]
         assert all(after <= 1.02 * before for before, after in pairwise(times)), name
 
 
-def assert_alike(share: Served, whole: Served) -> None:
+def assert_alike(fraction: Served, whole: Served) -> None:
     for name in ("tokens_per_second", "utilisation", "hit_rate"):
-        assert getattr(share, name) == pytest.approx(getattr(whole, name), rel=0.08), name
+        assert getattr(fraction, name) == pytest.approx(getattr(whole, name), rel=0.08), name
     for name, quantile in product(("ttft", "tpot", "latency"), ("p50", "p95")):
-        one, other = (getattr(getattr(served, name), quantile) for served in (share, whole))
+        one, other = (getattr(getattr(served, name), quantile) for served in (fraction, whole))
         assert one == pytest.approx(other, rel=0.15), (name, quantile)
 
 
@@ -246,9 +246,9 @@ def test_a_share_stands_for_the_whole(router):
 
     price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
     shape = {"spread": 0.8, "shared": 0.4, "prefixes": 24, "limit": 500}
-    whole, share = (serve(price, Limits(), kind(140.0, 120, 30, **shape), 24, router) for kind in (Whole, Share))
-    assert (share.requests, whole.requests) == (900, 3600)
-    assert_alike(share, whole)
+    whole, fraction = (serve(price, Limits(), kind(140.0, 120, 30, **shape), 24, router) for kind in (Whole, Share))
+    assert (fraction.requests, whole.requests) == (900, 3600)
+    assert_alike(fraction, whole)
 
 
 @pytest.mark.parametrize("router", ["affine", "random"])
@@ -263,9 +263,9 @@ def test_a_share_of_a_trace_stands_for_the_whole(router, prefixes, monkeypatch):
     price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
     whole = serve(price, Limits(page=16), Trace(arrivals), 24, router)
     monkeypatch.setattr("forerun_lab.load.arrivals.LONGEST", 1500)
-    share = serve(price, Limits(page=16), Trace(arrivals), 24, router)
-    assert (share.requests, whole.requests) == (1500, 6000)
-    assert_alike(share, whole)
+    fraction = serve(price, Limits(page=16), Trace(arrivals), 24, router)
+    assert (fraction.requests, whole.requests) == (1500, 6000)
+    assert_alike(fraction, whole)
 
 
 def test_a_long_trace_with_one_prefix_takes_what_its_requests_do(monkeypatch):
@@ -276,9 +276,11 @@ def test_a_long_trace_with_one_prefix_takes_what_its_requests_do(monkeypatch):
     bare = poisson(100.0, 3000, lambda draw: 30)
     begun = [Arrival(one.at, 100, 30, "support", 4) for one in bare]
     bare = [Arrival(one.at, 100, 30) for one in bare]
-    found, wanted = (plan_load(price, Limits(), Trace(each), Targets(ttft=0.5))["replicas"] for each in (begun, bare))
-    assert wanted > 10
-    assert abs(found - wanted) <= 1
+    result, expected = (
+        plan_load(price, Limits(), Trace(each), Targets(ttft=0.5))["replicas"] for each in (begun, bare)
+    )
+    assert expected > 10
+    assert abs(result - expected) <= 1
 
 
 def test_a_request_that_no_cache_holds():
@@ -298,22 +300,22 @@ def keeps(count: int, least: int) -> Served:
 
 @pytest.mark.parametrize("least", [1, 2, 3, 7, 50, 99])
 def test_the_fewest_are_found(least):
-    found, tried = fewest(lambda count: keeps(count, least), Targets(ttft=1.0))
-    assert found == least
+    result, tried = fewest(lambda count: keeps(count, least), Targets(ttft=1.0))
+    assert result == least
     assert len(tried) < 20
-    assert found == 1 or not Targets(ttft=1.0).kept(keeps(found - 1, least))
+    assert result == 1 or not Targets(ttft=1.0).kept(keeps(result - 1, least))
 
 
 @pytest.mark.parametrize("least", [101, 999, 5000, 9999, 10_000])
 def test_many_are_found_to_one_in_a_hundred(least):
-    found, tried = fewest(lambda count: keeps(count, least), Targets(latency=1.0))
-    assert least <= found <= 1.011 * least
+    result, tried = fewest(lambda count: keeps(count, least), Targets(latency=1.0))
+    assert least <= result <= 1.011 * least
     assert len(tried) < 15
 
 
 def test_what_no_fleet_keeps():
-    found, tried = fewest(lambda count: keeps(count, 10_001), Targets(tpot=1.0))
-    assert found is None
+    result, tried = fewest(lambda count: keeps(count, 10_001), Targets(tpot=1.0))
+    assert result is None
     assert list(tried) == [10_000]
     assert Targets(ttft=2.0, tpot=1.0).misses(tried[10_000]) == {"tpot": pytest.approx(1.0001)}
 
@@ -321,8 +323,8 @@ def test_what_no_fleet_keeps():
 def test_a_target_is_kept_with_the_least_and_not_with_one_less():
     price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
     load = Trace(poisson(60.0, 400, lambda draw: 30))
-    found = plan_load(price, Limits(), load, Targets(ttft=0.3))
-    least = found["replicas"]
-    assert found["kept"]
+    result = plan_load(price, Limits(), load, Targets(ttft=0.3))
+    least = result["replicas"]
+    assert result["kept"]
     assert serve(price, Limits(), load, least).ttft.p95 <= 0.3 < serve(price, Limits(), load, least - 1).ttft.p95
     assert least >= 60 * 29 * 0.020 / 8  # seconds of rounds in a second

@@ -9,8 +9,8 @@ import pytest
 
 from forerun.cache.pool import Pages
 from forerun.cache.prefix import PrefixTree
-from forerun.core.sequence import Sequence
-from forerun.engine.scheduler import Pace, Scheduler
+from forerun.core.request import RequestState
+from forerun.engine.scheduler import PrefillBudget, Scheduler
 from forerun_lab.load.arrivals import Arrival
 from forerun_lab.load.costs import Costs, Curve, Way
 from forerun_lab.load.fleet import at_random, simulate
@@ -32,17 +32,18 @@ class Played:
         self.preempted = 0
         self.reused = 0
         self.scheduler = Scheduler(
-            self.pool, max_num_seqs=limits.seats, max_num_batched_tokens=limits.rows, pace=Pace(limits.chunk),
+            self.pool, max_num_seqs=limits.seats, max_num_batched_tokens=limits.rows,
+            prefill_budget=PrefillBudget(limits.chunk),
             tree=self.tree, on_admit=self._admitted, on_preempt=self._preempted,
         )  # fmt: skip
         self.arrivals = arrivals
         self.first: dict[int, float] = {}
         self.done: dict[int, float] = {}
 
-    def _admitted(self, sequence: Sequence, reused: int) -> None:
+    def _admitted(self, sequence: RequestState, reused: int) -> None:
         self.reused += reused
 
-    def _preempted(self, sequence: Sequence) -> None:
+    def _preempted(self, sequence: RequestState) -> None:
         self.preempted += 1
 
     def run(self) -> None:
@@ -58,7 +59,7 @@ class Played:
         text = random.Random(repr(one.prefix))
         tokens = [text.randrange(1000) for _ in range(one.shared)] + [10_000 + key] * (one.prompt - one.shared)
         self.scheduler.add(
-            Sequence(key, tokens, one.prompt, SimpleNamespace(), seed=0, max_tokens=one.prompt + one.output)
+            RequestState(key, tokens, one.prompt, SimpleNamespace(), seed=0, max_tokens=one.prompt + one.output)
         )
 
     def _round(self, now: float) -> float:
@@ -85,16 +86,16 @@ class Played:
 
 
 def load(rate: float, count: int, seed: int, prefixes: int = 0) -> list[Arrival]:
-    draw, now, found = random.Random(seed), 0.0, []
+    draw, now, result = random.Random(seed), 0.0, []
     for _ in range(count):
         now += draw.expovariate(rate)
         prompt, output = draw.randrange(20, 400), draw.randrange(1, 120)
         if prefixes:
             shared = 128
-            found.append(Arrival(now, shared + prompt, output, draw.randrange(prefixes), shared))
+            result.append(Arrival(now, shared + prompt, output, draw.randrange(prefixes), shared))
         else:
-            found.append(Arrival(now, prompt, output))
-    return found
+            result.append(Arrival(now, prompt, output))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -117,11 +118,11 @@ def test_as_the_engine_schedules(limits, rate, prefixes, close):
     real = Played(limits, arrivals)
     real.run()
     jobs, _ = simulate(PRICE, limits, arrivals, 1, at_random(0))
-    for found, wanted in (
+    for result, expected in (
         ([job.first - job.arrival.at for job in jobs], [real.first[job.number] - job.arrival.at for job in jobs]),
         ([job.done - job.arrival.at for job in jobs], [real.done[job.number] - job.arrival.at for job in jobs]),
     ):
-        pairs = sorted(found), sorted(wanted)
+        pairs = sorted(result), sorted(expected)
         for part in (0.5, 0.95):
             mine, theirs = (values[int(part * len(values))] for values in pairs)
             assert mine == pytest.approx(theirs, rel=close)

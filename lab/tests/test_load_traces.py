@@ -23,8 +23,8 @@ def written(folder: Path, *lines) -> Path:
 
 def test_a_trace_is_what_its_lines_say(tmp_path):
     path = written(tmp_path, GOOD, "", {**GOOD, "arrival": 2, "prefix": "system", "prefix_tokens": 64})
-    wanted = [Arrival(1.5, 100, 20), Arrival(2.0, 100, 20, "system", 64)]
-    assert read_trace(path).arrivals == wanted
+    expected = [Arrival(1.5, 100, 20), Arrival(2.0, 100, 20, "system", 64)]
+    assert read_trace(path).arrivals == expected
 
 
 def test_a_line_ends_where_json_may(tmp_path):

@@ -25,26 +25,26 @@ def test_engine_and_server_answer_the_same_requests(llm, monkeypatch, stream):
     through = overhead.served
 
     def served(engine, bodies, streams):
-        found = through(engine, bodies, streams)
+        result = through(engine, bodies, streams)
         assert not engine.jobs
-        assert found.processor > 0
-        assert sorted(prompt for _, prompt in found.arrivals) == sorted(body["prompt"] for body in bodies)
-        seen.append(found.arrivals)
+        assert result.processor > 0
+        assert sorted(prompt for _, prompt in result.arrivals) == sorted(body["prompt"] for body in bodies)
+        seen.append(result.arrivals)
         seconds, processor = next(times)
-        return overhead.Served(seconds, processor, found.tokens, found.arrivals)
+        return overhead.Served(seconds, processor, result.tokens, result.arrivals)
 
     monkeypatch.setattr(overhead, "alone", alone)
     monkeypatch.setattr(overhead, "served", served)
-    found = overhead.measure(model, 2, requests=3, tokens=5, temperature=0.5, stream=stream, repeats=2)
-    assert found == overhead.Overhead(
+    result = overhead.measure(model, 2, requests=3, tokens=5, temperature=0.5, stream=stream, repeats=2)
+    assert result == overhead.Overhead(
         2,
         alone=15 / 6,
         alike=15 / 8,
         served=1.5,
         wall=pytest.approx(0.2),
         processor=pytest.approx(0.2),
-        of_round=found.of_round,
-        error=found.error,
+        of_round=result.of_round,
+        error=result.error,
         alone_of_round=None,
     )
     for queued, arrivals, (again, params, speculate) in zip(seen[::3], seen[1::3], seen[2::3]):
@@ -109,11 +109,11 @@ def test_rounds_count_where_everybody_decodes(llm, monkeypatch):
 
 def test_shares_of_turns_are_averaged(llm, monkeypatch):
     """The first turn warms up; one without such rounds has no share."""
-    shares = iter([(0.9, 0.9), (0.1, 0.05), (None, None), (0.2, 0.07)])
+    fractions = iter([(0.9, 0.9), (0.1, 0.05), (None, None), (0.2, 0.07)])
     through = overhead.Served(2.0, 1.0, 10, [])
-    monkeypatch.setattr(overhead, "_turn", lambda *given: overhead.Turn(1.0, (1.0, 0.5), through, *next(shares)))
-    found = overhead.measure(llm(), 1, requests=2, tokens=5, temperature=0.0, stream=True, repeats=3)
-    assert found.of_round == pytest.approx(0.15)
-    assert found.error == pytest.approx(0.05)  # of two: half their difference
-    assert found.alone_of_round == pytest.approx(0.06)
-    assert (found.alone, found.served, found.wall, found.processor) == (10.0, 5.0, 0.5, 0.5)
+    monkeypatch.setattr(overhead, "_turn", lambda *given: overhead.Turn(1.0, (1.0, 0.5), through, *next(fractions)))
+    result = overhead.measure(llm(), 1, requests=2, tokens=5, temperature=0.0, stream=True, repeats=3)
+    assert result.of_round == pytest.approx(0.15)
+    assert result.error == pytest.approx(0.05)  # of two: half their difference
+    assert result.alone_of_round == pytest.approx(0.06)
+    assert (result.alone, result.served, result.wall, result.processor) == (10.0, 5.0, 0.5, 0.5)

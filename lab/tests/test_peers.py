@@ -24,10 +24,10 @@ def test_peers_answer_the_same_prompts_with_the_same_counts(llm, tiny_draft):
     peers = peer_contenders(["transformers"], target, tiny_draft, 1, 32)
     assert [peer.name for peer in peers] == ["transformers", "transformers_prompt_lookup", "transformers_assisted"]
     for peer in peers:
-        found = peer.run(prompts, params)
-        assert found.answers == mine
-        assert found.seconds > 0
-        assert 0 < found.tokens <= 18
+        result = peer.run(prompts, params)
+        assert result.answers == mine
+        assert result.seconds > 0
+        assert 0 < result.tokens <= 18
 
 
 STUB = """
@@ -51,8 +51,8 @@ def test_a_peer_runs_in_a_python_of_its_own(llm, monkeypatch, tmp_path, together
     monkeypatch.setattr(outside, "WORKERS", tmp_path)
     (tmp_path / "llama_cpp_worker.py").write_text(STUB)
     (peer,) = peer_contenders([f"llama-cpp={sys.executable}"], llm(), None, together, 32)
-    found = peer.run([[1, 2], [3]], [SamplingParams(max_tokens=4, seed=7, ignore_eos=True)] * 2)
-    assert (found.answers, found.tokens, found.seconds) == ([[2] * 4, [3] * 4], 6, 1.0 / together)
+    result = peer.run([[1, 2], [3]], [SamplingParams(max_tokens=4, seed=7, ignore_eos=True)] * 2)
+    assert (result.answers, result.tokens, result.seconds) == ([[2] * 4, [3] * 4], 6, 1.0 / together)
     assert peer.run([[5]], [SamplingParams(max_tokens=4, seed=7)]).answers == [[5, 5]]
     assert peer.facts()["model_path"] == "1 threads (llama_cpp 1)"
     with pytest.raises(
@@ -137,8 +137,8 @@ def test_a_server_is_started_with_its_options_and_ended(llm, server, tmp_path, m
         f"llama-server --pid {pid} {options} [AVX = 1 | AVX2 = 1 |] (llama_server 12 (abc))"
     )
     params = SamplingParams(max_tokens=4, seed=7, temperature=0.5, ignore_eos=True)
-    found = peer.run([[1, 2], [3]], [params] * 2)
-    assert (found.answers, found.tokens, found.seconds) == ([[2] * 4, [3] * 4], 6, 0.5)
+    result = peer.run([[1, 2], [3]], [params] * 2)
+    assert (result.answers, result.tokens, result.seconds) == ([[2] * 4, [3] * 4], 6, 0.5)
     first, end = int(pid.read_text()), min(peer.eos_ids)
     after = (lambda token: [[token, token]]) if "--ids" in options else (lambda token: [[token, end]])
     assert peer.run([[5]], [SamplingParams(max_tokens=4, seed=7, temperature=0.0)]).answers == after(5)

@@ -11,7 +11,7 @@ import torch
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun_lab.reproduce import pairs, seq2seq
-from forerun_lab.reproduce.laws import LENIENCE, Counts, Sums
+from forerun_lab.reproduce.distributions import LENIENCE, Counts, Sums
 from forerun_lab.reproduce.parts import Settings
 from forerun_lab.reproduce.run import PARTS, reproduce
 
@@ -27,8 +27,8 @@ def settings(tmp_path) -> Settings:
 
 def column(folder, name: str, title: str) -> list:
     made = json.loads((folder / f"{name}.json").read_text())
-    place = made["columns"].index(title)
-    return [row[place] for row in made["rows"]]
+    index = made["columns"].index(title)
+    return [row[index] for row in made["rows"]]
 
 
 def test_what_takes_seconds_is_made_and_agrees(settings):
@@ -50,18 +50,18 @@ def made_title(settings: Settings) -> str:
     return titles[-1]
 
 
-def test_a_run_goes_on_and_makes_again_what_it_is_told_to(settings):
+def test_a_run_goes_on_and_makes_again_what_it_is_reported_to(settings):
     reproduce(settings, ["table-1"])
-    place = settings.folder / "table-1.json"
-    before = place.stat().st_mtime_ns
+    index = settings.folder / "table-1.json"
+    before = index.stat().st_mtime_ns
     reproduce(settings, ["table-1", "figure-3"])
-    assert place.stat().st_mtime_ns == before
-    place.write_text("{")
+    assert index.stat().st_mtime_ns == before
+    index.write_text("{")
     page = reproduce(settings, ["figure-3"]).read_text()
     assert "--only table-1" not in page
     assert "--only figure-3" in page
     reproduce(settings, ["table-1"], again=True)
-    assert json.loads(place.read_text())["rows"]
+    assert json.loads(index.read_text())["rows"]
 
 
 def test_unknown_tables_and_numbers_are_refused(settings, tmp_path, capsys):
@@ -78,17 +78,17 @@ def test_rates_are_the_sums_of_their_definitions():
     sums = Sums()
     sums.add(torch.tensor(p[:20]), torch.tensor(q[:20]))
     sums.add(torch.tensor(p[20:]), torch.tensor(q[20:]))
-    found = sums.means()
+    result = sums.means()
     accept = [sum(b * min(1.0, a / b) for a, b in zip(x, y)) for x, y in zip(p, q)]
-    assert found.sampled == pytest.approx(numpy.mean(accept))
+    assert result.sampled == pytest.approx(numpy.mean(accept))
     most = [max(a / b for a, b in zip(x, y)) for x, y in zip(p, q)]
-    assert found.rejection == pytest.approx(numpy.mean([1 / m for m in most]))
-    assert found.greedy == numpy.mean([x.argmax() == y.argmax() for x, y in zip(p, q)])
-    for place, keep in enumerate(LENIENCE):
+    assert result.rejection == pytest.approx(numpy.mean([1 / m for m in most]))
+    assert result.greedy == numpy.mean([x.argmax() == y.argmax() for x, y in zip(p, q)])
+    for index, keep in enumerate(LENIENCE):
         lenient = [sum(b * min(1.0, a / (keep * b)) for a, b in zip(x, y)) for x, y in zip(p, q)]
-        assert found.lenient[place] == pytest.approx(numpy.mean(lenient))
+        assert result.lenient[index] == pytest.approx(numpy.mean(lenient))
         kept = [x[y.argmax()] >= keep * x.max() for x, y in zip(p, q)]
-        assert found.lenient_greedy[place] == pytest.approx(numpy.mean(kept))
+        assert result.lenient_greedy[index] == pytest.approx(numpy.mean(kept))
 
 
 def test_counted_drafts_are_shares():
@@ -118,10 +118,10 @@ def test_training_goes_on_where_it_was(settings):
     longer = Settings(settings.folder, 1, 0.04)
     pairs.trained(task, "draft", longer)
     assert torch.load(folder / "training.pt", weights_only=True)["step"] > steps > 0
-    found = pairs.batch([([2, 1], [3, 1]), ([2, 3, 1], [1])])
-    assert found["input_ids"].tolist() == [[2, 1, 0], [2, 3, 1]]
-    assert found["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert found["labels"].tolist() == [[3, 1], [1, -100]]
+    result = pairs.batch([([2, 1], [3, 1]), ([2, 3, 1], [1])])
+    assert result["input_ids"].tolist() == [[2, 1, 0], [2, 3, 1]]
+    assert result["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert result["labels"].tolist() == [[3, 1], [1, -100]]
 
 
 def test_rates_come_first_and_train_their_pair(settings, monkeypatch):

@@ -33,12 +33,12 @@ def test_a_program_that_sleeps_is_ended() -> None:
 
 
 def test_a_program_runs_in_a_folder_of_its_own_which_goes(tmp_path: Path) -> None:
-    place = "import os, pathlib\nassert os.getcwd() == os.environ['HOME'] != {!r}\nassert not os.listdir()"
-    assert run(place.format(str(Path.cwd()))).passed
+    index = "import os, pathlib\nassert os.getcwd() == os.environ['HOME'] != {!r}\nassert not os.listdir()"
+    assert run(index.format(str(Path.cwd()))).passed
     assert run("import os\nassert 'PYTHONPATH' not in os.environ and 'FORERUN_CACHE' not in os.environ").passed
 
 
 def test_where_the_kernel_allows_it_there_is_no_network() -> None:
     program = "import socket\nassert [name for _, name in socket.if_nameindex()] == ['lo']"
-    found = run(program)
-    assert found.passed or not found.offline
+    result = run(program)
+    assert result.passed or not result.offline

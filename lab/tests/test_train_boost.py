@@ -88,10 +88,10 @@ def test_what_is_missed_is_what_a_loop_finds():
         values = logits.tolist()
         return values.index(max(values))
 
-    wanted = [
+    expected = [
         [all(likeliest(q[i, j]) != likeliest(p[i, j]) for q in earlier) for j in range(50)] for i in range(3)
     ]  # fmt: skip
-    assert missed(p, earlier).tolist() == wanted
+    assert missed(p, earlier).tolist() == expected
     assert missed(p, []).all()
     assert 0.4 < missed(p, earlier).float().mean() < 0.7
 
@@ -104,8 +104,8 @@ def test_the_loss_is_the_mean_over_what_is_kept():
         one, other = ([x / sum(row) for x in row] for row in exps)
         return sum(a * math.log(a / b) for a, b in zip(one, other))
 
-    found = mean_over(kl, p, q, torch.tensor([True, False, True]))
-    assert float(found) == pytest.approx((divergence(0) + divergence(2)) / 2, rel=1e-5)
+    result = mean_over(kl, p, q, torch.tensor([True, False, True]))
+    assert float(result) == pytest.approx((divergence(0) + divergence(2)) / 2, rel=1e-5)
     nothing = mean_over(kl, p, q.requires_grad_(), torch.tensor([False] * 3))
     nothing.backward()
     assert (float(nothing.detach()), float(q.grad.abs().sum())) == (0.0, 0.0)
@@ -116,9 +116,9 @@ def test_coverage_is_what_counting_says():
     contexts = torch.arange(TOKENS).view(4, 10)
     best = [[forward(m, contexts[i : i + 1, j : j + 1]).argmax().item() for i in range(4) for j in range(10)]
             for m in (target, *drafts)]  # fmt: skip
-    wanted = [sum(t in seen for t, *seen in zip(*best[: k + 2])) / TOKENS for k in range(3)]
-    assert coverage(target, drafts, contexts) == pytest.approx(wanted)
-    assert wanted[0] < wanted[2]
+    expected = [sum(t in seen for t, *seen in zip(*best[: k + 2])) / TOKENS for k in range(3)]
+    assert coverage(target, drafts, contexts) == pytest.approx(expected)
+    assert expected[0] < expected[2]
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +145,15 @@ def first(tiny_target, corpus, tmp_path_factory):
 
 def test_drafts_trained_in_sequence_serve_in_one_tree(tiny_target, corpus, first, tmp_path):
     second = distil(tiny_target, corpus, tmp_path / "second", [first])
-    found = [json.loads((folder / "training.json").read_text()) for folder in (first, second)]
-    assert [len(record["coverage"]) for record in found] == [1, 2]
-    assert found[0]["coverage"][0] == found[1]["coverage"][0] == found[0]["alpha"]["held_out_text"]["t0"]
-    assert found[1]["coverage"][1] >= found[1]["alpha"]["held_out_text"]["t0"]
-    assert found[1]["recipe"]["after"] == [str(first)]
+    result = [json.loads((folder / "training.json").read_text()) for folder in (first, second)]
+    assert [len(record["coverage"]) for record in result] == [1, 2]
+    assert result[0]["coverage"][0] == result[1]["coverage"][0] == result[0]["alpha"]["held_out_text"]["t0"]
+    assert result[1]["coverage"][1] >= result[1]["alpha"]["held_out_text"]["t0"]
+    assert result[1]["recipe"]["after"] == [str(first)]
     parts = [{"method": "draft_model", "model": str(folder)} for folder in (first, second)]
-    params = [SamplingParams(temperature=heat, seed=3, max_tokens=30, ignore_eos=True) for heat in (0.0, 0.8)]
+    params = [
+        SamplingParams(temperature=temperature, seed=3, max_tokens=30, ignore_eos=True) for temperature in (0.0, 0.8)
+    ]
     prompts = ["abcdabcd", "hgfe"]
     plain = LLM(str(tiny_target)).generate(prompts, params)
     merged = LLM(str(tiny_target), speculative_config={"method": "merged", "drafters": parts}).generate(prompts, params)

@@ -57,8 +57,8 @@ def figures(folder):
 
 def test_the_copy_moved_and_the_heads_learnt(trained, tiny_target):
     """In the warm-up the heads alone, then both."""
-    found = figures(trained)
-    before, warm, after = (found[stage] for stage in ("untrained", "after_warmup", "trained"))
+    result = figures(trained)
+    before, warm, after = (result[stage] for stage in ("untrained", "after_warmup", "trained"))
     assert (before["distance"], warm["distance"]) == (pytest.approx(0, abs=1e-3), pytest.approx(0, abs=1e-3))
     assert warm["loss"] == before["loss"]
     assert warm["head_loss"] < before["head_loss"]
@@ -82,10 +82,10 @@ def test_heads_that_learnt_alone_already_are_gone_on_with(tiny_target, corpus, t
     for block in head.blocks:
         torch.nn.init.constant_(block.bias, 4.0)
     head.save(tmp_path / "head")
-    found = train(tiny_target, corpus, tmp_path / "out", 1024, head=tmp_path / "head")
-    bias = MedusaHead.load(found / "head").blocks[0].bias.detach()
+    result = train(tiny_target, corpus, tmp_path / "out", 1024, head=tmp_path / "head")
+    bias = MedusaHead.load(result / "head").blocks[0].bias.detach()
     assert 0 < float((bias - 4).abs().max()) < 0.5
-    record = json.loads((found / "target" / "training.json").read_text())
+    record = json.loads((result / "target" / "training.json").read_text())
     assert record["tokens"] == 1024
     assert "untrained" not in record["figures"]
     with pytest.raises(ConfigError, match=r"other sizes than asked for: .*depth=3.*, not .*depth=2"):
@@ -152,8 +152,8 @@ def test_the_losses_are_those_of_the_paper(tiny_target):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         out = target(tokens, output_hidden_states=True)
     logits, hidden = out.logits[0].double(), out.hidden_states[-1][0].float()
-    wanted = -sum(float(logits[i].log_softmax(0)[tokens[0, i + 1]]) for i in range(8)) / 8
-    assert float(own) == pytest.approx(wanted, rel=1e-4)
+    expected = -sum(float(logits[i].log_softmax(0)[tokens[0, i + 1]]) for i in range(8)) / 8
+    assert float(own) == pytest.approx(expected, rel=1e-4)
     assert float(zero) == pytest.approx(0, abs=1e-6)
     total = 0.0
     for k, block in enumerate(head.blocks):

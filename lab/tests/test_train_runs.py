@@ -325,11 +325,11 @@ def test_a_corpus_may_be_one_file(tmp_path, tiny_target):
         split_files([tmp_path / "empty.txt"], None, seed=0)
 
 
-@pytest.mark.parametrize(("count", "wanted"), [(2, 1), (19, 1), (40, 4), (250, 25), (1000, 25)])
-def test_a_tenth_of_few_files_is_held_out(count, wanted):
-    found = [Path(f"{number}.py") for number in range(count)]
-    train, held_out = split_files(found, None, seed=0)
-    assert (len(train), len(held_out)) == (count - wanted, wanted)
+@pytest.mark.parametrize(("count", "expected"), [(2, 1), (19, 1), (40, 4), (250, 25), (1000, 25)])
+def test_a_tenth_of_few_files_is_held_out(count, expected):
+    result = [Path(f"{number}.py") for number in range(count)]
+    train, held_out = split_files(result, None, seed=0)
+    assert (len(train), len(held_out)) == (count - expected, expected)
 
 
 def test_text_too_short_for_the_last_sequences_is_an_error_before_the_first(tmp_path):
@@ -367,8 +367,8 @@ def test_acceptance_by_position_stands_at_the_end(trained, tmp_path, capsys):
     assert err.count("held-out text after ") == 2
     end = err.split("up to each position", 1)[1]
     for position in (1, 2):
-        share = record["accepted_at_0"][position - 1]
-        assert f"position {position}   {share:4.0%}" in end
+        fraction = record["accepted_at_0"][position - 1]
+        assert f"position {position}   {fraction:4.0%}" in end
     assert record["held_out_loss"] == pytest.approx(
         record["loss_by_position"][0] + 0.8 * record["loss_by_position"][1], abs=1e-4
     )

@@ -8,7 +8,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from forerun.core.errors import ConfigError, ForerunError, ModelError, NumericsError, RequestError
-    from forerun.core.sequence import Sequence
+    from forerun.core.request import RequestState
     from forerun.core.tree import Draft, Verdict
     from forerun.engine.beams import BeamSearchOutput, BeamSearchSequence
     from forerun.engine.config import EngineConfig, SpeculativeConfig
@@ -43,7 +43,7 @@ _HOMES = {
     "RequestMetrics": "engine.metrics",
     "RequestOutput": "engine.llm",
     "SamplingParams": "sampling.params",
-    "Sequence": "core.sequence",
+    "RequestState": "core.request",
     "SpeculativeConfig": "engine.config",
     "StructuredOutputsParams": "sampling.params",
     "Verdict": "core.tree",
@@ -70,8 +70,8 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestState",
     "SamplingParams",
-    "Sequence",
     "SpeculativeConfig",
     "StructuredOutputsParams",
     "Verdict",

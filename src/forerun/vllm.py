@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.models.tokenizer import load_tokenizer
 from forerun.sampling.draw import Sampler
@@ -58,7 +57,7 @@ class Proposer:
             max_num_seqs=int(vllm_config.scheduler_config.max_num_seqs),
             tokenizer=str(model.tokenizer or model.model),
         )
-        self._rows: list[Sequence] = []
+        self._rows: list[RequestState] = []
         """What was in the batch's rows at the last step."""
         self._ids = itertools.count()
 
@@ -70,7 +69,7 @@ class Proposer:
 
     def propose(
         self,
-        sampled_token_ids: Seq[Seq[int]],
+        sampled_token_ids: Sequence[Sequence[int]],
         num_tokens_no_spec: np.ndarray,
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
@@ -93,37 +92,37 @@ class Proposer:
                 drafts[row] = first_branch(draft)
         return drafts
 
-    def _follow(self, rows: Seq[list[int]], sampled: Seq[Seq[int]]) -> list[Sequence]:
+    def _follow(self, rows: Sequence[list[int]], sampled: Sequence[Sequence[int]]) -> list[RequestState]:
         """The rows' sequences. vLLM does not say which request is in a row: it is the one whose tokens the row begins
         with. The sequences that are in no row any more are released."""
         left = dict(enumerate(self._rows))
-        found: list[Sequence | None] = [None] * len(rows)
+        result: list[RequestState | None] = [None] * len(rows)
 
-        def take(row: int, place: int) -> None:
-            if found[row] is None and place in left and _continues(rows[row], left[place]):
-                found[row] = left.pop(place)
+        def take(row: int, index: int) -> None:
+            if result[row] is None and index in left and _continues(rows[row], left[index]):
+                result[row] = left.pop(index)
 
         for row in range(len(rows)):
             take(row, row)
         for row in range(len(rows)):
-            for place in sorted(left, key=lambda place: -len(left[place].tokens)):
-                take(row, place)
+            for index in sorted(left, key=lambda index: -len(left[index].tokens)):
+                take(row, index)
         for sequence in left.values():
             sequence.cached = len(sequence.tokens)  # it has ended: its output may be learnt from
             self.drafter.release(sequence)
-        self._rows = [self._grown(known, row, new) for known, row, new in zip(found, rows, sampled)]
+        self._rows = [self._grown(known, row, new) for known, row, new in zip(result, rows, sampled)]
         return self._rows
 
-    def _grown(self, known: Sequence | None, tokens: list[int], sampled: Seq[int]) -> Sequence:
+    def _grown(self, known: RequestState | None, tokens: list[int], sampled: Sequence[int]) -> RequestState:
         if known is None:
-            known = Sequence(next(self._ids), [], max(0, len(tokens) - len(sampled)), GREEDY, seed=0)
+            known = RequestState(next(self._ids), [], max(0, len(tokens) - len(sampled)), GREEDY, seed=0)
         if isinstance(self.drafter, TokenRecycling):
             self.drafter.follow(tokens[max(0, len(known.tokens) - 1) :])
         known.tokens = tokens
         return known
 
 
-def _continues(row: list[int], sequence: Sequence) -> bool:
+def _continues(row: list[int], sequence: RequestState) -> bool:
     count = len(sequence.tokens)
     return len(row) >= count and row[:count] == sequence.tokens
 

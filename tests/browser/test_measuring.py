@@ -69,9 +69,9 @@ def test_the_comparison_is_repeated_and_has_its_spread(page: Page) -> None:
     assert {"0", "50", "100", "150", "200"} <= set(page.locator("#speeds text").all_text_contents())
     label = page.get_attribute("#speeds", "aria-label") or ""
     assert f"median {median(on):.0f}, {min(on):.1f} to {max(on):.0f} tokens per second" in label
-    place = page.eval_on_selector_all("#speeds circle.on", "all => all.map(each => Number(each.getAttribute('cx')))")
+    index = page.eval_on_selector_all("#speeds circle.on", "all => all.map(each => Number(each.getAttribute('cx')))")
     zero = page.locator("#speeds line").first.evaluate("e => Number(e.getAttribute('x1'))")
-    assert [round((x - zero) / (place[0] - zero), 3) for x in place] == [round(speed / on[0], 3) for speed in on]
+    assert [round((x - zero) / (index[0] - zero), 3) for x in index] == [round(speed / on[0], 3) for speed in on]
     screenshot(page, "compared")
 
 
@@ -142,20 +142,20 @@ def test_tokens_tell_about_themselves(page: Page, bundled: Running) -> None:
     phone = page.evaluate("innerWidth") == 390
     flat = [(made, i) for made in rounds for i in range(len(made["tokens"]))]
     seen = set()
-    for place, (made, i) in enumerate(flat):
+    for slot, (made, i) in enumerate(flat):
         text, kind = made["tokens"][i]
         if kind in seen or not text.strip():
             continue
         seen.add(kind)
-        token = page.locator(".tokens span:not(.prompt)").nth(place)
+        token = page.locator(".tokens span:not(.prompt)").nth(slot)
         token.tap() if phone else token.hover()
         tip = page.locator("#tip")
         expect(tip).to_be_in_viewport(ratio=1)
         expect(tip).to_contain_text(f"token {made['token_ids'][i]}")
         expect(tip).to_contain_text(kind.capitalize())
         expect(tip).to_contain_text(f"Round {rounds.index(made) + 1}")
-        share = 100 * math.exp(logprobs["token_logprobs"][place])
-        expect(tip).to_contain_text(f"probability {round(share)} %" if share >= 10 else "probability ")
+        fraction = 100 * math.exp(logprobs["token_logprobs"][slot])
+        expect(tip).to_contain_text(f"probability {round(fraction)} %" if fraction >= 10 else "probability ")
         for rejected in made["rejected"] if kind == "corrected" else ():
             expect(tip).to_contain_text(rejected.strip())
     assert {"accepted", "corrected", "bonus"} <= seen

@@ -127,7 +127,7 @@ def test_the_answer_ends_where_a_stop_text_cuts_it(page: Page, bundled: Running)
             if len(token) > 2 and i < len(made["tokens"]) - 1:
                 places.append(at + 2)
             at += len(token)
-    stop = next(text[place : place + 4] for place in places if text.find(text[place : place + 4]) == place)
+    stop = next(text[index : index + 4] for index in places if text.find(text[index : index + 4]) == index)
     (cut,) = bundled.post("/v1/completions", body(stop=[stop])).json()["choices"]
     page.fill("#stop_text", stop)
     run(page)

@@ -36,11 +36,11 @@ def test_a_colour_means_the_same_as_in_the_playground(
     trace.set_content(written)
     assert trace.evaluate("getComputedStyle(document.body).backgroundColor") == background
     for kind, look in looks.items():
-        found = trace.locator(f".{kind}")
-        assert {tuple(found.nth(place).evaluate(LOOK)) for place in range(found.count())} == {tuple(look)}
+        result = trace.locator(f".{kind}")
+        assert {tuple(result.nth(index).evaluate(LOOK)) for index in range(result.count())} == {tuple(look)}
     assert trace.locator("dt span").all_text_contents() == list(KINDS)
     assert trace.locator("pre .rejected").count() == 0
-    titles = [trace.locator("tbody span").nth(place).get_attribute("title") for place in range(6)]
+    titles = [trace.locator("tbody span").nth(index).get_attribute("title") for index in range(6)]
     assert titles == [
         "accepted in round 1, token 5",
         "rejected in round 1, token 7",

@@ -173,10 +173,10 @@ def instructor_checks(url: str, model: str) -> Checks:
         City.model_validate(parts[-1].model_dump())
 
     def several() -> None:
-        found = client(instructor.Mode.TOOLS).chat.completions.create(
+        result = client(instructor.Mode.TOOLS).chat.completions.create(
             messages=asked("Name two cities."), response_model=Cities, **options
         )
-        assert 1 <= len(found.cities) <= 2, found
+        assert 1 <= len(result.cities) <= 2, result
 
     return {
         "Mode.TOOLS": of(instructor.Mode.TOOLS),

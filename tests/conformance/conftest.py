@@ -66,10 +66,10 @@ def keys(tiny_target: str, tiny_draft: str, tmp_path_factory: pytest.TempPathFac
             examples[case.method] = drafters[case.method].example(Path(tiny_target), folder)
             if case.method == "draft_model":
                 examples[case.method] = {"model": tiny_draft}  # unlike the target itself, it is sometimes wrong
-        found = {"method": case.method, **examples[case.method], **SHAPES[case.shape], **more}
-        if case.method == "draft_model" and not {"tree", "tree_nodes"} & set(found):
-            found.setdefault("num_speculative_tokens", 3)  # by itself it would draft as far as that pays
-        return found
+        result = {"method": case.method, **examples[case.method], **SHAPES[case.shape], **more}
+        if case.method == "draft_model" and not {"tree", "tree_nodes"} & set(result):
+            result.setdefault("num_speculative_tokens", 3)  # by itself it would draft as far as that pays
+        return result
 
     return build
 

@@ -1,8 +1,8 @@
 """A drafter in the fewest lines that do: what the conformance tests need to cover the next one."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.speculate.draft.base import Drafter
 
@@ -12,7 +12,7 @@ class Echo(Drafter):
 
     name = "echo"
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(sequence.tokens, budget) for sequence, budget in zip(sequences, budgets)]
 
     def _draft(self, tokens: list[int], budget: int) -> Draft:

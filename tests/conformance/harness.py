@@ -47,7 +47,9 @@ SAMPLED = [
 REQUESTS = [*zip(PROMPTS, GREEDY), *zip(PROMPTS, SAMPLED), (PROMPTS[3], options()), (PROMPTS[2], options(**STOP_TOKEN))]
 # For what does not depend on the options: fewer and shorter.
 SHORT = [(prompt, replace(params, max_tokens=24)) for prompt, params in (REQUESTS[i] for i in (0, 2, 3, 5, 6, 9))]
-FREE = [(prompt, options(temperature=heat, max_tokens=40)) for prompt in PROMPTS[:3] for heat in (0.0, 0.8)]
+FREE = [
+    (prompt, options(temperature=temperature, max_tokens=40)) for prompt in PROMPTS[:3] for temperature in (0.0, 0.8)
+]
 SETS = {"all": REQUESTS, "short": SHORT, "free": FREE}
 
 
@@ -76,11 +78,11 @@ def run(
 
 
 def answers(jobs: Sequence[Job]) -> list[Answer]:
-    found = []
+    result = []
     for job in jobs:
         assert job.finish is not None
-        found.append(Answer(job.output_ids, job.text, job.finish.reason, job.finish.stopped_by))
-    return found
+        result.append(Answer(job.output_ids, job.text, job.finish.reason, job.finish.stopped_by))
+    return result
 
 
 def check_drafters(engine: Engine) -> None:
@@ -110,12 +112,12 @@ def check_idle(engine: Engine, jobs: Sequence[Job]) -> None:
 
 def pools(drafter: Any) -> list[Pages]:
     """Every KV pool that a drafter owns."""
-    found = []
+    result = []
     for value in vars(drafter).values():
         pool = getattr(value, "pool", value)
         if isinstance(pool, Pages):
-            found.append(pool)
-    return found
+            result.append(pool)
+    return result
 
 
 def check_metrics(job: Job) -> None:

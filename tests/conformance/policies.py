@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length.base import LengthPolicy, Seconds
 
@@ -14,10 +14,12 @@ class Off(LengthPolicy):
 
     name = "off"
 
-    def budgets(self, sequences: Seq[Sequence]) -> list[int]:
+    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
         return [0] * len(sequences)
 
-    def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
+    def observe(
+        self, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict], seconds: Seconds
+    ) -> None:
         pass
 
 
@@ -26,10 +28,10 @@ class Restless(Off):
 
     name = "restless"
 
-    def budgets(self, sequences: Seq[Sequence]) -> list[int]:
+    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
         return [self._budget(sequence, self.longest(sequence)) for sequence in sequences]
 
     @staticmethod
-    def _budget(sequence: Sequence, most: int) -> int:
+    def _budget(sequence: RequestState, most: int) -> int:
         count = len(sequence.tokens)
         return (7 * count + 3 * sequence.id + count // 5) % (most + 1)

@@ -28,8 +28,8 @@ class Outcome(NamedTuple):
     @classmethod
     def of(cls, report: Any, outcome: str) -> Outcome:
         known = dict(report.user_properties)
-        place = Combination(*known[PROPERTY]) if PROPERTY in known else None
-        return cls(report.nodeid, outcome, place)
+        index = Combination(*known[PROPERTY]) if PROPERTY in known else None
+        return cls(report.nodeid, outcome, index)
 
 
 def promise(rule: str) -> str:
@@ -54,14 +54,14 @@ def matrix_lines(outcomes: Sequence[Outcome]) -> list[str]:
     """A row per drafter, shape and layout; a column per rule."""
     cells: dict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for outcome in outcomes:
-        place = outcome.combination
-        if place is not None:
-            layout = "slotted" if place.page_size is None else f"paged {place.page_size}"
-            cells[f"`{place.method}`", place.shape, layout][place.rule].append(outcome.outcome)
+        index = outcome.combination
+        if index is not None:
+            layout = "slotted" if index.page_size is None else f"paged {index.page_size}"
+            cells[f"`{index.method}`", index.shape, layout][index.rule].append(outcome.outcome)
     columns = [rule for rule in rules if any(rule in row for row in cells.values())]
     rows = [
-        [*names, *(cell(found[rule]) if rule in found else "–" for rule in columns)]
-        for names, found in sorted(cells.items())
+        [*names, *(cell(result[rule]) if rule in result else "–" for rule in columns)]
+        for names, result in sorted(cells.items())
     ]
     return lines_of(["drafter", "draft", "layout", *(f"`{rule}`" for rule in columns)], rows)
 
@@ -73,7 +73,7 @@ def other_lines(outcomes: Sequence[Outcome]) -> list[str]:
         if outcome.combination is None:
             name = outcome.nodeid.split("[")[0].rsplit("::", 1)[-1]
             tests[name.removeprefix("test_").replace("_", " ")].append(outcome.outcome)
-    return lines_of(["test", "cases"], [[name, cell(found)] for name, found in tests.items()])
+    return lines_of(["test", "cases"], [[name, cell(result)] for name, result in tests.items()])
 
 
 def markdown(stats: Mapping[str, Sequence[Any]], command: str, collected: int) -> str:

@@ -89,14 +89,14 @@ def test_beams_are_plain_ones(
 def test_the_transformers_path_finds_the_same(
     engine: Callable[..., Engine], keys: Callable[..., dict[str, Any]]
 ) -> None:
-    found = []
+    result = []
     for config in (None, keys(Case("draft_model", "tree"))):
         built = engine(config, path="hf", page_size=4)
         jobs = add(built, SEARCHES[:2])
         while built.busy:
             built.step()
-        found.append(beams(jobs))
-    assert found[0] == found[1]
+        result.append(beams(jobs))
+    assert result[0] == result[1]
 
 
 @pytest.mark.parametrize("method", ["tli", "slem"])
@@ -134,27 +134,27 @@ def test_searches_that_come_and_go(
     if layout["page_size"]:
         layout |= {"num_pages": 180 // layout["page_size"], "prefix_caching": source.random() < 0.5}
     built = engine({**keys(Case(method, "chain")), **shape}, max_num_seqs=6, **layout)
-    waiting = [(request, place) for place, request in enumerate(SEARCHES + ALONE)] * 2
+    waiting = [(request, index) for index, request in enumerate(SEARCHES + ALONE)] * 2
     source.shuffle(waiting)
     ended: dict[int, list[Any]] = {}
     begun: list[tuple[int, list[Job]]] = []
     while waiting or built.busy:
         if waiting and source.random() < 0.3:
-            request, place = waiting.pop()
-            begun.append((place, add(built, [request])))
+            request, index = waiting.pop()
+            begun.append((index, add(built, [request])))
         if begun and source.random() < 0.02:
             built.abort(source.choice(begun)[1][0])
         built.step()
         check(built)
     built.check()
     searches, alone = expected()
-    firsts = [sum(params.n for _, params in SEARCHES[:place]) for place in range(len(SEARCHES))]
-    for place, jobs in begun:
+    firsts = [sum(params.n for _, params in SEARCHES[:index]) for index in range(len(SEARCHES))]
+    for index, jobs in begun:
         if jobs[0].finish is not None and jobs[0].finish.reason == "abort":
             continue
-        ended.setdefault(place, []).append(jobs)
-        if place < len(SEARCHES):
-            assert beams(jobs) == searches[firsts[place] : firsts[place] + len(jobs)]
+        ended.setdefault(index, []).append(jobs)
+        if index < len(SEARCHES):
+            assert beams(jobs) == searches[firsts[index] : firsts[index] + len(jobs)]
         else:
-            assert answers(jobs) == [alone[place - len(SEARCHES)]]
+            assert answers(jobs) == [alone[index - len(SEARCHES)]]
     assert len(ended) > 3

@@ -13,7 +13,7 @@ from matrix import PATHS
 from described import MAIN, save_described
 from forerun import kernels
 from forerun.attention.base import Attention
-from forerun.attention.streamed import StreamedAttention
+from forerun.attention.kernel import KernelAttention
 from forerun.core.batch import Batch, Span
 from forerun.core.tree import Draft
 from forerun.models.base import Model, new_attention
@@ -112,12 +112,12 @@ def feeder(request, backend, model, cpu_attention, known) -> Callable[..., Feede
 def same(backend) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Equal to the last bit in invariant mode, close otherwise."""
 
-    def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
-        assert got.shape == wanted.shape
+    def check(got: torch.Tensor, expected: torch.Tensor) -> None:
+        assert got.shape == expected.shape
         if backend[1]:
-            assert torch.equal(got, wanted)
+            assert torch.equal(got, expected)
         else:
-            assert (got - wanted).abs().max() < 2e-4 * wanted.abs().max()
+            assert (got - expected).abs().max() < 2e-4 * expected.abs().max()
 
     return check
 
@@ -157,11 +157,11 @@ def test_the_models_take_the_paths_that_they_are_for(model):
     wide = model("native", True, WIDE)
     for name in (LLAMA, *MAIN):
         served = model("native", True, name)
-        assert isinstance(new_attention(served, max_seqs=1, max_len=8), StreamedAttention) == kernels.has(
+        assert isinstance(new_attention(served, max_seqs=1, max_len=8), KernelAttention) == kernels.has(
             "decode_float32"
         )
         assert (served.fused is not None) == kernels.has("decode_float32")
-    assert not isinstance(new_attention(wide, max_seqs=1, max_len=8), StreamedAttention)
+    assert not isinstance(new_attention(wide, max_seqs=1, max_len=8), KernelAttention)
 
 
 @pytest.mark.parametrize("page_size", LAYOUTS)
@@ -173,8 +173,8 @@ def test_every_path_of_a_tree_is_as_if_decoded(feeder, same, shape, page_size):
     got = one.feed(behind(0, PROMPT - 1, prompt[-1], draft))[0]
     for node in range(len(draft)):
         path = draft.path(node)
-        wanted = one.alone(prompt + draft.path_tokens(node), len(path) + 1)
-        same(got[[0, *[step + 1 for step in path]]], wanted)
+        expected = one.alone(prompt + draft.path_tokens(node), len(path) + 1)
+        same(got[[0, *[step + 1 for step in path]]], expected)
 
 
 @pytest.mark.parametrize("page_size", LAYOUTS)
@@ -231,10 +231,10 @@ def test_everything_in_one_forward(feeder, same, page_size):
 @pytest.mark.parametrize("page_size", LAYOUTS)
 def test_any_chunking_of_a_prompt(feeder, same, page_size):
     prompt, last = some_tokens(61), some_tokens(3, seed=5)
-    wanted = feeder().alone(prompt + last, len(last))
+    expected = feeder().alone(prompt + last, len(last))
     for cuts in ([61], [1, 61], [4, 5, 9, 33, 61], [16, 32, 48, 61], [60, 61], [7, 50, 61]):
         one, start = feeder(page_size), 0
         for cut in cuts:
             one.feed(Span(0, start, prompt[start:cut]))
             start = cut
-        same(one.decode(0, 61, last), wanted)
+        same(one.decode(0, 61, last), expected)

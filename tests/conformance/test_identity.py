@@ -29,14 +29,14 @@ def promised(rule: str) -> list[bool]:
 
 
 def test_the_requests_reach_what_they_are_for(plain):
-    found = plain()
-    assert len(found) == len(promised("coupled"))
-    assert {answer.reason for answer in found} == {"stop", "length"}
-    assert {answer.stopped_by for answer in found} >= {None, ALPHABET.index("*"), "/e/[", "@@@@"}
-    assert any("2" in answer.text[:3] for answer in found if answer.stopped_by == "/e/[")
-    assert any(answer.reason == "stop" and answer.stopped_by is None for answer in found)
-    assert any(answer.reason == "length" and len(answer.tokens) < TOKENS for answer in found)
-    assert sum(len(answer.tokens) == TOKENS for answer in found) >= 6
+    result = plain()
+    assert len(result) == len(promised("coupled"))
+    assert {answer.reason for answer in result} == {"stop", "length"}
+    assert {answer.stopped_by for answer in result} >= {None, ALPHABET.index("*"), "/e/[", "@@@@"}
+    assert any("2" in answer.text[:3] for answer in result if answer.stopped_by == "/e/[")
+    assert any(answer.reason == "stop" and answer.stopped_by is None for answer in result)
+    assert any(answer.reason == "length" and len(answer.tokens) < TOKENS for answer in result)
+    assert sum(len(answer.tokens) == TOKENS for answer in result) >= 6
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -50,9 +50,9 @@ def test_same_tokens_as_plain_decoding(engine, keys, plain, combination):
     _, _, rule, page_size, path, length = combination
     config = keys(combination.case, accept=rule, length=length)
     jobs = run(engine(config, path=path, page_size=page_size, max_num_seqs=16))
-    for got, wanted, same in zip(answers(jobs), plain(path), promised(rule), strict=True):
+    for got, expected, same in zip(answers(jobs), plain(path), promised(rule), strict=True):
         if same:
-            assert got == wanted
+            assert got == expected
     assert not any(job.metrics.draft_error for job in jobs)
 
 

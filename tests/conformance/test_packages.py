@@ -63,16 +63,16 @@ def test_it_can_be_built_beside_other_scripts(tmp_path):
 
 
 def test_it_is_found_by_name_and_changes_no_token(run, tiny_target):
-    found = {}
+    result = {}
     for method in ("periodic", "none"):
         output = run(
             "-m", "forerun", "generate", PROMPT, "--model", tiny_target, "--spec-method", method, "--max-tokens", "40",
             "--temperature", "0.8", "--seed", "3", "--json",
         )  # fmt: skip
-        found[method] = json.loads(output)
-    assert found["periodic"]["token_ids"] == found["none"]["token_ids"]
-    assert found["periodic"]["metrics"]["num_draft_tokens"] > 0
-    assert found["none"]["metrics"]["num_draft_tokens"] == 0
+        result[method] = json.loads(output)
+    assert result["periodic"]["token_ids"] == result["none"]["token_ids"]
+    assert result["periodic"]["metrics"]["num_draft_tokens"] > 0
+    assert result["none"]["metrics"]["num_draft_tokens"] == 0
 
 
 def test_the_conformance_matrix_covers_it_unasked(run):

@@ -87,10 +87,10 @@ def test_a_drafter_that_proposes_nonsense_costs_nobody_an_answer(engine, plain, 
 
 @pytest.mark.parametrize("case", EACH)
 def test_the_longest_context_is_never_exceeded(engine, keys, case):
-    wanted = answers(run(engine(max_model_len=40), LIMITS))
+    expected = answers(run(engine(max_model_len=40), LIMITS))
     short = engine(keys(case), max_model_len=40)
     jobs = run(short, LIMITS, lambda: within(short, 40))
-    assert answers(jobs) == wanted
+    assert answers(jobs) == expected
     assert [len(job.sequence.tokens) for job in jobs] == [40, 40, 40, 40]
     assert {job.finish.reason for job in jobs} == {"length"}
     assert len(jobs[-1].output_ids) == 1
@@ -113,7 +113,7 @@ def within(engine, limit):
 def script(monkeypatch):
     """``script(answers)``: registers the drafter that knows them."""
     drafters.register("scripted")(Scripted)
-    yield lambda wanted: monkeypatch.setattr(Scripted, "answers", tuple(a.tokens for a in wanted))
+    yield lambda expected: monkeypatch.setattr(Scripted, "answers", tuple(a.tokens for a in expected))
     drafters.remove("scripted")
 
 
@@ -124,9 +124,9 @@ def shaped(rule):
     return [shape for shape in SHAPES if shape is None or rules[rule].trees]
 
 
-def comparable(rule, wanted):
+def comparable(rule, expected):
     """The requests whose tokens the rule promises, and those tokens."""
-    pairs = [(r, answer) for r, answer in zip(FREE, wanted) if rules[rule].identity or r[1].greedy]
+    pairs = [(r, answer) for r, answer in zip(FREE, expected) if rules[rule].identity or r[1].greedy]
     return [request for request, _ in pairs], [answer for _, answer in pairs]
 
 
@@ -137,11 +137,11 @@ LOSSLESS = [(rule, shape) for rule in RULES if rules[rule].lossless for shape in
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize(("rule", "shape"), LOSSLESS)
 def test_a_draft_that_is_always_right(engine, plain, script, rule, shape, page_size, path):
-    requests, wanted = comparable(rule, plain(path, "free"))
-    script(wanted)
+    requests, expected = comparable(rule, plain(path, "free"))
+    script(expected)
     config = {"method": "scripted", "accept": rule, "tree": shape}
     jobs = run(engine(config, page_size=page_size, path=path), requests)
-    assert answers(jobs) == wanted
+    assert answers(jobs) == expected
     depth = 5 if shape is None else len(shape)
     for job in jobs:
         assert job.metrics.decode_tokens >= 39
@@ -157,11 +157,11 @@ def test_a_draft_that_is_always_right(engine, plain, script, rule, shape, page_s
 @pytest.mark.parametrize("wrong_from", [0, 2])
 @pytest.mark.parametrize(("rule", "shape"), LOSSLESS)
 def test_a_draft_that_is_always_wrong(engine, plain, script, rule, shape, wrong_from, page_size):
-    requests, wanted = comparable(rule, plain(which="free"))
-    script(wanted)
+    requests, expected = comparable(rule, plain(which="free"))
+    script(expected)
     wrong = engine({"method": "scripted", "accept": rule, "tree": shape, "wrong_from": wrong_from}, page_size=page_size)
     jobs = run(wrong, requests)
-    assert answers(jobs) == wanted
+    assert answers(jobs) == expected
     for job in jobs:
         histogram = job.metrics.acceptance_histogram
         assert len(histogram) == wrong_from + 1
@@ -176,21 +176,21 @@ def test_a_stop_inside_a_block_ends_it_there(engine, script, stop, at):
     whole = run(engine(), [(PROMPTS[0], options())])
     script(answers(whole))
     ids, text = whole[0].output_ids, whole[0].text
-    place = 13 + at
+    index = 13 + at
     stopping = {
-        "token": options(stop_token_ids=[ids[place]], logprobs=0),
-        "string": options(stop=[text[place - 1 : place + 1]], logprobs=0),
+        "token": options(stop_token_ids=[ids[index]], logprobs=0),
+        "string": options(stop=[text[index - 1 : index + 1]], logprobs=0),
         "eos": options(ignore_eos=False, logprobs=0),
     }[stop]
     early = engine({"method": "scripted", "num_speculative_tokens": 6})
     if stop == "eos":
-        early.model = model_with(early.model, eos_ids=frozenset([ids[place]]))
-    first = ids.index(ids[place]) if stop != "string" else text.index(text[place - 1 : place + 1]) + 1
+        early.model = model_with(early.model, eos_ids=frozenset([ids[index]]))
+    first = ids.index(ids[index]) if stop != "string" else text.index(text[index - 1 : index + 1]) + 1
     job = run(early, [(PROMPTS[0], stopping)])[0]
     assert job.output_ids == ids[: first + 1]
     assert job.finish.reason == "stop"
     assert job.text == {"token": text[:first], "string": text[: first - 1], "eos": text[:first]}[stop]
-    assert job.finish.stopped_by == {"token": ids[place], "string": text[place - 1 : place + 1], "eos": None}[stop]
+    assert job.finish.stopped_by == {"token": ids[index], "string": text[index - 1 : index + 1], "eos": None}[stop]
     rounds, rest = divmod(first, 7)
     assert job.metrics.rounds == rounds + (rest > 0)
     assert job.metrics.decode_tokens == first
@@ -237,10 +237,10 @@ def test_a_draft_model_caches_what_it_would_compute_afresh(engine, keys, case, p
             model.forward(Batch([Span(0, 0, list(known))]), fresh)
             for layer in range(len(pool.layers)):
                 for side in ("keys", "values"):
-                    pages, offsets = pool.places(job.sequence.id, range(len(known)))
+                    pages, offsets = pool.slot_mapping(job.sequence.id, range(len(known)))
                     got = getattr(pool, side)[layer][pages, :, offsets]
-                    wanted = getattr(fresh.pool, side)[layer][0, :, : len(known)].transpose(0, 1)
-                    assert (got - wanted).abs().max() < 1e-4
+                    expected = getattr(fresh.pool, side)[layer][0, :, : len(known)].transpose(0, 1)
+                    assert (got - expected).abs().max() < 1e-4
             compared.append(len(known))
 
     run(drafting, SHORT, same_entries)

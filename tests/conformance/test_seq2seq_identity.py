@@ -17,7 +17,7 @@ from forerun import SamplingParams
 from forerun.core.errors import ContextLengthError, RequestError
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
-from forerun.models.formats.streamed import can_stream
+from forerun.models.formats.tiled import can_tile
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
@@ -26,7 +26,7 @@ from here import NO_KERNELS
 from tiny import ALPHABET, save_tokenizer, tiny_llama
 from tiny_seq2seq import KINDS, POSITIONS, START
 
-pytestmark = [] if can_stream(torch.float32) else [pytest.mark.elsewhere(NO_KERNELS)]
+pytestmark = [] if can_tile(torch.float32) else [pytest.mark.elsewhere(NO_KERNELS)]
 
 SOURCES = ["hello world, hello world", "a", "0123456789" * 5, "the cat sat on the mat; the cat", "hello worl"]
 STOP = {"stop": ["e", "7"], "min_tokens": 3, "max_tokens": 24}
@@ -102,12 +102,12 @@ def run(engine: Engine, requests=REQUESTS) -> list:
 
 @pytest.fixture(scope="module")
 def plain(engine) -> Callable[[str], list[Answer]]:
-    found: dict[str, list[Answer]] = {}
+    result: dict[str, list[Answer]] = {}
 
     def get(kind: str) -> list[Answer]:
-        if kind not in found:
-            found[kind] = answers(run(engine(kind, max_num_seqs=1)))
-        return found[kind]
+        if kind not in result:
+            result[kind] = answers(run(engine(kind, max_num_seqs=1)))
+        return result[kind]
 
     return get
 
@@ -140,9 +140,9 @@ def test_greedy_tokens_under_other_rules(engine, plain, rule):
     drafting = "tree" if rules[rule].trees else "draft_model"
     jobs = run(engine("flan", drafting, rule))
     greedy = [params.greedy for _, params in REQUESTS for _ in range(params.n)]
-    for found, wanted, same in zip(answers(jobs), plain("flan"), greedy, strict=True):
+    for result, expected, same in zip(answers(jobs), plain("flan"), greedy, strict=True):
         if same:
-            assert found == wanted
+            assert result == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,13 +158,13 @@ def test_a_decoder_reads_the_source_and_what_follows(engine, decoder):
     drafting.on_round = lambda result: drafts.extend(result.drafts)
     job = run(drafting, [(SOURCES[0], options(max_tokens=8))])[0]
     ids, model = drafting.tokenizer.encode(SOURCES[0]), LlamaForCausalLM.from_pretrained(decoder)
-    place = 0
+    index = 0
     for draft in drafts:
-        text = torch.tensor([[*ids, *job.output_ids[:place], *draft.tokens]])
+        text = torch.tensor([[*ids, *job.output_ids[:index], *draft.tokens]])
         with torch.no_grad():
-            wanted = model(text).logits[0, -1 - len(draft) :].argmax(dim=1).tolist()
-        assert draft.tokens == wanted[: len(draft)]
-        place += 1 + next((i for i, t in enumerate(draft.tokens) if t != job.output_ids[place + i]), len(draft))
+            expected = model(text).logits[0, -1 - len(draft) :].argmax(dim=1).tolist()
+        assert draft.tokens == expected[: len(draft)]
+        index += 1 + next((i for i, t in enumerate(draft.tokens) if t != job.output_ids[index + i]), len(draft))
     assert sum(map(len, drafts)) >= 15
 
 
@@ -210,10 +210,10 @@ def test_a_source_is_read_once(engine, encoded):
 def test_sources_make_room_for_others(engine, encoded):
     one = engine("t5", max_num_seqs=2)
     texts = [f"number {index}" for index in range(6)]
-    wanted = [answers(run(one, [(text, options(max_tokens=6))])) for text in texts]
+    expected = [answers(run(one, [(text, options(max_tokens=6))])) for text in texts]
     assert len(one.target.attention.pool.sources.places) == 2
     del encoded[:]
-    assert answers(run(one, [(text, options(max_tokens=6)) for text in texts])) == [each for (each,) in wanted]
+    assert answers(run(one, [(text, options(max_tokens=6)) for text in texts])) == [each for (each,) in expected]
     assert sum(map(len, encoded)) >= 4
 
 
@@ -314,10 +314,10 @@ def test_many_requests_at_once_on_few_pages(engine):
         params = options(max_tokens=draw.choice([1, 5, 20]), seed=seed).clone(**draw.choice(mixes))
         todo.append((draw.choice(texts), params, draw.random() < 0.3))
     alone = engine("t5", max_num_seqs=1)
-    wanted = {}
+    expected = {}
     for index, (text, params, cancelled) in enumerate(todo):
         if not cancelled:
-            wanted[index] = answers(run(alone, [(text, params)]))
+            expected[index] = answers(run(alone, [(text, params)]))
     busy = engine("t5", "draft_model", page_size=4, num_pages=40, max_num_seqs=6)
     jobs = [busy.add(busy.tokenizer.encode(text), params) for text, params, _ in todo]
     rounds = count()
@@ -330,5 +330,5 @@ def test_many_requests_at_once_on_few_pages(engine):
                     for job in jobs[index]:
                         busy.abort(job)
     check_idle(busy, [])
-    for index, found in wanted.items():
-        assert answers(jobs[index]) == found
+    for index, result in expected.items():
+        assert answers(jobs[index]) == result

@@ -138,10 +138,10 @@ def compare(alone: Engine, todo: list[Request]) -> int:
     were not cancelled."""
     finished = 0
     for request in todo:
-        wanted = alone.add(request.prompt, request.params, speculate=False)
+        expected = alone.add(request.prompt, request.params, speculate=False)
         while alone.busy:
             alone.step()
-        for job, lone in zip(request.jobs, wanted, strict=True):
+        for job, lone in zip(request.jobs, expected, strict=True):
             assert job.metrics.draft_error is None
             if job.finish.reason == ABORT:
                 assert job.output_ids == lone.output_ids[: len(job.output_ids)]

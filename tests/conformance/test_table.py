@@ -8,8 +8,8 @@ from matrix import Combination
 from table import PROPERTY, markdown
 
 
-def report(name: str, place: Combination | None = None) -> SimpleNamespace:
-    properties = [] if place is None else [(PROPERTY, list(place))]
+def report(name: str, index: Combination | None = None) -> SimpleNamespace:
+    properties = [] if index is None else [(PROPERTY, list(index))]
     return SimpleNamespace(nodeid=f"tests/conformance/{name}", duration=30.0, user_properties=properties)
 
 

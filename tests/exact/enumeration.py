@@ -14,15 +14,15 @@ import numpy
 import torch
 
 from forerun import SamplingParams
+from forerun.core.request import RequestState
 from forerun.core.scores import Scores
-from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import RatioRule
 from forerun.speculate.accept.compare import Comparison, CompiledComparison, compare
 
 Prefix = tuple[int, ...]
-Law = dict[Prefix, float]
+Distribution = dict[Prefix, float]
 HOT = SamplingParams(temperature=1.0)
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -80,8 +80,8 @@ class Choices:
 
     def choose(self, weights: numpy.ndarray) -> int:
         possible = [i for i, weight in enumerate(weights) if weight > 0]
-        place = len(self.taken)
-        pick = self.script[place] if place < len(self.script) else 0
+        index = len(self.taken)
+        pick = self.script[index] if index < len(self.script) else 0
         self.taken.append(pick)
         self.widths.append(len(possible))
         self.probability *= weights[possible[pick]] / weights.sum()
@@ -136,22 +136,22 @@ def target_rows(target: Tables, prefix: Prefix, draft: Draft) -> numpy.ndarray:
     return numpy.stack([target((*prefix, *draft.path_tokens(node))) for node in range(-1, len(draft))])
 
 
-def round_law(
+def round_distribution(
     form: Form, rule: RatioRule, program: Program, target: Tables, prefix: Prefix, params: SamplingParams = HOT
-) -> Law:
+) -> Distribution:
     """Law of the tokens that one round emits behind ``prefix``. All drafts go through ``decide`` as one batch."""
-    found = list(drafts(program, prefix))
-    rows = [target_rows(target, prefix, draft) for _, draft in found]
+    result = list(drafts(program, prefix))
+    rows = [target_rows(target, prefix, draft) for _, draft in result]
     first = list(itertools.accumulate((len(r) for r in rows[:-1]), initial=0))
     logits = torch.tensor(numpy.concatenate(rows)).log().to(form.dtype)
-    sequences = [Sequence(i, list(prefix), len(prefix), params, seed=i) for i in range(len(found))]
-    scores = Scores(sequences, [draft for _, draft in found], first, logits)
+    sequences = [RequestState(i, list(prefix), len(prefix), params, seed=i) for i in range(len(result))]
+    scores = Scores(sequences, [draft for _, draft in result], first, logits)
     compared = form.compare(scores)
     accept = rule.decide(compared)
     assert compared.residual.dtype == form.dtype
-    law: Law = {}
+    distribution: Distribution = {}
     cursor = 0
-    for index, (probability, draft) in enumerate(found):
+    for index, (probability, draft) in enumerate(result):
         counts = [len(t) for t in draft.trials]
         chances = accept[cursor : cursor + sum(counts)]
         cursor += sum(counts)
@@ -162,38 +162,42 @@ def round_law(
             results = iter(outcome)
             path, fresh = rule.walk(draft, [[next(results) for _ in range(count)] for count in counts])
             row = scores.row(index, path[-1] if path else -1)
-            weights = compared.laws([(row, fresh)])[0].double().numpy()
+            weights = compared.distributions([(row, fresh)])[0].double().numpy()
             for token in weights.nonzero()[0]:
                 emitted = (*(draft.tokens[node] for node in path), int(token))
-                law[emitted] = law.get(emitted, 0.0) + mass * weights[token] / weights.sum()
-    return law
+                distribution[emitted] = distribution.get(emitted, 0.0) + mass * weights[token] / weights.sum()
+    return distribution
 
 
-def plain_law(target: Tables, prefix: Prefix, length: int) -> Law:
+def plain_distribution(target: Tables, prefix: Prefix, length: int) -> Distribution:
     """Law of ``length`` tokens behind ``prefix``, one by one."""
-    law: Law = {(): 1.0}
+    distribution: Distribution = {(): 1.0}
     for _ in range(length):
-        law = {
-            (*tokens, token): mass * share
-            for tokens, mass in law.items()
-            for token, share in enumerate(target((*prefix, *tokens)))
+        distribution = {
+            (*tokens, token): mass * fraction
+            for tokens, mass in distribution.items()
+            for token, fraction in enumerate(target((*prefix, *tokens)))
         }
-    return law
+    return distribution
 
 
-def rounds_law(step: Callable[[Prefix], Law], target: Tables, prefix: Prefix, length: int, rounds: int) -> Law:
+def rounds_distribution(
+    step: Callable[[Prefix], Distribution], target: Tables, prefix: Prefix, length: int, rounds: int
+) -> Distribution:
     """Law of the first ``length`` tokens behind ``prefix``: ``rounds`` rounds in a row, the rest one by one."""
     if length <= 0:
         return {(): 1.0}
-    law: Law = {}
-    first = step(prefix) if rounds > 0 else plain_law(target, prefix, 1)
+    distribution: Distribution = {}
+    first = step(prefix) if rounds > 0 else plain_distribution(target, prefix, 1)
     for tokens, mass in first.items():
         head = tokens[:length]
-        for tail, share in rounds_law(step, target, (*prefix, *head), length - len(head), rounds - 1).items():
-            law[head + tail] = law.get(head + tail, 0.0) + mass * share
-    return law
+        for tail, fraction in rounds_distribution(
+            step, target, (*prefix, *head), length - len(head), rounds - 1
+        ).items():
+            distribution[head + tail] = distribution.get(head + tail, 0.0) + mass * fraction
+    return distribution
 
 
-def distance(one: Law, other: Law) -> float:
+def distance(one: Distribution, other: Distribution) -> float:
     """The largest difference between two laws, token by token."""
     return max(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in {*one, *other})

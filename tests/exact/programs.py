@@ -45,9 +45,9 @@ def half_point_chain(draft: Tables, depth: int) -> Program:
 
     def program(sketch: Sketch) -> None:
         node = -1
-        for place in range(depth):
+        for index in range(depth):
             row = draft(sketch.path(node), 1)
-            if place % 2:
+            if index % 2:
                 node = sketch.draft.add(int(row.argmax()), node)
             else:
                 node = sketch.draw(node, sketch.row(row))

@@ -1,4 +1,4 @@
-"""``speculate``: exactly the law of g(f(x)), whatever is guessed, and g's waiting time hidden behind f's."""
+"""``speculate``: exactly the distribution of g(f(x)), whatever is guessed, and g's waiting time hidden behind f's."""
 
 from __future__ import annotations
 
@@ -27,24 +27,28 @@ DRAFTS = {
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", DRAFTS)
-def test_the_law_by_enumeration(name, count):
+def test_the_distribution_by_enumeration(name, count):
     """Sum over all guesses of their probability times what is settled on."""
     q = DRAFTS[name]
-    found = Counter()
+    result = Counter()
     for guesses in product(q, repeat=count):
         chance = float(prod((q[guess] for guess in guesses), start=Fraction(1)))
-        law = settle({y: float(share) for y, share in P.items()}, {y: float(share) for y, share in q.items()}, guesses)
-        for y, share in law.items():
-            found[y] += chance * share
-    assert {y: found[y] for y in set(found) | set(P)} == pytest.approx(
-        {y: float(P.get(y, 0)) for y in set(found) | set(P)}, abs=1e-12
+        distribution = settle(
+            {y: float(fraction) for y, fraction in P.items()},
+            {y: float(fraction) for y, fraction in q.items()},
+            guesses,
+        )
+        for y, fraction in distribution.items():
+            result[y] += chance * fraction
+    assert {y: result[y] for y in set(result) | set(P)} == pytest.approx(
+        {y: float(P.get(y, 0)) for y in set(result) | set(P)}, abs=1e-12
     )
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_what_runs_has_that_law(count):
+def test_what_runs_has_that_distribution(count):
     """g adds chance of its own; 4,000 runs against the product law."""
-    p, q = ({y: float(share) for y, share in law.items()} for law in (P, DRAFTS["other"]))
+    p, q = ({y: float(fraction) for y, fraction in distribution.items()} for distribution in (P, DRAFTS["other"]))
     with ThreadPoolExecutor(3) as threads:
         drawn = Counter(
             speculate(lambda x: p, str.upper, lambda x: q, None, seed=seed, guesses=count, executor=threads).value
@@ -73,7 +77,7 @@ def test_g_runs_while_f_does():
 
 
 def test_the_seed_decides_not_the_timing():
-    p, q = ({y: float(share) for y, share in law.items()} for law in (P, DRAFTS["beyond"]))
+    p, q = ({y: float(fraction) for y, fraction in distribution.items()} for distribution in (P, DRAFTS["beyond"]))
     runs = [speculate(lambda x: p, len, lambda x: q, 0, seed=11, guesses=2) for _ in range(5)]
     assert len({(run.drawn, run.guesses, run.hit) for run in runs}) == 1
 
@@ -99,10 +103,10 @@ def test_what_is_raised_and_what_is_forgotten():
         speculate(broken, len, lambda x: {"a": 1.0}, 0)
 
 
-@pytest.mark.parametrize("law", [{}, {"a": 0.4}, {"a": 1.5, "b": -0.5}, {"a": float("nan")}, "a"])
-def test_what_is_no_distribution_is_refused(law):
+@pytest.mark.parametrize("distribution", [{}, {"a": 0.4}, {"a": 1.5, "b": -0.5}, {"a": float("nan")}, "a"])
+def test_what_is_no_distribution_is_refused(distribution):
     with pytest.raises(ConfigError, match="f must return"):
-        speculate(lambda x: law, len, lambda x: {"a": 1.0}, 0)
+        speculate(lambda x: distribution, len, lambda x: {"a": 1.0}, 0)
     with pytest.raises(ConfigError, match="guesses"):
         speculate(lambda x: {"a": 1.0}, len, lambda x: {"a": 1.0}, 0, guesses=-1)
 

@@ -16,8 +16,8 @@ import torch
 from scipy import stats
 
 from forerun import SamplingParams
+from forerun.core.request import RequestState
 from forerun.core.scores import Scores
-from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import Gumbel, uniform
@@ -42,7 +42,7 @@ def configured(name: str) -> list[Rule]:
     return [kind()]
 
 
-def drafted(chooser: Chooser, sequences: list[Sequence], widths: tuple[int, ...], streams: int) -> list[Draft]:
+def drafted(chooser: Chooser, sequences: list[RequestState], widths: tuple[int, ...], streams: int) -> list[Draft]:
     """One tree per sequence, level by level, as a draft model does it; ``streams`` drafters share it."""
     drafts = [Draft() for _ in sequences]
     tables: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ def decode(
     sampler = Sampler(2)
     chooser = Chooser(sampler, rule)
     params = SamplingParams(temperature=temperature)
-    sequences = [Sequence(i, [i % 2], 1, params, seed=i) for i in range(2 * seeds)]
+    sequences = [RequestState(i, [i % 2], 1, params, seed=i) for i in range(2 * seeds)]
     while running := [s for s in sequences if s.num_output < length]:
         drafts = drafted(chooser, running, widths, streams)
         first = list(itertools.accumulate((len(draft) + 1 for draft in drafts[:-1]), initial=0))
@@ -96,7 +96,7 @@ def decode(
     return [tuple(s.tokens[1 : 1 + length]) for s in sequences]
 
 
-def law(start: int) -> numpy.ndarray:
+def distribution(start: int) -> numpy.ndarray:
     """Of all sequences of ``LENGTH`` tokens behind ``start``, in lexicographic order."""
     masses = []
     for tokens in itertools.product(range(2), repeat=LENGTH):
@@ -110,7 +110,7 @@ def check(tokens: list[tuple[int, ...]]) -> None:
         counts = numpy.zeros(2**LENGTH)
         for answer in tokens[start::2]:
             counts[int("".join(map(str, answer)), 2)] += 1
-        assert stats.chisquare(counts, law(start) * counts.sum()).pvalue > 1e-3
+        assert stats.chisquare(counts, distribution(start) * counts.sum()).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -22,7 +22,7 @@ from forerun.core.errors import ConfigError
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import applies, bind
 from forerun.models.base import new_attention
-from forerun.models.formats.streamed import DTYPES, can_stream
+from forerun.models.formats.tiled import DTYPES, can_tile
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
@@ -68,9 +68,9 @@ def feed(model: NativeModel, *spans: Span, **options):
     return model.forward(Batch(list(spans), **options), attention)
 
 
-def apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    assert got.shape == wanted.shape
-    return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert got.shape == expected.shape
+    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1.0))
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -80,14 +80,14 @@ def test_logits_and_hidden_states_of_transformers(checkpoint, name, invariant):
     model = load_model(folder, invariant=invariant, weights="auto" if invariant else "plain")
     assert isinstance(model, NativeModel)
     with torch.inference_mode():
-        wanted = theirs(folder)(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        expected = theirs(folder)(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
     layers = tuple(range(model.info.num_layers + 1))
     got = feed(model, Span(0, 0, tokens), hidden=layers)
-    assert apart(got.logits, wanted.logits[0]) < 1e-5
+    assert apart(got.logits, expected.logits[0]) < 1e-5
     for layer in layers:
-        assert apart(got.hidden[layer], wanted.hidden_states[layer][0]) < 1e-5
+        assert apart(got.hidden[layer], expected.hidden_states[layer][0]) < 1e-5
     assert apart(model.lm_head(got.hidden[layers[-1]]), got.logits) < 1e-5
-    assert apart(model.embed(torch.tensor(tokens)), wanted.hidden_states[0][0]) < 1e-6
+    assert apart(model.embed(torch.tensor(tokens)), expected.hidden_states[0][0]) < 1e-6
 
 
 @pytest.mark.parametrize("name", MAIN)
@@ -97,8 +97,8 @@ def test_chunks_mates_and_trees(checkpoint, name):
     attention = new_attention(model, max_seqs=2, max_len=64, page_size=4)
     rows = [feed(model, Span(0, 0, tokens[:11]), attention=attention).logits]
     rows.append(feed(model, Span(0, 11, tokens[11:]), Span(1, 0, tokens[:9]), attention=attention).logits)
-    wanted = reference(folder, tokens)
-    assert apart(torch.cat(rows), torch.cat([wanted, wanted[:9]])) < 1e-5
+    expected = reference(folder, tokens)
+    assert apart(torch.cat(rows), torch.cat([expected, expected[:9]])) < 1e-5
     tree = feed(model, Span(0, 30, nodes, parents), attention=attention).logits
     for leaf, path in {3: [0, 1, 3], 4: [0, 2, 4]}.items():
         assert apart(tree[leaf], reference(folder, tokens + [nodes[node] for node in path])[-1]) < 1e-5
@@ -122,7 +122,7 @@ def test_what_is_described_bites(checkpoint, part):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", where(can_stream(torch.bfloat16), MAIN))
+@pytest.mark.parametrize("name", where(can_tile(torch.bfloat16), MAIN))
 def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtype):
     model = load_model(checkpoint(name), dtype=dtype, invariant=None, weights="streamed")
     assert model.invariant
@@ -131,7 +131,7 @@ def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtyp
 
 
 @pytest.mark.parametrize("quantization", [None, "int8_rows", "q8_0"])
-@pytest.mark.parametrize("dtype", where(can_stream, DTYPES))
+@pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
 @pytest.mark.parametrize("name", CASES)
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype, quantization):
     one_call.check(load_model(checkpoint(name), dtype=dtype, invariant=True, quantization=quantization))
@@ -193,7 +193,7 @@ def test_a_head_reads_its_hidden_states(checkpoint, tmp_path, name):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", where(can_stream(torch.float32), ["gemma2", "mixtral"]))
+@pytest.mark.parametrize("name", where(can_tile(torch.float32), ["gemma2", "mixtral"]))
 def test_a_head_in_one_call_says_what_its_module_says(checkpoint, tmp_path, name):
     """With the target's embedding and output layer, scale and soft cap included."""
     options = {"heads": 4, "kv_heads": 2, "width": 16, "inner_size": 24}
@@ -204,23 +204,23 @@ def test_a_head_in_one_call_says_what_its_module_says(checkpoint, tmp_path, name
     head.save(tmp_path)
     llm = LLM(checkpoint(name), speculative_config={"method": "eagle", "model": str(tmp_path)})
     (drafter,) = llm.engine.router.drafters.values()
-    feature, found = torch.randn(6, SIZES["hidden_size"]), []
+    feature, result = torch.randn(6, SIZES["hidden_size"]), []
     for _ in range(2):
-        found.append(drafter._run([Span(0, 0, ids(6), logits=[2, 5])], feature))
-        assert drafter.fused is not None or len(found) == 2
+        result.append(drafter._run([Span(0, 0, ids(6), logits=[2, 5])], feature))
+        assert drafter.fused is not None or len(result) == 2
         shape = KVShape(2, 16, 16)
         drafter.attention = SdpaAttention(Pool([shape], 1, 64, torch.float32, torch.device("cpu")))
         drafter.fused = None
-    assert apart(found[0][0], found[1][0]) < 1e-5
-    assert apart(found[0][1], found[1][1]) < 1e-5
+    assert apart(result[0][0], result[1][0]) < 1e-5
+    assert apart(result[0][1], result[1][1]) < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
-    found = set()
+    result = set()
     for path in Path(checkpoint(name)).glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            found |= set(file.keys())
+            result |= set(file.keys())
     spec = bind(AutoConfig.from_pretrained(checkpoint(name)))
     of, named = spec.architecture, set()
     ends = [of.embedding, of.norm, of.head]
@@ -231,8 +231,8 @@ def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
             copies = {part.checkpoint.format(expert) for expert in range(layer.experts or 1)}
             named |= {f"{of.layers.checkpoint}.{index}.{copy}.weight" for copy in copies}
     named |= {f"{part.checkpoint}.weight" for part in ends}
-    assert named - found <= {"lm_head.weight"}
-    assert {f"{part.rpartition('.')[0]}.weight" for part in found} <= named
+    assert named - result <= {"lm_head.weight"}
+    assert {f"{part.rpartition('.')[0]}.weight" for part in result} <= named
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=lambda each: each.model_type)
@@ -274,8 +274,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
 )
 def test_what_is_not_described_says_why_in_one_line(tmp_path, kind, options, reason):
     config = AutoConfig.for_model(kind, **{**SIZES, **options})
-    found = applies(config)
-    assert reason in found
+    result = applies(config)
+    assert reason in result
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="the native path does not run") as caught:
         load_model(tmp_path, model_path="native")

@@ -71,25 +71,25 @@ def theirs(model: PreTrainedModel, params: BeamSearchParams) -> list[list[tuple[
     longest = max(map(len, PROMPTS))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
-    found = model.generate(
+    result = model.generate(
         ids, attention_mask=mask, num_beams=params.beam_width, num_return_sequences=params.n, do_sample=False,
         max_new_tokens=params.max_tokens, pad_token_id=0, eos_token_id=None if params.ignore_eos else ENDS,
         return_dict_in_generate=True, output_scores=True,
         **({} if params.beam_width == 1 else
            {"length_penalty": params.length_penalty, "early_stopping": params.early_stopping}),
     )  # fmt: skip
-    scores = [0.0] * len(found.sequences) if params.beam_width == 1 else found.sequences_scores.tolist()
+    scores = [0.0] * len(result.sequences) if params.beam_width == 1 else result.sequences_scores.tolist()
     beams = []
-    for index, (row, score) in enumerate(zip(found.sequences.tolist(), scores)):
+    for index, (row, score) in enumerate(zip(result.sequences.tolist(), scores)):
         tokens = row[longest:]
-        end = next((place for place, token in enumerate(tokens) if token in ENDS), len(tokens) - 1)
+        end = next((slot for slot, token in enumerate(tokens) if token in ENDS), len(tokens) - 1)
         answer = tokens if params.ignore_eos else tokens[: end + 1]
         beams.append((PROMPTS[index // params.n] + answer, score))
     return [beams[first : first + params.n] for first in range(0, len(beams), params.n)]
 
 
-def agree(found: list[BeamSearchOutput], wanted: list[list[tuple[list[int], float]]]) -> None:
-    for ours, beams in zip(found, wanted, strict=True):
+def agree(result: list[BeamSearchOutput], expected: list[list[tuple[list[int], float]]]) -> None:
+    for ours, beams in zip(result, expected, strict=True):
         assert [sequence.tokens for sequence in ours.sequences] == [tokens for tokens, _ in beams]
         for sequence, (_, score) in zip(ours.sequences, beams):
             assert score == 0.0 or sequence.score == pytest.approx(score, abs=2e-4, rel=2e-4)
@@ -104,11 +104,11 @@ def test_beams_scores_and_their_order(folder: Callable[[str], str], name: str) -
     llm = LLM(path, speculative_config=speculative, max_num_seqs=9, page_size=4, invariant=name != "mixtral")
     ended = rounds = steps = 0
     for params in SETTINGS:
-        found = llm.beam_search([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
-        agree(found, theirs(model, params))
-        ended += sum(sequence.finish_reason == "stop" for ours in found for sequence in ours.sequences)
-        rounds += sum(ours.metrics.rounds for ours in found)
-        steps += sum(ours.metrics.decode_tokens for ours in found)
+        result = llm.beam_search([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+        agree(result, theirs(model, params))
+        ended += sum(sequence.finish_reason == "stop" for ours in result for sequence in ours.sequences)
+        rounds += sum(ours.metrics.rounds for ours in result)
+        steps += sum(ours.metrics.decode_tokens for ours in result)
     llm.engine.check()
     assert ended > 2
     assert steps > 1.5 * rounds

@@ -101,9 +101,9 @@ def feed(model: Model, attention, *spans: Span) -> torch.Tensor:
     return model.forward(Batch(list(spans)), attention).logits
 
 
-def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) -> None:
-    assert got.shape == wanted.shape
-    assert (got - wanted).abs().max() <= tolerance
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= tolerance
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
@@ -113,14 +113,14 @@ def test_logits_of_chunks_batches_and_trees(checkpoint, name, page_size):
     model, first, second = ours(folder), some_tokens(40), some_tokens(33, seed=1)
     assert isinstance(model, HFModel)
     attention = new_attention(model, max_seqs=2, max_len=64, page_size=page_size)
-    wanted = reference(folder, first)
-    assert 0.3 < wanted.std() < 20
+    expected = reference(folder, first)
+    assert 0.3 < expected.std() < 20
     rows = [
         feed(model, attention, Span(0, 0, first[:1])),
         feed(model, attention, Span(0, 1, first[1:24]), Span(1, 0, second[:30]))[:23],
         feed(model, attention, Span(1, 30, second[30:]), Span(0, 24, first[24:]))[3:],
     ]
-    close(torch.cat(rows), wanted)
+    close(torch.cat(rows), expected)
     nodes, parents = TREE
     got = feed(model, attention, Span(0, 40, nodes, parents), Span(1, 33, nodes[:3]))
     for node in range(len(nodes)):

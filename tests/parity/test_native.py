@@ -95,10 +95,10 @@ def run(model: Model, attention, spans: list[Span], **options):
     return model.forward(Batch(spans, **options), attention)
 
 
-def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-5) -> None:
-    scale = wanted.abs().max().clamp(min=1.0)
-    assert got.shape == wanted.shape
-    assert (got - wanted).abs().max() <= tolerance * scale
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
+    scale = expected.abs().max().clamp(min=1.0)
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= tolerance * scale
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -106,13 +106,13 @@ def test_logits_and_hidden_states_of_transformers(checkpoints, name):
     reference, model = load(checkpoints(name)), native(checkpoints(name))
     tokens = ids(40)
     with torch.inference_mode():
-        wanted = reference(torch.tensor([tokens]), output_hidden_states=True)
+        expected = reference(torch.tensor([tokens]), output_hidden_states=True)
     layers = tuple(range(model.info.num_layers + 1))
     attention = new_attention(model, max_seqs=1, max_len=64)
     got = run(model, attention, [Span(0, 0, tokens, logits=list(range(40)))], hidden=layers)
-    close(got.logits, wanted.logits[0])
+    close(got.logits, expected.logits[0])
     for layer in layers:
-        close(got.hidden[layer], wanted.hidden_states[layer][0])
+        close(got.hidden[layer], expected.hidden_states[layer][0])
     close(model.lm_head(got.hidden[layers[-1]]), got.logits)
     close(model.embed(torch.tensor(tokens)), got.hidden[0])
 
@@ -125,7 +125,7 @@ def test_chunks_decodes_and_batch_mates(checkpoints, name, invariant, page_size)
     texts = [ids(30, seed) for seed in range(3)]
     with torch.inference_mode():
         reference = load(checkpoints(name))
-        wanted = [reference(torch.tensor([text])).logits[0] for text in texts]
+        expected = [reference(torch.tensor([text])).logits[0] for text in texts]
     attention = new_attention(model, max_seqs=3, max_len=64, page_size=page_size)
     fed = [0, 0, 0]
     for step in ([11, 5, 0], [1, 9, 7], [4, 1, 3], [1, 1, 1], [13, 5, 1], [0, 9, 18]):
@@ -135,7 +135,7 @@ def test_chunks_decodes_and_batch_mates(checkpoints, name, invariant, page_size)
             if count
         ]
         logits = run(model, attention, spans).logits
-        close(logits, torch.cat([wanted[s.key][s.start : s.end] for s in spans]))
+        close(logits, torch.cat([expected[s.key][s.start : s.end] for s in spans]))
         fed = [have + count for have, count in zip(fed, step)]
     assert fed == [30, 30, 30]
 
@@ -190,10 +190,10 @@ def test_some_layers_and_given_embeddings(checkpoints):
     attention = new_attention(model, max_seqs=1, max_len=64)
     got = run(model, attention, [Span(0, 0, tokens, logits=[8])], layers=(0, 2), hidden=(2, 3))
     with torch.inference_mode():
-        wanted = early(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
-    close(got.logits[0], wanted.logits[0, -1])
-    close(got.hidden[2], wanted.hidden_states[1][0])
-    close(got.hidden[3], wanted.hidden_states[2][0])
+        expected = early(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    close(got.logits[0], expected.logits[0, -1])
+    close(got.hidden[2], expected.hidden_states[1][0])
+    close(got.hidden[3], expected.hidden_states[2][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -202,12 +202,12 @@ def test_half_precision(checkpoints, name, dtype):
     exact, model, other = load(checkpoints(name)), native(checkpoints(name), dtype), load(checkpoints(name), dtype)
     tokens = ids(24)
     with torch.inference_mode():
-        wanted = exact(torch.tensor([tokens])).logits[0]
+        expected = exact(torch.tensor([tokens])).logits[0]
         theirs = other(torch.tensor([tokens])).logits[0].float()
     attention = new_attention(model, max_seqs=1, max_len=64)
     got = run(model, attention, [Span(0, 0, tokens, logits=list(range(24)))]).logits
     assert got.dtype == torch.float32
-    assert (got - wanted).norm() <= 1.5 * (theirs - wanted).norm()
+    assert (got - expected).norm() <= 1.5 * (theirs - expected).norm()
 
 
 def test_a_forward_without_logits(checkpoints):

@@ -15,7 +15,7 @@ from forerun.core.errors import ConfigError, ModelError
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.models.base import Model, new_attention
-from forerun.models.formats.streamed import can_stream
+from forerun.models.formats.tiled import can_tile
 from forerun.models.load import load_model
 from forerun.sampling.noise import Gumbel, target_key
 from here import where
@@ -37,10 +37,10 @@ def feed(model: Model, attention, *spans: Span) -> torch.Tensor:
     return model.forward(Batch(list(spans)), attention).logits
 
 
-def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-4) -> None:
-    assert got.shape == wanted.shape
-    assert wanted.std() > 0.1
-    assert (got - wanted).abs().max() <= tolerance
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-4) -> None:
+    assert got.shape == expected.shape
+    assert expected.std() > 0.1
+    assert (got - expected).abs().max() <= tolerance
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
@@ -82,27 +82,27 @@ def answers(folder: str, params: list[SamplingParams], config=None, **options) -
 
 def test_greedy_tokens_of_transformers(folder):
     """Ragged sources together, one of them drafted by a tree of the target's own."""
-    wanted = []
+    expected = []
     for source in SOURCES:
         answer = theirs(folder).generate(
             torch.tensor([source]), attention_mask=torch.ones(1, len(source), dtype=torch.long), max_new_tokens=24,
             do_sample=False, use_cache=False, eos_token_id=None,
         )  # fmt: skip
-        wanted.append(answer[0, 1:].tolist())
-    assert len({tuple(answer) for answer in wanted}) >= 4
+        expected.append(answer[0, 1:].tolist())
+    assert len({tuple(answer) for answer in expected}) >= 4
     params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * len(SOURCES)
-    assert answers(folder, params) == wanted
+    assert answers(folder, params) == expected
     drafting = {"method": "draft_model", "model": folder, "tree": [2, 1, 1]}
-    assert answers(folder, params, drafting, page_size=8, max_num_seqs=3) == wanted
+    assert answers(folder, params, drafting, page_size=8, max_num_seqs=3) == expected
 
 
 def test_sampled_tokens_are_the_best_of_transformers_logits_and_the_noise(folder):
-    heat, noise = 0.9, Gumbel(len(ALPHABET))
-    params = [SamplingParams(temperature=heat, max_tokens=32, ignore_eos=True, seed=seed) for seed in range(5)]
-    for source, each, found in zip(SOURCES, params, answers(folder, params, {"method": "ngram"})):
-        logits = reference(folder, source, [START, *found])
-        for place, token in enumerate(found):
-            scores = logits[place] / heat + noise.rows([target_key(each.seed, 1 + place)])[0]
+    temperature, noise = 0.9, Gumbel(len(ALPHABET))
+    params = [SamplingParams(temperature=temperature, max_tokens=32, ignore_eos=True, seed=seed) for seed in range(5)]
+    for source, each, result in zip(SOURCES, params, answers(folder, params, {"method": "ngram"})):
+        logits = reference(folder, source, [START, *result])
+        for index, token in enumerate(result):
+            scores = logits[index] / temperature + noise.rows([target_key(each.seed, 1 + index)])[0]
             assert scores[token] > scores.max() - 1e-3
 
 
@@ -110,14 +110,14 @@ def test_an_answer_ends_where_transformers_ends_it(folder):
     """EOS, likely enough to come: an answer of transformers' ends with it, or is as long as it may be."""
     bias = {EOS: 0.7 * reference(folder, SOURCES[0], [START]).std().item()}
     params = [SamplingParams(temperature=0, max_tokens=40, logit_bias=bias)] * len(SOURCES)
-    found = answers(folder, params)
-    for source, answer in zip(SOURCES, found):
+    result = answers(folder, params)
+    for source, answer in zip(SOURCES, result):
         logits = reference(folder, source, [START, *answer])[: len(answer)].clone()
         logits[:, EOS] += bias[EOS]
         assert logits.argmax(dim=1).tolist() == answer
         assert EOS not in answer[:-1]
         assert answer[-1] == EOS or len(answer) == 40
-    assert any(answer[-1] == EOS for answer in found)
+    assert any(answer[-1] == EOS for answer in result)
 
 
 def test_what_the_decoder_begins_with(tmp_path: Path):
@@ -130,9 +130,9 @@ def test_what_the_decoder_begins_with(tmp_path: Path):
     assert load_model(tmp_path).info.encoder.start == (START, FORCED)
     params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * len(SOURCES)
     model = theirs(str(tmp_path))
-    for source, found in zip(SOURCES, answers(str(tmp_path), params)):
+    for source, result in zip(SOURCES, answers(str(tmp_path), params)):
         answer = model.generate(torch.tensor([source]), max_new_tokens=13, do_sample=False, eos_token_id=None)
-        assert answer[0].tolist() == [START, FORCED, *found]
+        assert answer[0].tolist() == [START, FORCED, *result]
     path.write_text(json.dumps({**given, "decoder_start_token_id": 98}))
     with pytest.raises(ModelError, match="does not say what its decoder begins with: token id 98"):
         load_model(tmp_path)
@@ -155,8 +155,8 @@ def test_half_precision(folder):
     for kind in kinds:
         model = load_model(folder, dtype=kind)
         got = feed(model, new_attention(model, max_seqs=1, max_len=64), Span(0, 0, tokens, source=tuple(source)))
-        wanted = reference(folder, source, tokens)
-        assert (got - wanted).norm() < 0.15 * wanted.norm()
+        expected = reference(folder, source, tokens)
+        assert (got - expected).norm() < 0.15 * expected.norm()
     if len(kinds) == 1:
         with pytest.raises(ConfigError, match="overflows float16"):
             load_model(folder, dtype="float16")
@@ -171,14 +171,14 @@ def test_equal_bits_are_promised_only_where_our_kernels_compute_them(folder):
     assert not Engine(model, None, EngineConfig()).identity
 
 
-@pytest.mark.parametrize("kind", where(can_stream(torch.float32), ["int8_rows", "q8_0"]))
+@pytest.mark.parametrize("kind", where(can_tile(torch.float32), ["int8_rows", "q8_0"]))
 def test_quantized(folder, kind):
     """And bit-equal all the same."""
     source, tokens = SOURCES[2], some_tokens(30, 4)
     model = load_model(folder, quantization=kind, invariant=True)
     got = feed(model, new_attention(model, max_seqs=1, max_len=64), Span(0, 0, tokens, source=tuple(source)))
-    wanted = reference(folder, source, tokens)
-    assert 0 < (got - wanted).norm() < 0.25 * wanted.norm()
+    expected = reference(folder, source, tokens)
+    assert 0 < (got - expected).norm() < 0.25 * expected.norm()
 
 
 DAMAGED = [
@@ -207,13 +207,13 @@ def test_beams_of_transformers(folder, drafting):
         drafting = {**drafting, "model": folder}
     llm = LLM(folder, speculative_config=drafting, page_size=8, max_model_len=100)
     prompts = [{"prompt_token_ids": source} for source in SOURCES[:3]]
-    found = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=16), use_tqdm=False)
-    for source, output in zip(SOURCES, found):
-        wanted = theirs(folder).generate(
+    result = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=16), use_tqdm=False)
+    for source, output in zip(SOURCES, result):
+        expected = theirs(folder).generate(
             torch.tensor([source]), max_new_tokens=16, num_beams=3, num_return_sequences=3, do_sample=False,
             use_cache=False, early_stopping=False,
         )  # fmt: skip
-        for beam, row in zip(output.sequences, wanted.tolist(), strict=True):
+        for beam, row in zip(output.sequences, expected.tolist(), strict=True):
             assert row[: len(beam.tokens)] == beam.tokens
             rest = row[len(beam.tokens) :]
             assert rest[:1] in ([], [EOS])
@@ -228,11 +228,11 @@ def test_a_forced_end_is_transformers_own_and_all_else_is_the_same(seq2seq, tmp_
     habits = {"forced_bos_token_id": FORCED, "forced_eos_token_id": EOS}
     path.write_text(json.dumps(json.loads(path.read_text()) | habits))
     params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * len(SOURCES)
-    for source, found in zip(SOURCES, answers(str(folder), params)):
-        wanted = theirs(str(folder)).generate(
+    for source, result in zip(SOURCES, answers(str(folder), params)):
+        expected = theirs(str(folder)).generate(
             torch.tensor([source]), attention_mask=torch.ones(1, len(source), dtype=torch.long), max_new_tokens=13,
             do_sample=False, use_cache=False, eos_token_id=None,
         )[0].tolist()  # fmt: skip
-        assert wanted[:2] == [START, FORCED]
-        assert wanted[-1] == EOS != found[-1]
-        assert wanted[2:-1] == found[:-1]
+        assert expected[:2] == [START, FORCED]
+        assert expected[-1] == EOS != result[-1]
+        assert expected[2:-1] == result[:-1]

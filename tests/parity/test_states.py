@@ -144,9 +144,9 @@ def test_a_class_that_may_have_state_runs_without(tmp_path, kind):
     ids = torch.randint(3, SIZES["vocab_size"], (30,)).tolist()
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     with torch.inference_mode():
-        wanted = theirs(torch.tensor([ids]), use_cache=False).logits[0]
+        expected = theirs(torch.tensor([ids]), use_cache=False).logits[0]
     attention, rows = new_attention(model, max_seqs=1, max_len=64), []
     for start, end in ((0, 1), (1, 13), (13, 30)):
         span = Span(0, start, ids[start:end], logits=list(range(end - start)))
         rows.append(model.forward(Batch([span]), attention).logits)
-    assert (torch.cat(rows) - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert (torch.cat(rows) - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -26,15 +26,15 @@ def avx2(tmp_path_factory) -> ctypes.CDLL:
 def logits(folder: str) -> torch.Tensor:
     model = load_model(folder, invariant=True)
     assert model.fused is not None
-    spans = [Span(0, 0, [(7 * place + 2) % 98 for place in range(40)], logits=list(range(40)))]
+    spans = [Span(0, 0, [(7 * index + 2) % 98 for index in range(40)], logits=list(range(40)))]
     return model.forward(Batch(spans), new_attention(model, max_seqs=1, max_len=64)).logits
 
 
 @pytest.mark.parametrize("name", where(kernels.has("decode_float32"), MAIN))
 def test_avx2_gives_the_bits_of_this_processor(avx2, monkeypatch, tmp_path, name):
     save_described(name, tmp_path)
-    wanted = logits(str(tmp_path))
+    expected = logits(str(tmp_path))
     called = []
     monkeypatch.setattr(kernels, "library", lambda: called.append(1) or avx2)
-    assert torch.equal(logits(str(tmp_path)), wanted)
+    assert torch.equal(logits(str(tmp_path)), expected)
     assert called

@@ -49,12 +49,12 @@ def test_its_probabilities_are_those_that_transformers_reads_out_of_the_file(llm
     del weights
     ids = llm.tokenizer.encode(PROMPT)
     with torch.inference_mode():
-        wanted = module(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = module(torch.tensor([ids])).logits[0].log_softmax(-1)
     del module
     answer = llm.generate(
         {"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False
     )[0]
-    assert answer.outputs[0].token_ids == [wanted[-1].argmax().item()]
-    found = [entry[token].logprob for token, entry in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)]
-    truth = wanted[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
-    assert torch.tensor(found) == pytest.approx(truth, abs=0.35)
+    assert answer.outputs[0].token_ids == [expected[-1].argmax().item()]
+    result = [entry[token].logprob for token, entry in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)]
+    truth = expected[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    assert torch.tensor(result) == pytest.approx(truth, abs=0.35)

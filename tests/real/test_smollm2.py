@@ -95,17 +95,17 @@ def test_log_probabilities_are_transformers_own(smollm2):
     ids = load_tokenizer("smollm2").apply_chat_template(CAPITAL, add_generation_prompt=True, return_dict=False)
     model = read_module(smollm2, read_config(smollm2), torch.float32, attention=None)
     with torch.inference_mode():
-        wanted = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     del model
     llm = LLM("smollm2", quantization="float32", max_model_len=256)
     assert llm.model.info.path.startswith("native")
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
     answer = llm.generate({"prompt_token_ids": ids}, params)[0]
-    assert answer.outputs[0].token_ids == [wanted[-1].argmax().item()]
+    assert answer.outputs[0].token_ids == [expected[-1].argmax().item()]
     prompt = zip(ids[1:], (answer.prompt_logprobs or [])[1:], strict=True)
-    found = [entry[token].logprob for token, entry in prompt]
-    truth = wanted[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
-    assert torch.tensor(found) == pytest.approx(truth, abs=2e-3)
+    result = [entry[token].logprob for token, entry in prompt]
+    truth = expected[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    assert torch.tensor(result) == pytest.approx(truth, abs=2e-3)
 
 
 def test_the_command_line_knows_it_by_name(smollm2, capsys):

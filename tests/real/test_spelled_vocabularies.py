@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forerun import SamplingParams, StructuredOutputsParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
 from forerun.models.gguf_tokenizer import make_tokenizer
 
@@ -18,8 +18,8 @@ NAMES = ("qwen2", "llama-bpe", "deepseek-coder", "gpt-2")
 DECOMPOSED = ["re\u0301sume\u0301.txt", "\u1112\u1161\u11ab\u1100\u1173\u11af", "A\u030angstro\u0308m", "\u212b\u2126"]
 
 
-def sequence_of(output: list[int]) -> Sequence:
-    return Sequence(0, [1, *output], 1, SamplingParams(), 0)
+def sequence_of(output: list[int]) -> RequestState:
+    return RequestState(0, [1, *output], 1, SamplingParams(), 0)
 
 
 def ids(mask: torch.Tensor | None) -> list[int]:
@@ -52,19 +52,19 @@ def test_every_added_token_and_decomposed_text_can_be_written(vocabulary: Any, n
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     assert added
     source = random.Random(0)
-    for place, text in enumerate([*DECOMPOSED, *added]):
-        for wanted, expected in grammars(text):
-            constraint = compiler.start(wanted)
+    for index, text in enumerate([*DECOMPOSED, *added]):
+        for requested, expected in grammars(text):
+            constraint = compiler.start(requested)
             forced = constraint.forced(sequence_of([]), 10_000)
-            assert forced[-1] == eos, (text, wanted.key[0])
+            assert forced[-1] == eos, (text, requested.key[0])
             assert tokenizer.decode(forced[:-1]) == expected
-            if place % 16 == 0:
-                assert tokenizer.decode(walked(compiler, wanted, eos, source)[:-1]) == expected
+            if index % 16 == 0:
+                assert tokenizer.decode(walked(compiler, requested, eos, source)[:-1]) == expected
 
 
-def walked(compiler: GrammarCompiler, wanted: StructuredOutputsParams, eos: int, source: random.Random) -> list[int]:
+def walked(compiler: GrammarCompiler, expected: StructuredOutputsParams, eos: int, source: random.Random) -> list[int]:
     """A random way by masks, some of it committed and some drafted; whatever a mask permits is taken."""
-    constraint = compiler.start(wanted)
+    constraint = compiler.start(expected)
     path: list[int] = []
     committed = 0
     while not path or path[-1] != eos:

@@ -26,8 +26,8 @@ def folder() -> Path:
 def texts(name: str) -> list[tuple[str, list[int]]]:
     """Texts and their token ids."""
     given = (folder() / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode().split(SEPARATOR)
-    wanted = (folder() / f"ggml-vocab-{name}.gguf.out").read_text(encoding="utf-8").split("\n")
-    return [(text, [int(token) for token in line.split()]) for text, line in zip(given[:-1], wanted)]
+    expected = (folder() / f"ggml-vocab-{name}.gguf.out").read_text(encoding="utf-8").split("\n")
+    return [(text, [int(token) for token in line.split()]) for text, line in zip(given[:-1], expected)]
 
 
 def download() -> None:
@@ -35,16 +35,16 @@ def download() -> None:
         return
     with packages.downloaded((PACKAGE,), "--no-binary=llama-cpp-python") as work:  # nothing is compiled
         archive = next(work.glob("*.tar.gz"))
-        found = hashlib.sha256(archive.read_bytes()).hexdigest()
-        if found != SHA256:
-            raise SystemExit(f"{archive.name} has SHA-256 {found}, not {SHA256}")
-        wanted = {f"ggml-vocab-{name}{suffix}" for name in NAMES for suffix in SUFFIXES}
+        result = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if result != SHA256:
+            raise SystemExit(f"{archive.name} has SHA-256 {result}, not {SHA256}")
+        expected = {f"ggml-vocab-{name}{suffix}" for name in NAMES for suffix in SUFFIXES}
         made = work / "made"
         made.mkdir()
         with tarfile.open(archive) as file:
             for member in file:
                 name = PurePosixPath(member.name).name
-                content = file.extractfile(member) if name in wanted else None
+                content = file.extractfile(member) if name in expected else None
                 if content is not None:
                     (made / name).write_bytes(content.read())
         made.rename(folder())

@@ -194,12 +194,12 @@ def test_several_prompts_and_answers(client: openai.OpenAI, expected: dict[str, 
 def test_logprobs(client: openai.OpenAI, expected: dict[str, Any]) -> None:
     greedy = expected["greedy"]
     answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=24, logprobs=2)
-    found = answer.choices[0].logprobs
-    assert found.token_logprobs == pytest.approx(
+    result = answer.choices[0].logprobs
+    assert result.token_logprobs == pytest.approx(
         [at[token].logprob for token, at in zip(greedy.token_ids, greedy.logprobs)], abs=1e-5
     )
     assert all(
-        max(top.values()) == pytest.approx(value) for top, value in zip(found.top_logprobs, found.token_logprobs)
+        max(top.values()) == pytest.approx(value) for top, value in zip(result.top_logprobs, result.token_logprobs)
     )
     chat = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "hi"}], temperature=0, max_tokens=8, logprobs=True,
@@ -258,8 +258,8 @@ def test_trace_tells_every_token_and_draft(client: openai.OpenAI, server: Runnin
         ):
             alone = [server.post("/detokenize", {"tokens": [token]}).json()["prompt"] for token in ids]
             assert alone == texts
-    streamed = client.completions.create(**options, extra_body=extra, stream=True)
-    assert [r for chunk in streamed for r in chunk.choices[0].trace] == rounds
+    tiled = client.completions.create(**options, extra_body=extra, stream=True)
+    assert [r for chunk in tiled for r in chunk.choices[0].trace] == rounds
 
 
 def test_a_trace_begins_with_the_answers_text(server: Running) -> None:

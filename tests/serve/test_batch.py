@@ -21,7 +21,7 @@ from forerun.cli.main import run as forerun
 from forerun.core.errors import ConfigError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import Answers, Ask, Tally, asking, run
+from forerun.serve.batch import Answers, Ask, Tally, requester, run
 
 SEEDED = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 3, "ignore_eos": True}
 
@@ -29,7 +29,7 @@ SEEDED = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 3, 
 @pytest.fixture
 def ask(served: LLM) -> Iterator[Ask]:
     engine = AsyncEngine(served.engine)
-    yield asking(create_app(engine, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
+    yield requester(create_app(engine, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
     engine.close()
 
 
@@ -52,10 +52,10 @@ def answer(source: Path, out: Path, ask: Ask) -> Tally:
 
 def read(out: Path) -> dict[str, Any]:
     """The answers by ``custom_id``, each of which has one."""
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert set(Counter(item["custom_id"] for item in found if item["custom_id"]).values()) <= {1}
-    assert len({item["id"] for item in found}) == len(found)
-    return {item["custom_id"]: item for item in found}
+    result = [json.loads(line) for line in out.read_text().splitlines()]
+    assert set(Counter(item["custom_id"] for item in result if item["custom_id"]).values()) <= {1}
+    assert len({item["id"] for item in result}) == len(result)
+    return {item["custom_id"]: item for item in result}
 
 
 WRONG = {
@@ -182,6 +182,6 @@ def test_a_killed_one_goes_on(model_folder: Path, tmp_path: Path, monkeypatch: p
         assert forerun(options) == 130
     assert 6 < out.read_bytes().count(b"\n") < len(names)
     assert forerun(options) == 0
-    found = read(out)
-    assert set(found) == names
-    assert {item["response"]["status_code"] for item in found.values()} == {200}
+    result = read(out)
+    assert set(result) == names
+    assert {item["response"]["status_code"] for item in result.values()} == {200}

@@ -127,7 +127,7 @@ def test_a_head_without_end_is_refused(patient: Running, endless: bytes, first: 
     assert patient.http.get("/health").status_code == 200
 
 
-def test_a_large_head_is_told_so(patient: Running) -> None:
+def test_a_large_head_is_reported_so(patient: Running) -> None:
     with connection(patient) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nX-Line: " + b"x" * (2 * HEAD))
         said = rest(client)
@@ -214,8 +214,8 @@ def test_an_answer_may_take_longer_than_a_head(hasty: Running) -> None:
     with connection(hasty) as client:
         for _ in range(2):  # on one connection
             client.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            status, found = answer(client)
-            assert (status, json.loads(found)["usage"]["completion_tokens"]) == (200, 60)
+            status, result = answer(client)
+            assert (status, json.loads(result)["usage"]["completion_tokens"]) == (200, 60)
 
 
 def test_who_takes_no_answer_is_left(hasty: Running) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forerun import LLM, RequestError, SamplingParams
+from forerun.core.request import RequestState
 from forerun.core.scores import Scores
-from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import rules
@@ -129,7 +129,7 @@ def test_a_path_ends_where_nothing_is_permitted(name: str, dead: int, kernels: b
     sampler = Sampler(size)
     if not kernels:
         sampler.compiled = None
-    sequence = Sequence(0, [1], 1, SamplingParams(temperature=1.0), 7)
+    sequence = RequestState(0, [1], 1, SamplingParams(temperature=1.0), 7)
     verdict = rule.accept(Scores([sequence], [draft], [0], warped), sampler)[0]
     assert verdict.path == [0, 1, 2][:dead]
     assert verdict.error == NO_TOKEN

@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.engine.grammar import Constraint, Cost, GrammarCompiler
 
 SCHEMA = {
@@ -42,9 +42,9 @@ def compiler(served: LLM) -> GrammarCompiler:
     return served.engine.grammars
 
 
-def sequence_of(served: LLM, output: list[int]) -> Sequence:
+def sequence_of(served: LLM, output: list[int]) -> RequestState:
     prompt = served.tokenizer.encode("x = ")
-    return Sequence(0, [*prompt, *output], len(prompt), SamplingParams(), 0)
+    return RequestState(0, [*prompt, *output], len(prompt), SamplingParams(), 0)
 
 
 def ids(mask: torch.Tensor) -> set[int]:
@@ -123,13 +123,13 @@ def test_forced_tokens_spell_what_is_certain(served: LLM, compiler: GrammarCompi
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("wanted", GRAMMARS, ids=["json", "regex", "choice", "grammar"])
+@pytest.mark.parametrize("expected", GRAMMARS, ids=["json", "regex", "choice", "grammar"])
 def test_the_same_text_with_and_without_drafts(
-    served: LLM, wanted: StructuredOutputsParams, temperature: float
+    served: LLM, expected: StructuredOutputsParams, temperature: float
 ) -> None:
     """Penalties, top-k and bias beside the grammar; a stop inside an accepted block; every loaded drafter."""
     params = [
-        SamplingParams(temperature=temperature, seed=seed, max_tokens=90, structured_outputs=wanted, **more)
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=90, structured_outputs=expected, **more)
         for seed, more in enumerate([{}, {"top_k": 20}, {"frequency_penalty": 0.7, "top_p": 0.9}])
     ]
     prompt = served.tokenizer.encode("data = ")
@@ -139,24 +139,24 @@ def test_the_same_text_with_and_without_drafts(
         while served.engine.busy:
             served.engine.step()
         answers[method] = [(job.text, job.output_ids) for job in jobs]
-        if method == "pattern" and "json" in wanted.key[0]:
+        if method == "pattern" and "json" in expected.key[0]:
             assert all(job.metrics.draft_acceptance_rate > 0.5 for job in jobs)
-    assert all(found == answers[None] for found in answers.values())
+    assert all(result == answers[None] for result in answers.values())
     for text, _ in answers[None]:
-        matches(wanted, text)
+        matches(expected, text)
 
 
-def matches(wanted: StructuredOutputsParams, text: str) -> None:
-    if wanted.json is not None:
+def matches(expected: StructuredOutputsParams, text: str) -> None:
+    if expected.json is not None:
         value = json.loads(text)
         assert list(value) == ["name", "age", "tags"]
         assert len(value["name"]) <= 6
         assert 0 <= value["age"] <= 150
         assert set(value["tags"]) <= {"red", "green", "blue"}
-    elif wanted.regex is not None:
-        assert re.fullmatch(wanted.regex, text)
-    elif wanted.choice is not None:
-        assert text in wanted.choice
+    elif expected.regex is not None:
+        assert re.fullmatch(expected.regex, text)
+    elif expected.choice is not None:
+        assert text in expected.choice
     else:
         assert re.fullmatch("yes|no!+", text)
 
@@ -166,12 +166,12 @@ def test_rules_that_compare_p_and_q_keep_the_grammar(model_folder: Any, accept: 
     options = {"method": "draft_model", "model": str(model_folder), "num_speculative_tokens": 3, "accept": accept}
     llm = LLM(str(model_folder), speculative_config=options, max_num_seqs=4)
     params = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=90, structured_outputs=wanted)
-        for seed, wanted in enumerate(GRAMMARS)
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=90, structured_outputs=expected)
+        for seed, expected in enumerate(GRAMMARS)
     ]
-    for wanted, answer in zip(GRAMMARS, llm.generate(["data = "] * len(params), params)):
+    for expected, answer in zip(GRAMMARS, llm.generate(["data = "] * len(params), params)):
         assert answer.outputs[0].finish_reason == "stop"
-        matches(wanted, answer.outputs[0].text)
+        matches(expected, answer.outputs[0].text)
 
 
 @pytest.mark.parametrize("schema", [True, "true", {"type": ["object", "number"]}])
@@ -204,7 +204,7 @@ def test_end_of_text_is_all_that_follows_the_end(served: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("expected", "message"),
     [
         ({"regex": "("}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-around"),
@@ -219,13 +219,13 @@ def test_end_of_text_is_all_that_follows_the_end(served: LLM) -> None:
         ({"grammar": "start: @a", "schemas": {"a": {"type": "nonsense"}}}, "Invalid type: nonsense"),
     ],
 )
-def test_a_grammar_that_cannot_be_kept_is_refused(served: LLM, wanted: dict[str, Any], message: str) -> None:
+def test_a_grammar_that_cannot_be_kept_is_refused(served: LLM, expected: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        served.generate(["x = "], SamplingParams(structured_outputs=wanted))
+        served.generate(["x = "], SamplingParams(structured_outputs=expected))
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "expected",
     [
         {},
         {"json_object": False},
@@ -241,9 +241,9 @@ def test_a_grammar_that_cannot_be_kept_is_refused(served: LLM, wanted: dict[str,
         {"grammar": "start: @a", "schemas": [{}]},
     ],
 )
-def test_wrong_options(wanted: dict[str, Any]) -> None:
+def test_wrong_options(expected: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="structured_outputs"):
-        SamplingParams(structured_outputs=wanted)
+        SamplingParams(structured_outputs=expected)
 
 
 def words(count: int, seed: int) -> list[str]:
@@ -259,9 +259,9 @@ def test_what_is_kept_stays_within_its_bytes(served: LLM) -> None:
     source = random.Random(0)
     asked: list[tuple[str, str]] = []
     for turn in range(40):
-        wanted = StructuredOutputsParams(choice=words(source.choice([1, 10, 300, 1200]), turn % 12))
-        small.compile(wanted)
-        asked.append(wanted.key)
+        expected = StructuredOutputsParams(choice=words(source.choice([1, 10, 300, 1200]), turn % 12))
+        small.compile(expected)
+        asked.append(expected.key)
         latest = list(dict.fromkeys(reversed(asked)))
         kept, held = [], 0
         for key in latest:
@@ -309,9 +309,9 @@ def test_rules_without_end_are_refused(compiler: GrammarCompiler, text: str) -> 
 
 def test_a_lexer_that_is_full_is_made_anew(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same texts as with all the states that it could want, drafts or not; other requests go on."""
-    wanted = StructuredOutputsParams(regex=r"(\p{L}|\d| ){1,2000}=")
+    requested = StructuredOutputsParams(regex=r"(\p{L}|\d| ){1,2000}=")
     params = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=60, structured_outputs=wanted, ignore_eos=True)
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=60, structured_outputs=requested, ignore_eos=True)
         for seed in range(4)
     ]
     prompts = ["x = "] * len(params)
@@ -329,12 +329,12 @@ def test_a_lexer_that_is_full_is_made_anew(served: LLM, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(GrammarCompiler, "_compile", few)
     for options in ({"speculate": False}, {}):
-        served.engine.grammars._drop(wanted.key)
+        served.engine.grammars._drop(requested.key)
         made.clear()
         assert texts(**options) == expected
         assert len(made) > 1
-    served.engine.grammars._drop(wanted.key)
-    tight = [StructuredOutputsParams(regex=r"(\p{L}|\d| ){1,2000}=?"), wanted]
+    served.engine.grammars._drop(requested.key)
+    tight = [StructuredOutputsParams(regex=r"(\p{L}|\d| ){1,2000}=?"), requested]
     monkeypatch.setattr(
         GrammarCompiler,
         "_compile",
@@ -356,8 +356,8 @@ def test_a_matcher_that_breaks_ends_its_request_only(served: LLM, monkeypatch: p
     expected = served.generate(["x = "], good)[0].outputs[0].token_ids
     start = GrammarCompiler.start
 
-    def broken(self: GrammarCompiler, wanted: StructuredOutputsParams) -> Constraint:
-        constraint = start(self, wanted)
+    def broken(self: GrammarCompiler, requested: StructuredOutputsParams) -> Constraint:
+        constraint = start(self, requested)
         constraint._matcher.consume_tokens([5] * 3)
         return constraint
 

@@ -10,7 +10,7 @@ import jsonschema_rs
 import pytest
 
 from forerun import LLM, RequestError, SamplingParams, StructuredOutputsParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
 
 BIG, LAST = 9007199254740993, 1098765432109876543
@@ -26,11 +26,11 @@ def compiler(served: LLM) -> GrammarCompiler:
     return served.engine.grammars
 
 
-def permits(served: LLM, compiler: GrammarCompiler, wanted: StructuredOutputsParams, text: str) -> bool:
+def permits(served: LLM, compiler: GrammarCompiler, expected: StructuredOutputsParams, text: str) -> bool:
     """Whether a grammar permits this text, and its end behind it."""
-    constraint = compiler.start(wanted)
+    constraint = compiler.start(expected)
     path = [*served.tokenizer.encode(text), served.tokenizer.eos_token_id]
-    sequence = Sequence(0, [1], 1, SamplingParams(), 0)
+    sequence = RequestState(0, [1], 1, SamplingParams(), 0)
     return constraint.allowed(sequence, path) is not None
 
 
@@ -71,12 +71,12 @@ CASES: list[tuple[dict[str, Any], list[Any]]] = [
 def test_what_is_valid_is_permitted_and_nothing_else(
     served: LLM, compiler: GrammarCompiler, schema: dict[str, Any], values: list[Any], way: str
 ) -> None:
-    wanted = StructuredOutputsParams(json=json.dumps(schema) if way == "text" else schema)
+    expected = StructuredOutputsParams(json=json.dumps(schema) if way == "text" else schema)
     if way == "tools":
-        wanted = StructuredOutputsParams(grammar="start: @a", schemas={"a": schema})
+        expected = StructuredOutputsParams(grammar="start: @a", schemas={"a": schema})
     valid = [jsonschema_rs.validator_for(schema).is_valid(value) for value in values]
-    found = [permits(served, compiler, wanted, json.dumps(value, ensure_ascii=False)) for value in values]
-    assert found == valid
+    result = [permits(served, compiler, expected, json.dumps(value, ensure_ascii=False)) for value in values]
+    assert result == valid
     assert any(valid)
 
 
@@ -92,8 +92,8 @@ def test_ranges_are_those_of_python(served: LLM, compiler: GrammarCompiler) -> N
         for value in near:
             expected = low <= value <= high or value == BIG
             saturated = abs(value) >= 2**63
-            found = permits(served, compiler, StructuredOutputsParams(json=both), str(value))
-            assert found == expected or (saturated and not found), (low, high, value)
+            result = permits(served, compiler, StructuredOutputsParams(json=both), str(value))
+            assert result == expected or (saturated and not result), (low, high, value)
 
 
 @pytest.mark.parametrize(

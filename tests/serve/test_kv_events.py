@@ -45,14 +45,14 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 def heard(socket) -> list:
     """All that has come, in the order of its numbers."""
-    found, decoder = [], msgspec.msgpack.Decoder(EventBatch)
+    result, decoder = [], msgspec.msgpack.Decoder(EventBatch)
     while socket.poll(300):
         topic, number, payload = socket.recv_multipart()
         assert topic == b"kv"
-        assert int.from_bytes(number, "big") == len(found)
+        assert int.from_bytes(number, "big") == len(result)
         (event,) = decoder.decode(payload).events
-        found.append(event)
-    return found
+        result.append(event)
+    return result
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def told(tiny_target):
     events.close()
 
 
-def test_what_is_stored_and_removed_is_told(told):
+def test_what_is_stored_and_removed_is_reported(told):
     llm, socket = told
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 20, 21, 22, 23, 24]]
     for prompt in prompts:

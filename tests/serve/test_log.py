@@ -56,13 +56,13 @@ def test_an_answer_leaves_a_line(server: Running, lines: Callable[..., list[dict
 
 
 def test_streams_and_refusals_leave_one_too(server: Running, lines: Callable[..., list[dict[str, str]]]) -> None:
-    streamed = server.post(COMPLETIONS, {**PROMPT, "stream": True, "n": 2})
+    tiled = server.post(COMPLETIONS, {**PROMPT, "stream": True, "n": 2})
     wrong = server.post(CHAT, {"messages": []})
     server.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
     for path in ("/health", "/metrics", "/v1/models"):
         server.http.get(path)
     first, second, third = lines(3)
-    check(first, streamed, "length", 24)
+    check(first, tiled, "length", 24)
     assert (second["path"], second["status"], second["id"]) == (CHAT, "400", wrong.headers["x-request-id"])
     assert "completion_tokens" not in second
     assert third["path"] == CHAT

@@ -93,8 +93,8 @@ def test_no_two_tokens_share_a_name() -> None:
 
 def test_tokens_that_look_the_same_go_by_their_ids() -> None:
     names: Any = SimpleNamespace(token_name={3: "a", 5: "a", 7: "a", 8: "b"}.__getitem__)
-    found = by_name(TokenLogprobs(5, -2.0, 2, {3: -1.0, 5: -2.0, 7: -3.0, 8: float("-inf")}), names)
-    assert found == {"a": -2.0, "token_id:3": -1.0, "token_id:7": -3.0, "b": -9999.0}
+    result = by_name(TokenLogprobs(5, -2.0, 2, {3: -1.0, 5: -2.0, 7: -3.0, 8: float("-inf")}), names)
+    assert result == {"a": -2.0, "token_id:3": -1.0, "token_id:7": -3.0, "b": -9999.0}
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -32,10 +32,10 @@ PAGE = "https://app.example.com"
     ],
 )
 def test_names(given: str, usual: str, others: list[str]) -> None:
-    found = names(given)
-    assert found[0] == usual
-    assert set(others) <= set(found)
-    assert not {"", ".gguf"} & set(found)
+    result = names(given)
+    assert result[0] == usual
+    assert set(others) <= set(result)
+    assert not {"", ".gguf"} & set(result)
 
 
 def test_a_folder_here_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

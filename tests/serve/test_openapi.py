@@ -82,7 +82,7 @@ def test_whole_and_streamed_answers(
 
 def bodies(kind: type[Body] = Body) -> list[type[Body]]:
     """All that request bodies are made of."""
-    return [found for each in kind.__subclasses__() for found in (each, *bodies(each))]
+    return [result for each in kind.__subclasses__() for result in (each, *bodies(each))]
 
 
 def integers(kind: type[Body]) -> list[str]:
@@ -112,8 +112,8 @@ def test_integers_are_those_of_json(kind: type[Body], name: str) -> None:
 @pytest.mark.parametrize("ids", [[5.0, 6.0], [[5.0, 6.0]], [5, 6.0]])
 def test_token_ids_may_have_a_point(server: Running, ids: list[Any]) -> None:
     body = {"max_tokens": 3.0, "seed": 7.0, "stop_token_ids": [9.0]}
-    (wanted,) = server.post("/v1/completions", {**body, "prompt": [5, 6]}).json()["choices"]
-    assert server.post("/v1/completions", {**body, "prompt": ids}).json()["choices"] == [wanted]
+    (expected,) = server.post("/v1/completions", {**body, "prompt": [5, 6]}).json()["choices"]
+    assert server.post("/v1/completions", {**body, "prompt": ids}).json()["choices"] == [expected]
     assert server.post("/v1/completions", {**body, "prompt": [5.0, 6.5]}).json()["error"]["param"] == "prompt.1"
 
 

@@ -42,12 +42,12 @@ def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if found := re.search(r"listening on (http://127\.0\.0\.1:\d+)", line):
+        if result := re.search(r"listening on (http://127\.0\.0\.1:\d+)", line):
             break
     else:
         raise AssertionError("".join(lines))
     try:
-        yield process, found[1]
+        yield process, result[1]
     finally:
         if process.poll() is None:
             process.kill()
@@ -112,7 +112,7 @@ def answers(url: str) -> None:
     assert second.stdout == ""
 
 
-def test_who_asks_while_it_drains_is_told(model_folder: Path) -> None:
+def test_who_asks_while_it_drains_is_reported(model_folder: Path) -> None:
     """An answer that outlasts the drain; meanwhile new connections are taken, and refused in words."""
     options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "3"]
     with serving(*options) as (server, url), httpx2.Client(base_url=url, headers=KEY, timeout=30) as known:
@@ -124,9 +124,9 @@ def test_who_asks_while_it_drains_is_told(model_folder: Path) -> None:
         while known.get("/health").status_code == 200:
             assert monotonic() < signalled + 20
         for get, post in ((httpx2.get, httpx2.post), (known.get, known.post)):
-            place = url if get is httpx2.get else ""
-            assert get(f"{place}/health").json()["error"]["code"] == "shutting_down"
-            refused = post(f"{place}/v1/completions", json={"prompt": "x"}, headers=KEY)
+            index = url if get is httpx2.get else ""
+            assert get(f"{index}/health").json()["error"]["code"] == "shutting_down"
+            refused = post(f"{index}/v1/completions", json={"prompt": "x"}, headers=KEY)
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
             assert refused.json()["error"]["code"] == "shutting_down"
         reader.join(30)

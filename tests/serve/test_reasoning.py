@@ -14,7 +14,7 @@ from running import TEMPLATE, Running, run_server
 from test_tool_parser import told
 
 from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.models.chat import CallForm
 from forerun.models.reasoning import PARSERS, Boundary, Markers
 from forerun.serve.app import ServerOptions
@@ -49,7 +49,7 @@ def one(llm: LLM, text: str) -> int:
 def permitted(llm: LLM, output: list[int], path: list[int], prompt: list[int], *, tentative: int = 0) -> set[int]:
     """The tokens that a new constraint permits."""
     constraint = llm.engine.grammars.start(StructuredOutputsParams(choice=CHOICES))
-    sequence = Sequence(0, [*prompt, *output], len(prompt), SamplingParams(), 0)
+    sequence = RequestState(0, [*prompt, *output], len(prompt), SamplingParams(), 0)
     sequence.tentative = tentative
     mask = constraint.allowed(sequence, path)
     assert mask is not None
@@ -213,8 +213,8 @@ def read(reader: Any, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]
     """Thoughts, text and calls as a client puts them together."""
     thoughts = content = ""
     calls: list[list[str]] = []
-    for place, piece in enumerate(pieces):
-        for new in reader.push(piece, last=place == len(pieces) - 1):
+    for index, piece in enumerate(pieces):
+        for new in reader.push(piece, last=index == len(pieces) - 1):
             if new.call is not None:
                 if new.begins:
                     calls.append([new.call.name, ""])

@@ -25,7 +25,7 @@ from forerun.scale.messages import Message, News, Request
 from forerun.scale.pool import LostError, Pool
 from forerun.scale.replica import Replica, alike
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import Ask, asking
+from forerun.serve.batch import Ask, requester
 
 PROMPT = [5, 6, 7, 8]
 
@@ -33,9 +33,9 @@ PROMPT = [5, 6, 7, 8]
 @pytest.fixture(scope="module")
 def replicas(model_folder: Path) -> Iterator[list[Replica]]:
     engine = {"model": str(model_folder), "max_num_seqs": 4, "page_size": 16}
-    found = [Replica(engine, [{"method": "ngram"}, {"method": "pattern"}]) for _ in range(2)]
-    yield found
-    for replica in found:
+    result = [Replica(engine, [{"method": "ngram"}, {"method": "pattern"}]) for _ in range(2)]
+    yield result
+    for replica in result:
         replica.close()
         replica.engine.engine.check()
 
@@ -91,8 +91,8 @@ def asked(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> Callable[
 
     def make(lives: Iterator[int] = FOREVER) -> tuple[Ask, Lossy, Pool]:
         lossy = Lossy(replicas, lives)
-        pool = Pool(replicas[0].facts, lossy.send, places=lambda: 8)
-        return asking(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE))), lossy, pool
+        pool = Pool(replicas[0].facts, lossy.send, capacity=lambda: 8)
+        return requester(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE))), lossy, pool
 
     return make
 
@@ -244,7 +244,7 @@ def test_replicas_are_alike() -> None:
 def test_beams_are_one_engines(asked: Callable[..., Any], served: LLM, life: int) -> None:
     """Whatever is lost of a search, another replica searches again: nothing of it is random, nothing is told twice."""
     params = BeamSearchParams(3, 12, length_penalty=0.5, early_stopping="never", num_return_sequences=2)
-    (found,) = served.beam_search([{"prompt_token_ids": PROMPT}], params)
+    (result,) = served.beam_search([{"prompt_token_ids": PROMPT}], params)
 
     async def read(pool: Pool) -> tuple[list[tuple[int, str, str | None]], int]:
         stream = await pool.submit(PROMPT, params)
@@ -254,7 +254,7 @@ def test_beams_are_one_engines(asked: Callable[..., Any], served: LLM, life: int
 
     _, lossy, pool = asked(itertools.chain([life, life], FOREVER))
     told, drafts = asyncio.run(read(pool))
-    answers = [[*sequence.tokens[len(PROMPT) :]] for sequence in found.sequences]
+    answers = [[*sequence.tokens[len(PROMPT) :]] for sequence in result.sequences]
     assert told == [(index, served.tokenizer.decode(ids), "length") for index, ids in enumerate(answers)]
     assert (drafts > 0, lossy.lost) == (True, 2)
     assert all(request.committed == () for request in lossy.requests)
@@ -262,11 +262,11 @@ def test_beams_are_one_engines(asked: Callable[..., Any], served: LLM, life: int
 
 
 def test_beams_over_the_api(asked: Callable[..., Any], served: LLM) -> None:
-    (found,) = served.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(3, 12))
+    (result,) = served.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(3, 12))
     body = {"prompt": PROMPT, "max_tokens": 12, "n": 3, "use_beam_search": True}
     ask, lossy, _ = asked(itertools.chain([2], FOREVER))
     status, answer = asyncio.run(ask("/v1/completions", body))
-    texts = [served.tokenizer.decode(sequence.tokens[len(PROMPT) :]) for sequence in found.sequences]
+    texts = [served.tokenizer.decode(sequence.tokens[len(PROMPT) :]) for sequence in result.sequences]
     assert (status, [choice["text"] for choice in answer["choices"]]) == (200, texts)
     assert (lossy.lost, answer["usage"]["completion_tokens"]) == (1, 36)
     status, answer = asyncio.run(asked()[0]("/v1/completions", {**body, "n": 5}))
@@ -318,14 +318,14 @@ def test_an_encoder_reads_its_own_positions(seq2seq: Callable[[str], str], monke
     """A source takes no room from the answer, which goes on at another replica behind what it has."""
     monkeypatch.setattr(pools, "WAIT", 0.0)
     llm = LLM(seq2seq(kind))
-    longest, room = llm.engine.entrance.longest, llm.engine.max_model_len
+    longest, room = llm.engine.validator.longest, llm.engine.max_model_len
     source = "the cat sat on the mat " * (longest // 23) + "x" * (longest % 23)
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True)
     one = llm.generate([source], params, use_tqdm=False)[0].outputs[0]
     replica = Replica({"model": seq2seq(kind)})
     lossy = Lossy([replica], itertools.chain([4, 9], FOREVER))
-    pool = Pool(replica.facts, lossy.send, places=lambda: 8)
-    ask = asking(create_app(pool, ServerOptions(model_name="tiny")))
+    pool = Pool(replica.facts, lossy.send, capacity=lambda: 8)
+    ask = requester(create_app(pool, ServerOptions(model_name="tiny")))
     body = {"prompt": source, "max_tokens": 40, "temperature": 0.9, "seed": 3, "ignore_eos": True}
     try:
         status, answer = asyncio.run(ask("/v1/completions", body))

@@ -47,14 +47,14 @@ def replicas(server: int) -> list[int]:
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
     parents = {pid: parent for pid, parent, _ in rows}
-    found = []
+    result = []
     for pid, _, args in rows:
         above = pid
         while above in parents and above != str(server):
             above = parents[above]
         if above == str(server) and "ray::" in args and "engine" in args:
-            found.append(int(pid))
-    return found
+            result.append(int(pid))
+    return result
 
 
 def answers(url: str, seeds: list[int], on_first: Callable[[], None] = lambda: None) -> dict[int, str]:
@@ -132,9 +132,9 @@ def test_a_batch_by_replicas(model_folder: Path, plain: Callable[..., Any], tmp_
     assert len(lines(out)) < len(seeds)
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert ended.returncode == 0, ended.stderr
-    found = lines(out)
-    assert Counter(line["custom_id"] for line in found) == Counter([*expected, "beams", "wrong", None])
-    by_name = {line["custom_id"]: line for line in found}
+    result = lines(out)
+    assert Counter(line["custom_id"] for line in result) == Counter([*expected, "beams", "wrong", None])
+    by_name = {line["custom_id"]: line for line in result}
     assert by_name[None]["error"]["message"].startswith("line 1 is not valid JSON")
     assert by_name["wrong"]["response"]["status_code"] == 400
     assert len(by_name["beams"]["response"]["body"]["choices"]) == 2

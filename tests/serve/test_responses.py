@@ -19,7 +19,7 @@ from forerun.scale.pool import Pool
 from forerun.scale.replica import Replica
 from forerun.serve import answers
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import asking
+from forerun.serve.batch import requester
 from forerun.serve.response_reply import ResponseReply, ResponseStore
 from forerun.serve.stream import Choice
 
@@ -85,18 +85,18 @@ def test_it_is_the_chats_answer(server: Running, client: openai.OpenAI) -> None:
         model="tiny", input="hi", instructions="be brief", max_output_tokens=12, temperature=0.8, metadata={"a": "b"},
         extra_body={"seed": 7},
     )  # fmt: skip
-    wanted = chat(server, [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}])
-    assert answer.output_text == text_of(wanted)
+    expected = chat(server, [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}])
+    assert answer.output_text == text_of(expected)
     assert answer.id.startswith("resp_")
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (answer.instructions, answer.metadata, answer.error) == ("be brief", {"a": "b"}, None)
-    usage = wanted["usage"]
+    usage = expected["usage"]
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (usage["prompt_tokens"], 12)
     assert answer.usage.total_tokens == usage["total_tokens"]
     speculation = answer.metrics["speculative_decoding"]
     assert speculation["method"] == "draft_model"
     assert speculation["identical_to_plain_decoding"] is True
-    assert speculation["per_step_accepted"] == wanted["metrics"]["speculative_decoding"]["per_step_accepted"]
+    assert speculation["per_step_accepted"] == expected["metrics"]["speculative_decoding"]["per_step_accepted"]
 
 
 def test_an_answer_that_ends_is_completed(server: Running) -> None:
@@ -135,9 +135,9 @@ def test_events_are_those_of_openai(server: Running, more: dict[str, Any], specu
 
 def test_logprobs_are_the_chats(server: Running) -> None:
     answer = server.post(PATH, {**ASK, **LOGPROBS}).json()
-    wanted = chat(server, ASK_CHAT["messages"], logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
-    assert answer["output"][0]["content"][0]["logprobs"] == wanted
-    assert "".join(token["token"] for token in wanted) == answer["output"][0]["content"][0]["text"]
+    expected = chat(server, ASK_CHAT["messages"], logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    assert answer["output"][0]["content"][0]["logprobs"] == expected
+    assert "".join(token["token"] for token in expected) == answer["output"][0]["content"][0]["text"]
 
 
 def test_the_clients_stream(client: openai.OpenAI) -> None:
@@ -243,16 +243,16 @@ def test_calls_are_the_chats(hermes: Running, seed: int, wish: Any, speculative:
     assert {item["type"] for item in answer["output"]} == {"function_call"}
     check_calls(calls)
     choice = wish if wish == "required" else {"type": "function", "function": {"name": "set_date"}}
-    wanted = hermes.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "tool_choice": choice,
-                                "max_tokens": 300, "seed": seed}).json()["choices"][0]  # fmt: skip
+    expected = hermes.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS,
+                              "tool_choice": choice, "max_tokens": 300, "seed": seed}).json()["choices"][0]  # fmt: skip
     assert calls == [
-        (call["function"]["name"], call["function"]["arguments"]) for call in wanted["message"]["tool_calls"]
+        (call["function"]["name"], call["function"]["arguments"]) for call in expected["message"]["tool_calls"]
     ]
     assert answer["status"] == "completed"
     events = events_of(hermes.post(PATH, {**body, "stream": True}).text)
     assert steady(events[-1]["response"]) == steady(answer)
-    for place, item in enumerate(events[-1]["response"]["output"]):
-        own = [event for event in events if event.get("output_index") == place]
+    for index, item in enumerate(events[-1]["response"]["output"]):
+        own = [event for event in events if event.get("output_index") == index]
         names = [event["type"].removeprefix("response.") for event in own]
         assert (names[0], names[-2:]) == ("output_item.added", ["function_call_arguments.done", "output_item.done"])
         assert set(names[1:-2]) == {"function_call_arguments.delta"}
@@ -273,9 +273,11 @@ def test_a_call_is_answered_and_the_conversation_goes_on(hermes: Running, caller
              for item in asked.output]  # fmt: skip
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": calls},
              *({"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in calls)]  # fmt: skip
-    wanted = hermes.post(CHAT, {"messages": turns, "tools": TOOLS, "tool_choice": "none", "max_tokens": 300, "seed": 7})
-    assert kept.output_text == again.output_text == text_of(wanted.json())
-    assert kept.usage.input_tokens == again.usage.input_tokens == wanted.json()["usage"]["prompt_tokens"]
+    expected = hermes.post(
+        CHAT, {"messages": turns, "tools": TOOLS, "tool_choice": "none", "max_tokens": 300, "seed": 7}
+    )
+    assert kept.output_text == again.output_text == text_of(expected.json())
+    assert kept.usage.input_tokens == again.usage.input_tokens == expected.json()["usage"]["prompt_tokens"]
 
 
 def test_a_call_that_is_cut_off_is_incomplete(hermes: Running) -> None:
@@ -292,13 +294,13 @@ def test_a_call_that_is_cut_off_is_incomplete(hermes: Running) -> None:
 def test_text_before_a_call_is_a_message_before_it(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same order whole and streamed, whatever the model mixes."""
     call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
-    told = ResponseReply._told
+    told = ResponseReply._emit
 
     def mixed(self: ResponseReply, choice: Choice) -> list[str]:
         choice.text = f"Well. {call} And {call}" if choice.finish is not None else ""
         return told(self, choice)
 
-    monkeypatch.setattr(ResponseReply, "_told", mixed)
+    monkeypatch.setattr(ResponseReply, "_emit", mixed)
     body = {"input": "hi", "tools": FLAT, "max_output_tokens": 3, "stop_token_ids": [], "seed": 1}
     with run_server(served, ServerOptions(model_name="tiny", chat_template=TEMPLATE_OF_TOOLS)) as running:
         answer = running.post(PATH, body).json()
@@ -403,8 +405,8 @@ def test_a_failure_within_a_stream_is_its_last_event(
 
 def test_replicas_serve_them_too(server: Running, model_folder: Path) -> None:
     replica = Replica({"model": str(model_folder), "max_num_seqs": 4, "page_size": 16}, [{"method": "ngram"}])
-    pool = Pool(replica.facts, replica.answer, places=lambda: 8)
-    ask = asking(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
+    pool = Pool(replica.facts, replica.answer, capacity=lambda: 8)
+    ask = requester(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
 
     async def talk() -> list[dict[str, Any]]:
         first = await ask(PATH, ASK)

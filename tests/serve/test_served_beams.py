@@ -38,8 +38,8 @@ def client(expected: dict[str, Any], server: Running) -> Iterator[openai.OpenAI]
         yield client
 
 
-def texts(found: BeamSearchOutput, prompt: str) -> list[str]:
-    return [sequence.text.removeprefix(prompt) for sequence in found.sequences]
+def texts(result: BeamSearchOutput, prompt: str) -> list[str]:
+    return [sequence.text.removeprefix(prompt) for sequence in result.sequences]
 
 
 def test_completions_are_the_beams_beside_a_sampled_request(client: openai.OpenAI, expected: dict[str, Any]) -> None:
@@ -51,13 +51,13 @@ def test_completions_are_the_beams_beside_a_sampled_request(client: openai.OpenA
         sampled = pool.submit(
             client.completions.create, model="tiny", prompt=PROMPT, max_tokens=24, temperature=0.8, seed=7
         )
-        found = list(pool.map(search, ["draft_model", "ngram"]))
+        result = list(pool.map(search, ["draft_model", "ngram"]))
     assert sampled.result().choices[0].text == expected["sampled"].text
-    for answer in found:
+    for answer in result:
         assert [choice.text for choice in answer.choices] == texts(expected["completion"], PROMPT)
         assert [choice.finish_reason for choice in answer.choices] == ["length"] * 3
         assert answer.usage.completion_tokens == 36
-    rounds = [answer.model_extra["metrics"]["rounds"] for answer in found]
+    rounds = [answer.model_extra["metrics"]["rounds"] for answer in result]
     assert rounds[0] < expected["completion"].metrics.rounds
 
 

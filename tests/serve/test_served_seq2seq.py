@@ -47,9 +47,9 @@ def test_completions(server: Running, expected: list[Any]) -> None:
     several = post(server, prompt=PROMPTS[0], n=2, logprobs=2).json()["choices"]
     assert several[0]["text"] == expected[0].outputs[0].text
     assert "".join(several[0]["logprobs"]["tokens"]) == several[0]["text"]
-    streamed = post(server, prompt=PROMPTS[1], stream=True)
-    assert streamed.status_code == 200
-    assert streamed.text.endswith("data: [DONE]\n\n")
+    tiled = post(server, prompt=PROMPTS[1], stream=True)
+    assert tiled.status_code == 200
+    assert tiled.text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(

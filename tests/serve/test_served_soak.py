@@ -223,10 +223,10 @@ def decode(alone: Engine, request: Request) -> list[Job]:
     """The request's answers, decoded alone and plainly, as far as its reader got."""
     jobs = alone.add(request.prompt, request.params, speculate=False)
 
-    def wanted(job: Job) -> bool:
+    def expected(job: Job) -> bool:
         return request.answered or len(job.text) < len(request.texts[job.index])
 
-    while any(job.finish is None and wanted(job) for job in jobs):
+    while any(job.finish is None and expected(job) for job in jobs):
         alone.step()
     return jobs
 
@@ -234,14 +234,14 @@ def decode(alone: Engine, request: Request) -> list[Job]:
 def compare(alone: Engine, request: Request) -> None:
     jobs = decode(alone, request)
     for job, text, end, logprobs in zip(jobs, request.texts, request.ends, request.logprobs, strict=True):
-        wanted = [item.logprob for item in job.logprobs]
-        assert logprobs == wanted[: len(logprobs)]
+        expected = [item.logprob for item in job.logprobs]
+        assert logprobs == expected[: len(logprobs)]
         if not request.answered:
             assert job.text.startswith(text)
             continue
         assert (text, end) == (job.text, (job.finish.reason, job.finish.stopped_by))
         if request.params.logprobs is not None and job.finish.cut is None:
-            assert len(logprobs) == len(wanted)
+            assert len(logprobs) == len(expected)
     if request.answered:
         assert request.usage["completion_tokens"] == sum(len(job.output_ids) for job in jobs)
         assert request.usage["prompt_tokens"] == len(request.prompt)

@@ -97,9 +97,9 @@ def filled(body: str) -> str:
 
 
 def test_curl_examples(server: Running) -> None:
-    found = CURL.findall(PAGE)
-    assert len(found) == PAGE.count("curl -s") == 8
-    for path, body in found:
+    result = CURL.findall(PAGE)
+    assert len(result) == PAGE.count("curl -s") == 8
+    for path, body in result:
         answer = server.post(path, json.loads(filled(body)))
         assert answer.status_code == (400 if "3000" in body else 200), answer.text
 

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AddedToken
 
 from forerun import LLM, SamplingParams, StructuredOutputsParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
 from forerun.models.chat import CallForm
 from forerun.serve.schema import ChatRequest
@@ -60,9 +60,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_text_that_must_come_comes_whatever_drafts(llm: LLM, text: str, temperature: float) -> None:
-    for wanted, good in shapes(text):
+    for expected, good in shapes(text):
         params = SamplingParams(
-            temperature=temperature, seed=3, max_tokens=80, skip_special_tokens=False, structured_outputs=wanted
+            temperature=temperature, seed=3, max_tokens=80, skip_special_tokens=False, structured_outputs=expected
         )
         answers = []
         for method in WAYS:
@@ -103,7 +103,7 @@ def test_markers_of_calls_are_the_special_tokens_that_they_are_called(llm: LLM, 
     for special in (markers, []):
         shape = required_shape(body, CallForm.HERMES, frozenset(special))
         assert isinstance(shape, StructuredOutputsParams)
-        forced = compiler.start(shape).forced(Sequence(0, [5], 1, SamplingParams(), 0), 200)
+        forced = compiler.start(shape).forced(RequestState(0, [5], 1, SamplingParams(), 0), 200)
         assert tokenizer.decode(forced).startswith('<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>')
         assert (forced[0] == begin, end in forced) == (bool(special), bool(special))
         assert (forced[-1] == eos) == (not several)
@@ -113,9 +113,9 @@ def test_markers_of_calls_are_the_special_tokens_that_they_are_called(llm: LLM, 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_min_tokens_ends_where_the_grammar_does(llm: LLM, least: int, temperature: float) -> None:
     """As long as the grammar permits more, the end is banned; behind its last text nothing else may come."""
-    for wanted, longest in (({"choice": ["yes", "no"]}, 3), ({"regex": "a{1,9}"}, 9), ({"json": {"const": True}}, 4)):
+    for expected, longest in (({"choice": ["yes", "no"]}, 3), ({"regex": "a{1,9}"}, 9), ({"json": {"const": True}}, 4)):
         params = SamplingParams(
-            temperature=temperature, seed=1, max_tokens=30, min_tokens=least, structured_outputs=wanted
+            temperature=temperature, seed=1, max_tokens=30, min_tokens=least, structured_outputs=expected
         )
         answers = []
         for method in WAYS:

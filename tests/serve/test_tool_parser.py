@@ -58,8 +58,8 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
 def told(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """What the stream of a text in ``pieces`` says, put together as a client does; the parser has seen the same."""
     content, calls, ids = "", [], []
-    for place, piece in enumerate(pieces):
-        for new in parser.push(piece, last=place == len(pieces) - 1):
+    for index, piece in enumerate(pieces):
+        for new in parser.push(piece, last=index == len(pieces) - 1):
             if new.call is None:
                 content += new.text
                 continue
@@ -68,11 +68,11 @@ def told(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, st
                 ids.append(new.call.id)
             assert new.call.index == len(calls) - 1
             calls[-1][1] += new.text
-    found = [(name, arguments) for name, arguments in calls]
+    result = [(name, arguments) for name, arguments in calls]
     assert content == parser.content
-    assert found == [(call.name, call.arguments) for call in parser.calls]
+    assert result == [(call.name, call.arguments) for call in parser.calls]
     assert len(set(ids)) == len(ids)
-    return content, found
+    return content, result
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), CASES, ids=range(len(CASES)))
@@ -112,7 +112,7 @@ def test_a_block_of_markdown_is_a_call_where_the_answer_is_nothing_else(
     assert told(ToolParser(NAMES, fenced=fenced), [*text, ""]) == expected
 
 
-def test_a_block_that_is_no_call_is_told_as_soon_as_that_is_clear() -> None:
+def test_a_block_that_is_no_call_is_reported_as_soon_as_that_is_clear() -> None:
     parser = ToolParser(NAMES, fenced=True)
     assert not parser.push("```json\n{")
     assert [new.text for new in parser.push('"n')] == []

@@ -115,9 +115,9 @@ def test_a_call_that_is_asked_for_is_valid(hermes: Running, seed: int, wish: Any
     assert choice["finish_reason"] == "tool_calls"
     if wish == CHOSEN:
         assert [name for name, _ in calls] == ["set_date"]
-    streamed = together(hermes.post(CHAT, {**body, "stream": True}).text)
-    assert calls_of(streamed) == calls
-    assert (streamed["message"]["content"], streamed["finish_reason"]) == ("", "tool_calls")
+    tiled = together(hermes.post(CHAT, {**body, "stream": True}).text)
+    assert calls_of(tiled) == calls
+    assert (tiled["message"]["content"], tiled["finish_reason"]) == ("", "tool_calls")
 
 
 def test_several_calls_come_unless_one_alone_is_wanted(hermes: Running) -> None:
@@ -168,8 +168,8 @@ def test_a_call_that_is_cut_off_before_its_name_is_none(hermes: Running) -> None
     (choice,) = hermes.post(CHAT, body).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
     assert choice["finish_reason"] == "length"
-    streamed = together(hermes.post(CHAT, {**body, "stream": True}).text)
-    assert streamed == {"message": {"content": "", "tool_calls": []}, "finish_reason": "length"}
+    tiled = together(hermes.post(CHAT, {**body, "stream": True}).text)
+    assert tiled == {"message": {"content": "", "tool_calls": []}, "finish_reason": "length"}
 
 
 def test_the_openai_package(client: openai.OpenAI) -> None:
@@ -180,9 +180,9 @@ def test_the_openai_package(client: openai.OpenAI) -> None:
     check_calls([(call.function.name, call.function.arguments)])
     with client.chat.completions.stream(messages=ASK, **options) as stream:
         kinds = {event.type for event in stream}
-        streamed = stream.get_final_completion().choices[0].message.tool_calls or []
+        tiled = stream.get_final_completion().choices[0].message.tool_calls or []
     assert "tool_calls.function.arguments.delta" in kinds
-    assert [c.function.arguments for c in streamed] == [call.function.arguments]
+    assert [c.function.arguments for c in tiled] == [call.function.arguments]
     turns = [*ASK, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
     again = client.chat.completions.create(messages=turns, **options)
     assert again.usage.prompt_tokens > answer.usage.prompt_tokens
@@ -204,7 +204,7 @@ HISTORY = [
 ]
 
 
-def test_a_template_that_does_not_know_tools_is_told_of_them(server: Running) -> None:
+def test_a_template_that_does_not_know_tools_is_reported_of_them(server: Running) -> None:
     written = '<tool_call>\n{"name": "set_date", "arguments": {"day": 3}}\n</tool_call>'
     said = (
         f"<user>hi\n<assistant>{written}\n{written}\n"

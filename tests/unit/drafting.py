@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
@@ -34,9 +34,9 @@ def build(method: str, rule: str = "coupled", **options):
     return cls.build(cls.config_class.from_dict(method, options), context)
 
 
-def sequence(tokens, *, prompt=None, temperature=0.0, seed=1, key=1) -> Sequence:
+def sequence(tokens, *, prompt=None, temperature=0.0, seed=1, key=1) -> RequestState:
     prompt = len(tokens) if prompt is None else prompt
-    return Sequence(key, list(tokens), prompt, SamplingParams(temperature=temperature), seed, cached=1)
+    return RequestState(key, list(tokens), prompt, SamplingParams(temperature=temperature), seed, cached=1)
 
 
 def noisy_text(rng: random.Random, length: int, letters: int = 4) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from forerun import SamplingParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length import LengthPolicy, Seconds, Setting, policies
 from forerun.speculate.length.adaptive import Adaptive
@@ -31,7 +31,7 @@ class Machine:
     """Share of rounds that take three times as long."""
     slow: Callable[[int], float] = lambda seconds: 1.0
     multiple: int = 2
-    chill: float = 0.0
+    cold_penalty: float = 0.0
     """How much slower the target's first round after drafts is; later ones less and less."""
     thaws: float = 6.0
     """In how many rounds that falls to a third."""
@@ -96,10 +96,10 @@ def play(
     chance ``exists``. ``policy`` None: plain decoding.
     """
     draw = random.Random(seed)
-    found, silent = Play(), 99
+    result, silent = Play(), 99
     drawn_until: dict[int, int] = {}
 
-    def lag(sequence: Sequence) -> int:
+    def lag(sequence: RequestState) -> int:
         if not machine.per_token_behind:  # it reads nothing that costs
             return 0
         missing = len(sequence.tokens) - drawn_until.get(sequence.id, 0)
@@ -107,7 +107,7 @@ def play(
 
     decides = _policy(machine, policy, depth, lag)
     todo = [_request(i, prompt, length, policy) for i in range(max(requests, count))][::-1]
-    running: list[Sequence] = []
+    running: list[RequestState] = []
     while todo or running:
         while todo and len(running) < count:
             running.append(todo.pop())
@@ -123,30 +123,30 @@ def play(
         verdicts = [_verdict(sequence, draft, accepts, draw) for sequence, draft in zip(running, drafts)]
         rows = len(running) + sum(len(draft) for draft in drafts)
         silent = 0 if drafting else silent + 1
-        cold = 1.0 + (machine.chill * math.exp((1 - silent) / machine.thaws) if silent else 0.0)
+        cold = 1.0 + (machine.cold_penalty * math.exp((1 - silent) / machine.thaws) if silent else 0.0)
         work = machine.drafting(len(drafting), max(budgets), behind), cold * machine.verify(len(running), rows)
-        slow = machine.disturb(draw, found.seconds)
+        slow = machine.disturb(draw, result.seconds)
         parts = slow * work[0], slow * work[1]
-        found.work += sum(work) + (1e-3 * machine.host if drafting else 0.0)
+        result.work += sum(work) + (1e-3 * machine.host if drafting else 0.0)
         emitted = sum(len(verdict.tokens) for verdict in verdicts)
-        found.plain_work += emitted * machine.verify(len(running), len(running)) / len(running)
+        result.plain_work += emitted * machine.verify(len(running), len(running)) / len(running)
         for sequence, verdict in zip(running, verdicts):
             sequence.tokens.extend(verdict.tokens)
             if sequence.id in drawn_until:
                 drawn_until[sequence.id] += len(verdict.tokens)
         decides.observe(running, drafts, verdicts, Seconds(*parts, 0.0))
-        found.seconds += sum(parts)
-        found.emitted.append(emitted)
-        found.rounds += 1
-        found.drafted.append(rows - len(running))
+        result.seconds += sum(parts)
+        result.emitted.append(emitted)
+        result.rounds += 1
+        result.drafted.append(rows - len(running))
         for sequence in running:
             if not sequence.remaining:
                 decides.release(sequence)
         running = [sequence for sequence in running if sequence.remaining]
-    return found
+    return result
 
 
-def _policy(machine: Machine, policy: str | None, depth: int, lag: Callable[[Sequence], int]) -> LengthPolicy:
+def _policy(machine: Machine, policy: str | None, depth: int, lag: Callable[[RequestState], int]) -> LengthPolicy:
     models = frozenset({"m"} if machine.per_token_behind > 1.0 else ())
     setting = Setting({"m": list(range(depth + 1))}, machine.multiple, lag, models)
     decides: LengthPolicy = policies[policy or "fixed"](setting)
@@ -156,14 +156,16 @@ def _policy(machine: Machine, policy: str | None, depth: int, lag: Callable[[Seq
     return decides
 
 
-def _request(number: int, prompt: int, length: int, policy: str | None) -> Sequence:
+def _request(number: int, prompt: int, length: int, policy: str | None) -> RequestState:
     params = SamplingParams(max_tokens=length)
-    sequence = Sequence(number, [0] * (prompt + 1), prompt, params, seed=0, max_tokens=prompt + length)
+    sequence = RequestState(number, [0] * (prompt + 1), prompt, params, seed=0, max_tokens=prompt + length)
     sequence.drafter = "m" if policy is not None else None
     return sequence
 
 
-def _verdict(sequence: Sequence, draft: Draft, accepts: Callable[[int, int], float], draw: random.Random) -> Verdict:
+def _verdict(
+    sequence: RequestState, draft: Draft, accepts: Callable[[int, int], float], draw: random.Random
+) -> Verdict:
     matched = 0
     while matched < len(draft) and draw.random() < accepts(sequence.id, sequence.num_output + matched):
         matched += 1

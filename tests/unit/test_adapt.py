@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, ConfigError, SamplingParams, drafters
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.engine.async_engine import AsyncEngine
 from forerun.models.load import load_model
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
@@ -36,13 +36,13 @@ def rings(tmp_path_factory) -> Path:
     states = torch.zeros(len(ALPHABET), 32)
     output = torch.zeros(len(ALPHABET), 32)
     for side, first in enumerate(FIRST.values()):
-        for place in range(RING):
-            angles = [2 * math.pi * (k + 1) * place / RING for k in range(8)]
+        for index in range(RING):
+            angles = [2 * math.pi * (k + 1) * index / RING for k in range(8)]
             row = [value for angle in angles for value in (math.cos(angle), math.sin(angle))]
-            states[first + place, 16 * side : 16 * side + 16] = torch.tensor(row)
+            states[first + index, 16 * side : 16 * side + 16] = torch.tensor(row)
     for name, first in FIRST.items():
-        for place in range(RING):
-            output[first + (place + STEP[name]) % RING] = 0.8 * states[first + place]
+        for index in range(RING):
+            output[first + (index + STEP[name]) % RING] = 0.8 * states[first + index]
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -127,9 +127,9 @@ def test_what_is_learnt_is_what_the_target_said(rings, tmp_path):
             pieces[tuple(text[start : start + 10])] = (start, out.hidden_states[-1][0, start : start + 10], out.logits)
     assert len(pieces) == 8
     for window, states in zip(learner.tokens, learner.states):
-        start, wanted, logits = pieces[tuple(window.tolist())]
+        start, expected, logits = pieces[tuple(window.tolist())]
         assert start >= 10  # the first windows have made room for newer ones
-        torch.testing.assert_close(states[:, 0], wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(states[:, 0], expected, rtol=1e-4, atol=1e-5)
         rows = learner.target.lm_head(states[:, 0])
         torch.testing.assert_close(rows, logits[0, start : start + 10], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(learner.output, reference.lm_head.weight, rtol=1e-5, atol=1e-6)
@@ -187,7 +187,7 @@ def learner(rings):
     return made, clock
 
 
-def feed(learner: Learner, sequence: Sequence, count: int) -> None:
+def feed(learner: Learner, sequence: RequestState, count: int) -> None:
     """``count`` more tokens of a request have been read."""
     sequence.tokens += [3] * count
     sequence.cached += count
@@ -196,7 +196,7 @@ def feed(learner: Learner, sequence: Sequence, count: int) -> None:
 
 def test_steps_keep_to_their_share_of_time_and_tokens(learner):
     made, clock = learner
-    sequence = Sequence(1, [], 0, None, 0)
+    sequence = RequestState(1, [], 0, None, 0)
     for _ in range(100):
         feed(made, sequence, 3)
         before = made.steps
@@ -215,7 +215,7 @@ def test_steps_keep_to_their_share_of_time_and_tokens(learner):
 def test_without_a_share_only_tokens_count(learner, rings):
     made, clock = learner
     free = Learner(made.head, made.target, Adaptation(every=10, window=8, share=None), clock)
-    sequence = Sequence(1, [], 0, None, 0)
+    sequence = RequestState(1, [], 0, None, 0)
     for _ in range(40):
         feed(free, sequence, 5)
         free.learn()
@@ -229,7 +229,7 @@ def test_without_a_share_only_tokens_count(learner, rings):
 def test_logits_that_are_no_numbers_teach_nothing(learner):
     made, _ = learner
     before = [parameter.clone() for parameter in made.head.parameters()]
-    sequence = Sequence(1, [4] * 16, 0, None, 0, cached=16)
+    sequence = RequestState(1, [4] * 16, 0, None, 0, cached=16)
     made.watch(sequence, {made.layers[-1]: torch.full((16, 32), float("nan"))})
     made.learn()
     assert made.steps == 1
@@ -271,7 +271,7 @@ def test_clear_errors(rings, tmp_path):
 def test_a_table_follows_its_text_and_is_kept(rings, tmp_path):
     """It was counted on one ring's text and is asked for the other's: at T = 0 and 0.8, no token differs."""
     counted, learnt = tmp_path / "counted.txt", tmp_path / "learnt.json"
-    counted.write_text("".join(ALPHABET[FIRST["low"] + place % RING] for place in range(3 * RING)))
+    counted.write_text("".join(ALPHABET[FIRST["low"] + index % RING] for index in range(3 * RING)))
     texts, asked = prompts("high", 12, 2), prompts("high", 4, 3)
 
     def serve(texts, file, temperature, **adapt):
@@ -283,9 +283,9 @@ def test_a_table_follows_its_text_and_is_kept(rings, tmp_path):
         assert not any(answer.metrics.draft_error for answer in answers)
         return sum(a.metrics.matched for a in answers) / sum(a.metrics.tested for a in answers)
 
-    before = {heat: serve(asked, counted, heat) for heat in (0.0, 0.8)}
+    before = {temperature: serve(asked, counted, temperature) for temperature in (0.0, 0.8)}
     serve(texts, counted, 0.8, adapt=True, adapt_save=str(learnt))
-    after = {heat: serve(asked, learnt, heat) for heat in (0.0, 0.8)}
+    after = {temperature: serve(asked, learnt, temperature) for temperature in (0.0, 0.8)}
     assert max(before.values()) < 0.1
     assert after[0.0] > 0.9
     assert after[0.8] > 0.5
@@ -301,15 +301,15 @@ def test_a_table_counts_what_the_target_said(tiny_target, tmp_path):
     text = prompts("high", 1, 4)[0]
     tokens = llm.generate([text], params(1, 0.8))[0].outputs[0].token_ids
     p = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)(torch.tensor([text + tokens])).logits[0]
-    wanted: dict[int, dict[int, float]] = {5: {5: 1.0}}
+    expected: dict[int, dict[int, float]] = {5: {5: 1.0}}
     for before, row in zip([text[-1], *tokens[:-1]], p[len(text) - 1 :].softmax(-1)):
         for token in row.topk(8).indices.tolist():
-            followers = wanted.setdefault(before, {})
+            followers = expected.setdefault(before, {})
             followers[token] = followers.get(token, 0.0) + 2.0 * float(row[token])
-    found = llm.engine.router.drafters["table"].tables.after
-    assert found.keys() == wanted.keys()
-    for before, followers in wanted.items():
-        assert found[before] == pytest.approx(followers, rel=1e-3)
+    result = llm.engine.router.drafters["table"].tables.after
+    assert result.keys() == expected.keys()
+    for before, followers in expected.items():
+        assert result[before] == pytest.approx(followers, rel=1e-3)
 
 
 def test_a_table_forgets_rare_followers_and_refuses_damaged_files(rings, tmp_path):

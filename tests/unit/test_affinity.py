@@ -100,13 +100,13 @@ def test_memory_is_bounded() -> None:
 
 def test_replicas_follow_queue_and_pages() -> None:
     """Eight sequences a replica at a time, of which six are aimed at."""
-    assert wanted(2, requests=12, usage=0.3, places=8) == 2
-    assert wanted(2, requests=13, usage=0.3, places=8) == 3
-    assert wanted(2, requests=2, usage=0.95, places=8) == 3
-    assert wanted(4, requests=1, usage=0.1, places=8) == 1
-    assert wanted(4, requests=7, usage=0.7, places=8) == 4
-    assert wanted(1, requests=0, usage=0.0, places=8) == 1
-    assert wanted(2, requests=800, usage=0.9, places=8) == 134
+    assert wanted(2, requests=12, usage=0.3, capacity=8) == 2
+    assert wanted(2, requests=13, usage=0.3, capacity=8) == 3
+    assert wanted(2, requests=2, usage=0.95, capacity=8) == 3
+    assert wanted(4, requests=1, usage=0.1, capacity=8) == 1
+    assert wanted(4, requests=7, usage=0.7, capacity=8) == 4
+    assert wanted(1, requests=0, usage=0.0, capacity=8) == 1
+    assert wanted(2, requests=800, usage=0.9, capacity=8) == 134
 
 
 def test_a_front_that_listens_is_no_load() -> None:
@@ -116,9 +116,9 @@ def test_a_front_that_listens_is_no_load() -> None:
         return {name: {"a": value, "b": value} for name, value in each.items()}
 
     context = SimpleNamespace(current_num_replicas=2, target_num_replicas=2, total_num_requests=16)
-    context.aggregated_metrics = told(usage=0.3, places=8, listeners=2)
+    context.aggregated_metrics = told(usage=0.3, capacity=8, listeners=2)
     assert policy(context) == (2, {})
-    context.aggregated_metrics = told(usage=0.3, places=8, listeners=0)
+    context.aggregated_metrics = told(usage=0.3, capacity=8, listeners=0)
     assert policy(context) == (3, {})
     context.aggregated_metrics = {}
     assert policy(context) == (2, {})

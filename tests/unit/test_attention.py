@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forerun.attention.base import Query
-from forerun.attention.streamed import StreamedAttention, can_attend
+from forerun.attention.kernel import KernelAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from here import where
@@ -29,7 +29,7 @@ class Case:
         self.pool = Pool([KVShape(kv_heads, width, width)], pages, page_size, dtype, CPU)
         for side in (self.pool.keys[0], self.pool.values[0]):
             side.fill_(float("nan"))  # what nobody wrote must not be read
-        self.attention = StreamedAttention(self.pool)
+        self.attention = KernelAttention(self.pool)
         self.generator = torch.Generator().manual_seed(seed)
         self.entries: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -47,8 +47,8 @@ class Case:
         self.attention.finish(metadata)
         for span, offset in zip(spans, batch.offsets):
             for row in range(span.count):
-                place = span.key, span.start + span.stored + row
-                self.entries[place] = k[offset + row].double(), v[offset + row].double()
+                index = span.key, span.start + span.stored + row
+                self.entries[index] = k[offset + row].double(), v[offset + row].double()
         return out
 
     def wanted(self, spans, q, window=None, softcap=None) -> torch.Tensor:
@@ -85,10 +85,10 @@ class Case:
     def check(self, spans, **options) -> torch.Tensor:
         q, k, v = self.rows(sum(span.count for span in spans))
         got = self.run(spans, q, k, v, **options)
-        wanted = self.wanted(spans, q, **options)
+        expected = self.wanted(spans, q, **options)
         unit = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-10}[self.dtype]
-        rounding = unit * wanted.abs() + 2e-5
-        assert ((got - wanted).abs() <= rounding).all()
+        rounding = unit * expected.abs() + 2e-5
+        assert ((got - expected).abs() <= rounding).all()
         return got
 
 
@@ -149,14 +149,14 @@ def test_bits_depend_on_the_row_alone(dtype, window, width, threads):
         sides = [torch.cat([side[begin:end], *others]) for side, *others in zip((q, k, v), *mates)]
         return case.run([Span(0, begin, [1] * (end - begin), **span), *more], *sides, window=window)[: end - begin]
 
-    wanted = feed(whole, 0, count)
+    expected = feed(whole, 0, count)
     torch.set_num_threads(threads)
     try:
         singly, ragged = Case(dtype, 6, 2, width, 128), Case(dtype, 6, 2, width, 5, seed=1)
-        assert torch.equal(torch.cat([feed(singly, at, at + 1) for at in range(count)]), wanted)
+        assert torch.equal(torch.cat([feed(singly, at, at + 1) for at in range(count)]), expected)
         cuts = [0, 3, 4, 40, 57, 58, 126, 130, 257, 258, count]
         parts = [feed(ragged, a, b, Span(1, at * 2, [1] * 2)) for at, (a, b) in enumerate(pairwise(cuts))]
-        assert torch.equal(torch.cat(parts), wanted)
+        assert torch.equal(torch.cat(parts), expected)
         tree = Case(dtype, 6, 2, width, 16, seed=2)
         feed(tree, 0, start)
         order = [0, 0, 1, 1, 2, 2, 3, 3, 4]  # each row of the path, and a sibling of all but the last
@@ -165,7 +165,7 @@ def test_bits_depend_on_the_row_alone(dtype, window, width, threads):
         for side in sides:
             side[1::2] += 1
         got = tree.run([Span(0, start, [1] * 9, parents)], *sides, window=window)
-        assert torch.equal(got[0::2], wanted[start : start + 5])
+        assert torch.equal(got[0::2], expected[start : start + 5])
     finally:
         torch.set_num_threads(before)
 

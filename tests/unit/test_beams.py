@@ -12,7 +12,7 @@ import torch
 from forerun import LLM, BeamSearchParams, ForerunError, SamplingParams
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.beams import Beams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.speculate.beams import Chosen, finished, step
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def plain(llm: Callable[..., LLM]) -> list[Any]:
 
 
 def group(**given: Any) -> Beams:
-    root = Sequence(0, [1, 2], 2, None, seed=0, max_tokens=2 + 8)
+    root = RequestState(0, [1, 2], 2, None, seed=0, max_tokens=2 + 8)
     options = {"width": 2, "length_penalty": 1.0, "early_stopping": False, "ends": frozenset({9}), **given}
     return Beams(root, new_id=lambda: 1, **options)
 
@@ -70,8 +70,8 @@ def _hypothesis(score: float) -> Any:
 
 def test_the_output_is_as_in_vllm(llm: Callable[..., LLM]) -> None:
     model = llm()
-    found = model.beam_search([{"prompt": "abc"}, {"prompt_token_ids": [7, 8]}], BeamSearchParams(3, 5))
-    for output, prompt in zip(found, ("abc", model.tokenizer.decode([7, 8]))):
+    result = model.beam_search([{"prompt": "abc"}, {"prompt_token_ids": [7, 8]}], BeamSearchParams(3, 5))
+    for output, prompt in zip(result, ("abc", model.tokenizer.decode([7, 8]))):
         assert len(output.sequences) == 3
         for sequence in output.sequences:
             assert sequence.text.startswith(prompt)
@@ -189,15 +189,15 @@ def test_nan_ends_the_search_and_nobody_else(
 def test_a_drafter_that_cannot_fork_loses_its_beams_and_nothing_else(
     drafting: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, plain: list[Any]
 ) -> None:
-    def broken(source: Sequence, sequence: Sequence) -> None:
+    def broken(source: RequestState, sequence: RequestState) -> None:
         raise KeyError(source.id)
 
     model = drafting(page_size=8)
     with monkeypatch.context() as patch:
         patch.setattr(model.engine.router.drafters["draft_model"], "fork", broken)
-        found = model.beam_search(PROMPT, SEARCH)[0]
-    assert found.sequences == plain
-    assert "KeyError" in str(found.metrics.draft_error)
+        result = model.beam_search(PROMPT, SEARCH)[0]
+    assert result.sequences == plain
+    assert "KeyError" in str(result.metrics.draft_error)
     model.engine.check()
     assert model.beam_search(PROMPT, SEARCH)[0].metrics.draft_error is None
 
@@ -251,7 +251,7 @@ def test_sampling_params_are_no_beam_search(llm: Callable[..., LLM]) -> None:
 def filled(pool: Pool, key: int, count: int) -> None:
     pool.reserve(key, count)
     values = torch.arange(1.0, count + 1)[:, None, None]
-    pool.write(0, pool.places(key, range(count)), values, -values)
+    pool.write(0, pool.slot_mapping(key, range(count)), values, -values)
     pool.advance(key, count)
 
 

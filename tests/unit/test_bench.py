@@ -15,7 +15,7 @@ from forerun.cli.bench import split
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.measure import environment
-from forerun.measure.bench import acceptance_by_position, side_by_side, take_turns
+from forerun.measure.bench import acceptance_by_position, run_interleaved, side_by_side
 from forerun.measure.config import BenchConfig
 from forerun.measure.methods import EngineContender, method_configs, runnable, shape, with_trees
 from forerun.measure.planner import CostCurve, Estimate, predict, recommend
@@ -58,16 +58,18 @@ def test_rows_say_what_was_measured(bench, tiny_draft):
     assert all(set(row) >= CONTRACT | MORE for row in rows)
     settings = [(row["method"], row["accept"], row["temperature"], row["concurrency"]) for row in rows]
     assert len(set(settings)) == len(settings)
-    for heat in (0.0, 1.0):
+    for temperature in (0.0, 1.0):
         for batch in (1, 2):
             here = {
-                (r["method"], r["accept"]): r for r in rows if (r["temperature"], r["concurrency"]) == (heat, batch)
+                (r["method"], r["accept"]): r
+                for r in rows
+                if (r["temperature"], r["concurrency"]) == (temperature, batch)
             }
             plain = here["none", None]
             assert (plain["speedup"], plain["identical"], plain["alpha"]) == (1.0, True, None)
             assert plain["tokens_per_round"] == 1.0
             assert here["draft_model", "coupled"]["identical"] is True
-            assert here["draft_model", "token"]["identical"] is (True if heat == 0.0 else None)
+            assert here["draft_model", "token"]["identical"] is (True if temperature == 0.0 else None)
             assert here["none_fastest", None]["invariant"] is False
             drafted = here["draft_model", "coupled"]
             assert 0 < drafted["match_rate"] <= 1
@@ -81,14 +83,14 @@ def test_rows_say_what_was_measured(bench, tiny_draft):
 
 
 @pytest.mark.parametrize(
-    ("policy", "runtime", "wanted"), [(1, 950_000, 0.05), (2, 900_000, 0.1), (1, -1, 0.0), (0, 950_000, 0.0)]
+    ("policy", "runtime", "expected"), [(1, 950_000, 0.05), (2, 900_000, 0.1), (1, -1, 0.0), (0, 950_000, 0.0)]
 )
-def test_a_real_time_process_is_told_that_it_is_stopped(monkeypatch, tmp_path, policy, runtime, wanted):
+def test_a_real_time_process_is_reported_that_it_is_stopped(monkeypatch, tmp_path, policy, runtime, expected):
     (tmp_path / "sched_rt_period_us").write_text("1000000\n")
     (tmp_path / "sched_rt_runtime_us").write_text(f"{runtime}\n")
     monkeypatch.setattr(environment, "KERNEL", tmp_path)
     monkeypatch.setattr(environment.os, "sched_getscheduler", lambda process: policy)
-    assert environment.stopped() == pytest.approx(wanted)
+    assert environment.stopped() == pytest.approx(expected)
 
 
 def test_the_table_says_so(monkeypatch, capsys):
@@ -123,7 +125,7 @@ def test_every_request_gets_the_sampling_options():
             return Measured()
 
     config = BenchConfig(sampling={"top_p": 0.9, "ignore_eos": False}, max_tokens=7, repeats=2, seed=3)
-    take_turns([Spy()], [[1], [2]], config, temperature=0.5, concurrency=1)
+    run_interleaved([Spy()], [[1], [2]], config, temperature=0.5, concurrency=1)
     assert {(p.top_p, p.temperature, p.ignore_eos) for p in seen} == {(0.9, 0.5, False)}
     assert [p.seed for p in seen if p.max_tokens == 7][-2:] == [3, 4]
 
@@ -159,11 +161,11 @@ def test_shares_add_up():
 def test_measuring_counts_decoding_rounds_only(llm):
     engine = llm(max_num_seqs=2).engine
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (6, 4)]
-    found = measure(engine, [[5, 6, 7, 8], [9, 10, 11]], params)
-    assert [len(answer) for answer in found.answers] == [6, 4]
-    assert found.tokens == sum(r.tokens for r in found.rounds) == 6 + 4 - 2  # the first ones come with the prompts
-    assert found.seconds == pytest.approx(sum(r.total for r in found.rounds))
-    assert all(r.rows == len(r.depths) and r.depth == 0 for r in found.rounds)
+    result = measure(engine, [[5, 6, 7, 8], [9, 10, 11]], params)
+    assert [len(answer) for answer in result.answers] == [6, 4]
+    assert result.tokens == sum(r.tokens for r in result.rounds) == 6 + 4 - 2  # the first ones come with the prompts
+    assert result.seconds == pytest.approx(sum(r.total for r in result.rounds))
+    assert all(r.rows == len(r.depths) and r.depth == 0 for r in result.rounds)
     assert engine.on_round is None
 
 
@@ -171,10 +173,10 @@ def test_a_whole_run_counts_what_prompts_took_and_brought(llm):
     engine = llm(max_num_seqs=1).engine
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (6, 4)]
     began = perf_counter()
-    found = measure(engine, [[5, 6, 7, 8], [9, 10, 11]], params, whole=True)
-    assert found.tokens == 6 + 4
-    assert sum(r.tokens for r in found.rounds) == 6 + 4 - 2
-    assert sum(r.total for r in found.rounds) < found.seconds < perf_counter() - began
+    result = measure(engine, [[5, 6, 7, 8], [9, 10, 11]], params, whole=True)
+    assert result.tokens == 6 + 4
+    assert sum(r.tokens for r in result.rounds) == 6 + 4 - 2
+    assert sum(r.total for r in result.rounds) < result.seconds < perf_counter() - began
 
 
 @pytest.mark.parametrize(("fresh", "kept"), [(False, 1), (True, 3)])
@@ -188,27 +190,27 @@ def test_what_a_length_policy_has_measured_stays_unless_it_is_to_be_forgotten(ll
 
     contender = Noting("ngram", llm(), {"method": "ngram", "length": "adaptive"}, 1)
     config = BenchConfig(lengths=["adaptive"], fresh=fresh, whole=True, max_tokens=3, repeats=3)
-    take_turns([contender], [[1, 2, 3], [4, 5, 6]], config, temperature=0.0, concurrency=1)
+    run_interleaved([contender], [[1, 2, 3], [4, 5, 6]], config, temperature=0.0, concurrency=1)
     assert len({id(policy) for policy in policies}) == kept
 
 
 def test_contenders_with_several_requests_take_turns_in_their_midst(llm):
     class Noting(EngineContender):
-        def rounds(self, prompts, params, found):
-            for _ in super().rounds(prompts, params, found):
+        def rounds(self, prompts, params, result):
+            for _ in super().rounds(prompts, params, result):
                 turns.append(self.name)
                 yield
 
     turns: list[str] = []
     prompts, params = [[1, 2, 3], [4, 5, 6]], SamplingParams(temperature=0.0, max_tokens=TURN + 9, ignore_eos=True)
     contenders = [Noting(name, llm(), {"method": "none"}, 2) for name in ("a", "b")]
-    found = [Measured(), Measured()]
-    side_by_side(contenders, prompts, [params] * 2, found, begin=1)
+    result = [Measured(), Measured()]
+    side_by_side(contenders, prompts, [params] * 2, result, begin=1)
     assert [name for name, _ in groupby(turns)] == ["b", "a", "b", "a"]
     assert turns[: 2 * TURN] == ["b"] * TURN + ["a"] * TURN
     alone = contenders[0].run(prompts, [params] * 2)
-    assert found[0].answers == found[1].answers == alone.answers
-    assert found[0].tokens == alone.tokens == 2 * (TURN + 9) - 2
+    assert result[0].answers == result[1].answers == alone.answers
+    assert result[0].tokens == alone.tokens == 2 * (TURN + 9) - 2
 
 
 def test_what_has_commas_stands_in_quotes():
@@ -278,8 +280,8 @@ def test_trees_stand_beside_their_chains(bench, tiny_draft):
         "6",
         "--no-fastest",
     )["rows"]
-    for heat in (0.0, 1.0):
-        _, chain, tree = [row for row in rows if row["temperature"] == heat]
+    for temperature in (0.0, 1.0):
+        _, chain, tree = [row for row in rows if row["temperature"] == temperature]
         assert (chain["tree"], tree["tree"]) == (None, "best 6")
         assert tree["over_chain"] == pytest.approx(tree["tokens_per_round"] / chain["tokens_per_round"])
         assert chain["over_chain"] is None
@@ -337,10 +339,10 @@ def test_repetitive_prompts_are_edits_tables_and_json(tiny_target):
         assert len(rows) >= 4
         assert all(re.fullmatch(r"    '\w+': '\w+',", row) for row in rows)
     for records in texts[2::3]:
-        found = json.loads(records[: records.rindex("},")] + "}]")
-        assert len(found) >= 2
-        assert {tuple(record) for record in found} == {("name", "type", "default")}
-        assert len({record["name"] for record in found}) == len(found)
+        result = json.loads(records[: records.rindex("},")] + "}]")
+        assert len(result) >= 2
+        assert {tuple(record) for record in result} == {("name", "type", "default")}
+        assert len({record["name"] for record in result}) == len(result)
     for length in (1, 5, 14, 33):
         assert {len(prompt) for prompt in make_prompts("repetitive", tokenizer, count=6, length=length)} == {length}
 
@@ -381,13 +383,13 @@ def test_plan_measures_and_recommends(bench, tiny_target):
         "--methods", "draft_model,random", "--spec-model", tiny_target, "--prompts", "2", "--prompt-tokens", "12",
         "--max-tokens", "16", "--prompt-set", "random", "--longest", "3", command="plan",
     )  # fmt: skip
-    found = {item["method"]: item for item in result["estimates"]}
-    assert found["draft_model"]["alpha"] == 1.0  # the target itself drafts
-    assert found["random"]["alpha"] < 0.2
+    results = {item["method"]: item for item in result["estimates"]}
+    assert results["draft_model"]["alpha"] == 1.0  # the target itself drafts
+    assert results["random"]["alpha"] < 0.2
     assert [p["k"] for p in result["predictions"] if p["method"] == "random"] == [1, 2, 3]
     speeds = {(p["method"], p["k"]): p["speedup"] for p in result["predictions"]}
-    wanted = max(speeds, key=speeds.get)
-    if speeds[wanted] >= 1.02:
-        own = {"model": tiny_target} if wanted[0] == "draft_model" else {}
-        assert result["recommended"] == {"method": wanted[0], **own, "num_speculative_tokens": wanted[1]}
+    expected = max(speeds, key=speeds.get)
+    if speeds[expected] >= 1.02:
+        own = {"model": tiny_target} if expected[0] == "draft_model" else {}
+        assert result["recommended"] == {"method": expected[0], **own, "num_speculative_tokens": expected[1]}
     assert median(speeds.values()) > 0

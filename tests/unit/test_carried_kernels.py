@@ -17,23 +17,23 @@ def carried(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(kernels, "CARRIED", tmp_path / "carried")
     monkeypatch.delenv("FORERUN_SANITIZE", raising=False)
     kernels.CARRIED.mkdir()
-    found = kernels.library()
-    assert found is not None
+    result = kernels.library()
+    assert result is not None
     for name in kernels.CARRIABLE:
-        shutil.copy(found._name, kernels.carried(name))
+        shutil.copy(result._name, kernels.carried(name))
     return kernels.CARRIED
 
 
 def chosen() -> str:
-    found = kernels._carried()
-    return "" if found is None else Path(found._name).name.rsplit("-", 1)[0]
+    result = kernels._carried()
+    return "" if result is None else Path(result._name).name.rsplit("-", 1)[0]
 
 
 AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
 @pytest.mark.parametrize(
-    ("units", "wanted"),
+    ("units", "expected"),
     [
         ({"avx2", "fma"}, ""),
         ({"avx2", "fma", "f16c"}, "avx2"),
@@ -44,17 +44,17 @@ AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
         (AVX512 | {"avx512_vnni", "avx512_bf16"}, "avx512_vnni_bf16"),
     ],
 )
-def test_the_best_that_the_processor_has_is_loaded(carried, monkeypatch, units, wanted):
+def test_the_best_that_the_processor_has_is_loaded(carried, monkeypatch, units, expected):
     monkeypatch.setattr(kernels, "_units", lambda: frozenset(units))
-    assert chosen() == wanted
+    assert chosen() == expected
 
 
 def test_nothing_is_compiled_where_they_are_carried(carried, monkeypatch):
     monkeypatch.setattr(kernels, "_compile", lambda *arguments: pytest.fail("compiled"))
     monkeypatch.setattr(kernels, "COMPILERS", ())
-    found = kernels.library.__wrapped__()
-    assert found is not None
-    assert Path(found._name).parent == carried
+    result = kernels.library.__wrapped__()
+    assert result is not None
+    assert Path(result._name).parent == carried
 
 
 def test_kernels_of_other_sources_or_damaged_ones_are_left(carried, monkeypatch, caplog):

@@ -101,16 +101,16 @@ def test_long_prompts_are_read_in_parts_while_others_draft(
 
 def watch(engine: Engine) -> dict[tuple[int, int], Draft]:
     """Every draft that is made from here on, by its sequence and the tokens that were committed then."""
-    found: dict[tuple[int, int], Draft] = {}
+    result: dict[tuple[int, int], Draft] = {}
     propose = engine.router.propose
 
     def watched(sequences: Any, budgets: Any) -> list[Draft]:
         drafts = propose(sequences, budgets)
-        found.update({(s.id, len(s.tokens)): draft for s, draft in zip(sequences, drafts) if len(draft)})
+        result.update({(s.id, len(s.tokens)): draft for s, draft in zip(sequences, drafts) if len(draft)})
         return drafts
 
     engine.router.propose = watched
-    return found
+    return result
 
 
 @pytest.mark.usefixtures("cpu_attention")
@@ -141,7 +141,7 @@ def test_a_part_is_at_least_a_token(chunk: Any, tiny_target: str, tiny_draft: st
 
 
 @pytest.mark.parametrize(
-    ("missing", "shares"),
+    ("missing", "fractions"),
     [
         ([4, 1, 4], [4, 1, 4]),
         ([4, 100, 4, 4], [4, 8, 4, 4]),
@@ -150,8 +150,8 @@ def test_a_part_is_at_least_a_token(chunk: Any, tiny_target: str, tiny_draft: st
         ([], []),
     ],
 )
-def test_who_lacks_least_reads_first(missing: list[int], shares: list[int]) -> None:
-    assert CatchUpConfig(num_speculative_tokens=3, prefill_chunk=8).shares(missing) == shares
+def test_who_lacks_least_reads_first(missing: list[int], fractions: list[int]) -> None:
+    assert CatchUpConfig(num_speculative_tokens=3, prefill_chunk=8).shares(missing) == fractions
 
 
 def compare(engine: Engine, jobs: list[Job]) -> None:

@@ -27,11 +27,11 @@ def test_a_conversation_is_answered_as_its_prompt_is(llm):
         (LONGER, "[user] the cat/[assistant] sat/[user] and?/[it] "),
     ):
         answer = model.chat(messages, GREEDY, chat_template=TEMPLATE)
-        wanted = model.generate(prompt, GREEDY)
+        expected = model.generate(prompt, GREEDY)
         assert len(answer) == 1
         assert answer[0].prompt == prompt
-        assert answer[0].prompt_token_ids == wanted[0].prompt_token_ids
-        assert answer[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
+        assert answer[0].prompt_token_ids == expected[0].prompt_token_ids
+        assert answer[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
 
 
 def test_several_conversations_have_options_one_by_one(llm):
@@ -151,7 +151,7 @@ def test_a_template_that_knows_the_developer_gets_the_role():
 
 
 @pytest.mark.parametrize(
-    ("left_out", "place", "template"),
+    ("left_out", "index", "template"),
     [
         ({"role": "critic", "content": "Too long."}, 1, QWEN),
         ({"role": "user", "content": [{"type": "text", "text": "seen?"}]}, 1, "{{ messages[0].content }}"),
@@ -159,12 +159,12 @@ def test_a_template_that_knows_the_developer_gets_the_role():
         (SYSTEM, 1, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"),
     ],
 )
-def test_what_a_template_leaves_out_is_an_error(left_out, place, template):
+def test_what_a_template_leaves_out_is_an_error(left_out, index, template):
     with pytest.raises(
-        RequestError, match=f"leaves out what message {place}, of the role {left_out['role']}"
+        RequestError, match=f"leaves out what message {index}, of the role {left_out['role']}"
     ) as caught:
         rendered([*FIRST, left_out], template)
-    assert caught.value.param == f"messages.{place}.content"
+    assert caught.value.param == f"messages.{index}.content"
 
 
 def test_what_a_template_changes_is_not_left_out(caplog):

@@ -278,9 +278,9 @@ def test_retry_takes_the_next_seed_where_one_matters(chat, told):
     assert (reply.ask, commands.talk.params.seed, len(commands.talk.turns)) == (True, 0, 1)
     assert "temperature 0" in reply.text
     hot = {"temperature": 0.9}
-    wanted = [told("u:hello;a:", **hot), told("u:hello;a:", **hot, seed=1)]
-    assert chat("hello\n/retry\n", "--temperature", "0.9")[1].splitlines() == wanted
-    assert wanted[0] != wanted[1]
+    expected = [told("u:hello;a:", **hot), told("u:hello;a:", **hot, seed=1)]
+    assert chat("hello\n/retry\n", "--temperature", "0.9")[1].splitlines() == expected
+    assert expected[0] != expected[1]
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,13 @@ class Screen:
     def wait(self, pattern: str, seconds: float = 120) -> str:
         """Everything up to what matches, which is then forgotten."""
         end = monotonic() + seconds
-        while (found := re.search(pattern, self.text, re.DOTALL)) is None:
+        while (result := re.search(pattern, self.text, re.DOTALL)) is None:
             assert select.select([self.master], [], [], max(0.0, end - monotonic()))[0], self.text
             try:
                 self.text += os.read(self.master, 4096).decode(errors="replace")
             except OSError:  # the other side is closed
                 raise AssertionError(self.text) from None
-        before, self.text = self.text[: found.end()], self.text[found.end() :]
+        before, self.text = self.text[: result.end()], self.text[result.end() :]
         return before
 
 

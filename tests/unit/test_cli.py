@@ -62,8 +62,8 @@ def test_json_is_the_contract_and_the_text_is_transformers_own(forerun, pair, ti
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     ids = torch.tensor([tokenizer.encode(PROMPT)])
     model = AutoModelForCausalLM.from_pretrained(tiny_target)
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[0]
-    assert answer["token_ids"] == wanted[ids.shape[1] :].tolist()
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[0]
+    assert answer["token_ids"] == expected[ids.shape[1] :].tolist()
     assert answer["text"] == tokenizer.decode(answer["token_ids"], skip_special_tokens=True)
     assert answer["prompt_tokens"] == ids.shape[1]
     assert answer["completion_tokens"] == len(answer["token_ids"])
@@ -91,35 +91,40 @@ def test_the_seed_decides_the_text_and_speculation_does_not(forerun, pair):
 
 
 def test_a_dash_reads_standard_input(forerun, pair, monkeypatch):
-    wanted = json.loads(forerun("generate", PROMPT, *pair, "--json")[1])
+    expected = json.loads(forerun("generate", PROMPT, *pair, "--json")[1])
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    assert json.loads(forerun("generate", "-", *pair, "--json")[1])["token_ids"] == wanted["token_ids"]
+    assert json.loads(forerun("generate", "-", *pair, "--json")[1])["token_ids"] == expected["token_ids"]
 
 
 def test_default_output_has_the_text_the_figures_and_one_round(forerun, pair):
-    wanted = json.loads(forerun("generate", PROMPT, *pair, "--json")[1])
+    expected = json.loads(forerun("generate", PROMPT, *pair, "--json")[1])
     code, out, err = forerun("generate", PROMPT, *pair)
     assert (code, err) == (0, "")
-    assert out.startswith(PROMPT + wanted["text"])
+    assert out.startswith(PROMPT + expected["text"])
     assert re.search(r"\d+ tokens/s", out)
-    assert f"mean acceptance length {wanted['metrics']['mean_acceptance_length']:.2f}" in out
-    assert f"{wanted['metrics']['num_accepted_draft_tokens']} of {wanted['metrics']['num_draft_tokens']} drafted" in out
+    assert f"mean acceptance length {expected['metrics']['mean_acceptance_length']:.2f}" in out
+    assert (
+        f"{expected['metrics']['num_accepted_draft_tokens']} of {expected['metrics']['num_draft_tokens']} drafted"
+        in out
+    )
     assert re.search(r"^round \d+ .*\[.\].*~.~", out, re.MULTILINE)
     assert "\x1b" not in out
 
 
 def test_trace_shows_every_round_with_marks_on_a_plain_terminal(forerun, pair):
-    wanted = json.loads(forerun("generate", PROMPT, *pair, "--json")[1])
+    expected = json.loads(forerun("generate", PROMPT, *pair, "--json")[1])
     _, out, _ = forerun("generate", PROMPT, *pair, "--trace")
     lines = re.findall(r"^ *(\d+) +(\S+)  (.*)$", out.split("acceptance", 1)[1], re.MULTILINE)
     lines = [line for line in lines if re.fullmatch(r"-|\d/\d", line[1])]
-    assert [int(number) for number, _, _ in lines] == list(range(1, wanted["metrics"]["rounds"] + 2))
-    assert sum(int(count[0]) for _, count, _ in lines if count != "-") == wanted["metrics"]["num_accepted_draft_tokens"]
+    assert [int(number) for number, _, _ in lines] == list(range(1, expected["metrics"]["rounds"] + 2))
+    assert (
+        sum(int(count[0]) for _, count, _ in lines if count != "-") == expected["metrics"]["num_accepted_draft_tokens"]
+    )
     token = r"(\\n|<unk>|.)"
     marks = re.compile(rf"~{token}~|\[{token}\]|<{token}>|\+{token}\+")
     drafted = ["".join(m[2] or m[3] or m[4] or "" for m in marks.finditer(line)) for _, _, line in lines]
     text = "".join(line if count == "-" else kept for kept, (_, count, line) in zip(drafted, lines))
-    assert text.replace("\\n", "\n").replace("<unk>", "") == wanted["text"]
+    assert text.replace("\\n", "\n").replace("<unk>", "") == expected["text"]
     assert all(f"{look.left}{kind}{look.right}: {look.meaning}" in out for kind, look in KINDS.items())
 
 
@@ -133,9 +138,9 @@ class Page(HTMLParser):
         self.links: list[str] = []
 
     def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
+        result = dict(attrs)
         self.inside = self.inside or tag == "pre"
-        self.kind = found.get("class", "")
+        self.kind = result.get("class", "")
         self.links += [value for name, value in attrs if name in ("src", "href")]
 
     def handle_endtag(self, tag):
@@ -207,12 +212,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("place", "why"), [("nowhere/page.html", "no folder"), (".", "a folder")])
+@pytest.mark.parametrize(("index", "why"), [("nowhere/page.html", "no folder"), (".", "a folder")])
 def test_a_page_that_cannot_be_written_is_refused_before_the_model_runs(
-    forerun, pair, tmp_path, place, why, monkeypatch
+    forerun, pair, tmp_path, index, why, monkeypatch
 ):
     monkeypatch.setattr("forerun.engine.llm.LLM", None)
-    code, out, err = forerun("generate", PROMPT, *pair, "--trace-html", str(tmp_path / place))
+    code, out, err = forerun("generate", PROMPT, *pair, "--trace-html", str(tmp_path / index))
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"error: cannot write {tmp_path}.*: .*{why}.*\n", err)
 
@@ -288,10 +293,10 @@ def test_help_cuts_no_name_in_80_columns(forerun, monkeypatch, command):
     assert max(map(len, out.splitlines())) <= 80
     assert "\u2026" not in out
     first, *rest = command.split()
-    found = load(first)
+    result = load(first)
     for name in rest:
-        found = found.commands[name]
-    names = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        result = result.commands[name]
+    names = {option for parameter in result.params for option in (*parameter.opts, *parameter.secondary_opts)}
     assert len(names) > 10
     assert {name for name in names if name.startswith("--") and not re.search(rf"{name}(?![\w-])", out)} == set()
 
@@ -352,7 +357,7 @@ def test_the_bundled_pair_speculates_by_default_and_other_models_from_the_text_a
         speculative_config({"speculative_config": {"num_speculative_tokens": 3}, "spec_tokens": 4}, {})
 
 
-def test_a_method_that_nobody_named_is_told(forerun, pair):
+def test_a_method_that_nobody_named_is_reported(forerun, pair):
     options = [*pair[:2], "--max-tokens", "24"]
     lines = re.findall(r"^speculation +(.*)$", forerun("generate", PROMPT, *options)[1], re.MULTILINE)
     assert len(lines) == 1
@@ -361,7 +366,7 @@ def test_a_method_that_nobody_named_is_told(forerun, pair):
     assert "speculation" not in forerun("generate", PROMPT, *options, "--spec-method", "none")[1]
 
 
-def test_fewer_tokens_than_were_asked_for_are_told(forerun, pair):
+def test_fewer_tokens_than_were_asked_for_are_reported(forerun, pair):
     short = ["generate", "x" * 100, *pair[:2], "--max-model-len", "120", "--ignore-eos", "--json"]
     _, out, err = forerun(*short, "--max-tokens", "30")
     assert json.loads(out)["completion_tokens"] == 20

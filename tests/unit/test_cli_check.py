@@ -18,7 +18,7 @@ from forerun.cli.check import show
 from forerun.cli.main import run
 from forerun.engine import engine
 from forerun.measure import identity
-from forerun.measure.check import LENGTH, SUPPORT, _self_tested, check_law, chi_square, exact_law
+from forerun.measure.check import LENGTH, SUPPORT, _self_tested, check_distribution, chi_square, exact_distribution
 from forerun.measure.identity import METHOD, MIXES, SHAPES, check_identity, hand_made, variants
 from forerun.models.native import NativeModel
 from forerun.speculate import round as rounds
@@ -49,16 +49,16 @@ def failures(result: dict) -> set[str]:
 def test_everything_holds_on_the_tiny_pair(check):
     code, result = check("--samples", "60")
     assert (code, result["passed"], result["tested"], failures(result)) == (0, True, True, set())
-    found = [(item["check"], item["what"], item["layout"], item["temperature"]) for item in result["results"]]
-    for method, layout, heat in itertools.product(
+    results = [(item["check"], item["what"], item["layout"], item["temperature"]) for item in result["results"]]
+    for method, layout, temperature in itertools.product(
         ("ngram", "draft_model", "hand-made trees"), ("slotted", "paged 16"), (0.0, 0.8)
     ):
-        assert ("same-seed identity", method, layout, heat) in found
-    paths = {item["what"].split(",")[0].split(":")[0] for item in result["results"] if item["check"] != "law"}
+        assert ("same-seed identity", method, layout, temperature) in results
+    paths = {item["what"].split(",")[0].split(":")[0] for item in result["results"] if item["check"] != "distribution"}
     assert paths >= {"native", "hf"}
     bits = [item for item in result["results"] if item["unit"] == "rows"]
     assert [(item["good"], item["total"]) for item in bits] == [(36, 36)] * 4
-    assert [item["what"] for item in result["results"] if item["check"] == "law"] == [
+    assert [item["what"] for item in result["results"] if item["check"] == "distribution"] == [
         "ngram, coupled", "ngram, token", "draft_model, coupled", "draft_model, token",
     ]  # fmt: skip
     assert METHOD not in drafters
@@ -70,7 +70,7 @@ def test_each_way_of_a_method_is_named(check):
     _, result = check(*small, "--temperature", "0", "--layout", "slotted", "--speculative-config", ways)
     names = [f"draft_model num_speculative_tokens={n}" for n in (2, 3)]
     assert [item["what"] for item in lines(result, "same-seed identity")] == names
-    assert [item["what"] for item in lines(result, "law")] == [f"{name}, token" for name in names]
+    assert [item["what"] for item in lines(result, "distribution")] == [f"{name}, token" for name in names]
 
 
 def lines(result: dict, check: str) -> list[dict]:
@@ -85,8 +85,12 @@ def lines(result: dict, check: str) -> list[dict]:
             "same-seed identity",
             "nothing was drafted: give",
         ),
-        (["--methods", "pattern,draft_model", "--accept", "token"], "law", "nothing was drafted: give"),
-        (["--methods", "ngram,draft_model", "--samples", "4"], "law", "4 samples cannot tell two answers apart"),
+        (["--methods", "pattern,draft_model", "--accept", "token"], "distribution", "nothing was drafted: give"),
+        (
+            ["--methods", "ngram,draft_model", "--samples", "4"],
+            "distribution",
+            "4 samples cannot tell two answers apart",
+        ),
         (
             ["--methods", "ngram,draft_model", "--samples", "0", "--max-tokens", "1"],
             "same-seed identity",
@@ -123,8 +127,8 @@ def test_what_was_not_tested_has_not_passed(check, capsys, options, kind, reason
 def test_a_context_without_two_rows_to_compare_is_not_tested():
     for context, tested in ((10, False), (11, True)):
         model = SimpleNamespace(info=SimpleNamespace(max_len=context))
-        found = _self_tested("native", "slotted", model, [])
-        assert (found.tested, found.passed) == (tested, tested)
+        result = _self_tested("native", "slotted", model, [])
+        assert (result.tested, result.passed) == (tested, tested)
         failed = _self_tested("native", "slotted", model, ["2 rows differ"])
         assert (failed.tested, failed.passed, failed.detail) == (True, False, "2 rows differ")
 
@@ -140,15 +144,15 @@ def test_a_failure_without_a_draft_is_a_failure(llm, monkeypatch):
     right = identity.answers
 
     def wrong(llm, speculative, *arguments, **options):
-        found, total = right(llm, speculative, *arguments, **options)
-        return [[answer._replace(text="?") for answer in group] if speculative else group for group in found], total
+        result, total = right(llm, speculative, *arguments, **options)
+        return [[answer._replace(text="?") for answer in group] if speculative else group for group in result], total
 
     monkeypatch.setattr(identity, "answers", wrong)
     settings = {"temperatures": [0.0], "max_tokens": 4, "page_sizes": [None], "concurrency": 8, "seed": 0}
-    found = list(
+    result = list(
         check_identity(llm(), [{"method": "pattern"}], [[5, 6, 7]], trees=False, step=lambda note: None, **settings)
     )
-    assert [(one.passed, one.tested) for one in found] == [(False, True)]
+    assert [(one.passed, one.tested) for one in result] == [(False, True)]
 
 
 def test_a_rollback_that_keeps_too_much_is_found(check, monkeypatch):
@@ -157,8 +161,8 @@ def test_a_rollback_that_keeps_too_much_is_found(check, monkeypatch):
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
             if len(draft) > len(verdict.path) and sequence.cached > sequence.num_prompt + 2:
                 for side in (pool.keys, pool.values):
-                    place = pool.places(sequence.id, [sequence.cached - 1])
-                    side[0][place[0], :, place[1]] += 1.0
+                    index = pool.slot_mapping(sequence.id, [sequence.cached - 1])
+                    side[0][index[0], :, index[1]] += 1.0
 
     correct = rounds.roll_back
     monkeypatch.setattr(rounds, "roll_back", careless)
@@ -180,7 +184,7 @@ def test_a_rule_that_likes_its_drafts_too_much_is_found(check, monkeypatch):
     monkeypatch.setattr(Coupled, "accept", gullible)
     code, result = check("--methods", "draft_model", "--accept", "coupled", "--no-trees", "--temperature", "0.8")
     assert code == 1
-    assert failures(result) == {"same-seed identity", "law"}
+    assert failures(result) == {"same-seed identity", "distribution"}
 
 
 def forgetful(self, compared, correct=Token.decide):
@@ -190,17 +194,17 @@ def forgetful(self, compared, correct=Token.decide):
 
 
 @pytest.mark.parametrize("form", [Comparison, compare] if kernels.has("weigh") else [Comparison])
-def test_the_law_finds_a_residual_that_forgets_q(llm, tiny_draft, monkeypatch, form):
+def test_the_distribution_finds_a_residual_that_forgets_q(llm, tiny_draft, monkeypatch, form):
     """The classic mistake: after a rejection, a token of p instead of max(0, p - q)."""
     monkeypatch.setattr(base, "compare", form)
     options = {"method": "draft_model", "model": tiny_draft, "accept": "token"}
     prompt = [10, 20, 30, 10, 20, 30, 10]
-    assert check_law(llm(), options, prompt, seed=1).passed
+    assert check_distribution(llm(), options, prompt, seed=1).passed
     monkeypatch.setattr(Token, "decide", forgetful)
-    found = check_law(llm(), options, prompt, seed=1)
-    assert not found.passed
-    assert found.p_value < 1e-8
-    assert found.good == found.total  # every answer is possible: only their frequencies are wrong
+    result = check_distribution(llm(), options, prompt, seed=1)
+    assert not result.passed
+    assert result.p_value < 1e-8
+    assert result.good == result.total  # every answer is possible: only their frequencies are wrong
 
 
 def test_every_method_is_checked_or_left_out(check):
@@ -213,8 +217,8 @@ def test_every_method_is_checked_or_left_out(check):
 
 
 def test_variants_are_a_chain_a_tree_and_a_sharper_draft(tiny_draft):
-    found = variants({"method": "draft_model", "model": tiny_draft})
-    assert [set(config) - {"method", "model"} for config in found] == [set(), {"tree_nodes"}, {"draft_temperature"}]
+    result = variants({"method": "draft_model", "model": tiny_draft})
+    assert [set(config) - {"method", "model"} for config in result] == [set(), {"tree_nodes"}, {"draft_temperature"}]
     assert variants({"method": "prompt_lookup"})[0] == {"method": "prompt_lookup"}
     assert all(len(MIXES) % count for count in (2, 3))
 
@@ -223,8 +227,8 @@ def test_more_than_tokens_is_compared(llm, monkeypatch):
     """Logprobs that speculation changes are a failure, though every token is right."""
 
     def shifted(result, index, verdict, mode):
-        found = correct(result, index, verdict, mode)
-        return [replace(one, logprob=one.logprob - 0.01) for one in found] if len(verdict.tokens) > 1 else found
+        outcome = correct(result, index, verdict, mode)
+        return [replace(one, logprob=one.logprob - 0.01) for one in outcome] if len(verdict.tokens) > 1 else outcome
 
     correct = engine.emitted_logprobs
     monkeypatch.setattr(engine, "emitted_logprobs", shifted)
@@ -285,31 +289,31 @@ def _params():
     return SamplingParams(max_tokens=20)
 
 
-def test_exact_law_is_the_product_of_transformers_probabilities(llm, tiny_target):
+def test_exact_distribution_is_the_product_of_transformers_probabilities(llm, tiny_target):
     prompt = [10, 20, 30, 10, 20]
-    law = exact_law(llm(), prompt, 0.7)
+    distribution = exact_distribution(llm(), prompt, 0.7)
     model = AutoModelForCausalLM.from_pretrained(tiny_target)
-    assert len(law) == SUPPORT**LENGTH
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
-    for answer in random.Random(0).sample(sorted(law), 8):
+    assert len(distribution) == SUPPORT**LENGTH
+    assert sum(distribution.values()) == pytest.approx(1.0, abs=1e-12)
+    for answer in random.Random(0).sample(sorted(distribution), 8):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *answer]])).logits[0].double()
         chance = 1.0
         for i, token in enumerate(answer):
             top = logits[len(prompt) - 1 + i].topk(SUPPORT)
             chance *= float(torch.softmax(top.values / 0.7, 0)[top.indices.tolist().index(token)])
-        assert law[answer] == pytest.approx(chance, rel=1e-4)
+        assert distribution[answer] == pytest.approx(chance, rel=1e-4)
 
 
 def test_chi_square_is_scipys_and_rare_cells_are_joined():
-    law = {(0,): 0.5, (1,): 0.3, (2,): 0.19, (3,): 0.006, (4,): 0.004}
+    distribution = {(0,): 0.5, (1,): 0.3, (2,): 0.19, (3,): 0.006, (4,): 0.004}
     counts = {(0,): 110, (1,): 55, (2,): 32, (3,): 3}
-    p_value, freedom = chi_square(counts, law)
-    wanted = scipy.stats.chisquare([110, 55, 35], [100, 60, 40])  # two come to 2, which is still rare
-    assert (p_value, freedom) == (pytest.approx(wanted.pvalue, rel=1e-9), 2)
+    p_value, freedom = chi_square(counts, distribution)
+    expected = scipy.stats.chisquare([110, 55, 35], [100, 60, 40])  # two come to 2, which is still rare
+    assert (p_value, freedom) == (pytest.approx(expected.pvalue, rel=1e-9), 2)
     even = {(i,): 0.1 for i in range(10)}
-    found = chi_square({(i,): 1 + i % 3 for i in range(10)}, even)  # 19 samples: three together are expected 5.7 times
-    wanted = scipy.stats.chisquare([6, 6, 7], [5.7, 5.7, 7.6])
-    assert found == (pytest.approx(wanted.pvalue, rel=1e-9), 2)
+    result = chi_square({(i,): 1 + i % 3 for i in range(10)}, even)  # 19 samples: three together are expected 5.7 times
+    expected = scipy.stats.chisquare([6, 6, 7], [5.7, 5.7, 7.6])
+    assert result == (pytest.approx(expected.pvalue, rel=1e-9), 2)
     assert chi_square({(0,): 3}, {(0,): 0.999, (1,): 0.001}) == (1.0, 0)
-    assert chi_square({(0,): 1, (9,): 1}, law) == (0.0, 0)
+    assert chi_square({(0,): 1, (9,): 1}, distribution) == (0.0, 0)

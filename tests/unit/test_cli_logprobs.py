@@ -46,11 +46,11 @@ def agrees(item: dict, row: torch.Tensor, count: int, tokenizer) -> None:
     assert [top["logprob"] for top in item["top"]] == pytest.approx(values.tolist(), abs=1e-3)
 
 
-@pytest.mark.parametrize(("mode", "heat"), [(None, 1.0), ("raw_logprobs", 1.0), ("processed_logprobs", 0.5)])
-def test_logprobs_are_transformers_own_in_the_mode_asked_for(generate, tokenizer, tiny_target, mode, heat):
+@pytest.mark.parametrize(("mode", "temperature"), [(None, 1.0), ("raw_logprobs", 1.0), ("processed_logprobs", 0.5)])
+def test_logprobs_are_transformers_own_in_the_mode_asked_for(generate, tokenizer, tiny_target, mode, temperature):
     answer = json.loads(generate("--logprobs", "3", *(["--logprobs-mode", mode] if mode else []), "--json"))
     prompt = tokenizer.encode(PROMPT)
-    rows = reference(tiny_target, [*prompt, *answer["token_ids"]], heat)[len(prompt) - 1 :]
+    rows = reference(tiny_target, [*prompt, *answer["token_ids"]], temperature)[len(prompt) - 1 :]
     assert [item["token"] for item in answer["logprobs"]] == answer["token_ids"]
     for item, row in zip(answer["logprobs"], rows, strict=True):
         agrees(item, row, 3, tokenizer)
@@ -88,12 +88,12 @@ def test_several_answers(generate):
 
 
 def test_the_text_output_shows_them_too(generate):
-    found = json.loads(generate("--logprobs", "1", "--prompt-logprobs", "0", "--json"))
+    result = json.loads(generate("--logprobs", "1", "--prompt-logprobs", "0", "--json"))
     out = generate("--logprobs", "1", "--prompt-logprobs", "0").split("log-probabilities, ")
     assert [part.splitlines()[0] for part in out[1:]] == ["prompt", "answer"]
     prompt, answer = (part.split("\n\n")[0].splitlines()[1:] for part in out[1:])
     assert prompt[0].split() == ["'t'", "-"]
-    for line, item in zip([*prompt[1:], *answer], [*found["prompt_logprobs"][1:], *found["logprobs"]], strict=True):
+    for line, item in zip([*prompt[1:], *answer], [*result["prompt_logprobs"][1:], *result["logprobs"]], strict=True):
         assert line.startswith(f"  {item['text']!r}")
         assert f"{item['logprob']:.2f}  rank {item['rank']}" in line
         assert all(f"{top['text']!r} {top['logprob']:.2f}" in line for top in item["top"])

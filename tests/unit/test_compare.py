@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from forerun import SamplingParams, kernels
+from forerun.core.request import RequestState
 from forerun.core.scores import Scores
-from forerun.core.sequence import Sequence
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import base, rules
@@ -29,7 +29,7 @@ def test_what_is_left_of_rows(dtype: torch.dtype, size: int, scaled: bool) -> No
     rows = [0, 1, 3]
     q[1] = p[1] * 1.001  # nothing is left there
     factor = torch.tensor([[0.5], [0.9], [1.0]], dtype=torch.float64) if scaled else None
-    sequences = [Sequence(i, [1], 1, SamplingParams(temperature=1.0), seed=i) for i in range(5)]
+    sequences = [RequestState(i, [1], 1, SamplingParams(temperature=1.0), seed=i) for i in range(5)]
     sampler = Sampler(size)
     sampler.compiled = None
     compared = Comparison(Scores(sequences, [Draft() for _ in range(5)], [*range(5)], p.log().to(dtype)), sampler)
@@ -37,37 +37,37 @@ def test_what_is_left_of_rows(dtype: torch.dtype, size: int, scaled: bool) -> No
     left, mass = compared.left(rows, q.to(dtype), 1.0 if factor is None else factor.to(dtype))
     assert torch.equal(compared.p, kept)
     assert torch.equal(compared.residual, kept)
-    for place, row in enumerate(rows):
-        wanted = numpy.maximum(0.0, p[row].numpy() * (factor[place, 0].item() if scaled else 1.0) - q[place].numpy())
-        assert abs(mass[place, 0].item() - wanted.sum()) < 1e-5
-        wanted = p[row].numpy() if place == 1 else wanted
-        assert numpy.allclose(left[place].double().numpy(), wanted, atol=1e-6)
+    for index, row in enumerate(rows):
+        expected = numpy.maximum(0.0, p[row].numpy() * (factor[index, 0].item() if scaled else 1.0) - q[index].numpy())
+        assert abs(mass[index, 0].item() - expected.sum()) < 1e-5
+        expected = p[row].numpy() if index == 1 else expected
+        assert numpy.allclose(left[index].double().numpy(), expected, atol=1e-6)
 
 
 def draws(size: int, temperatures: list[float], drawn: list[bool], depth: int = 3) -> tuple[Scores, numpy.ndarray]:
     """A chain per temperature over random logits, drawn from a q or a point mass; and p in float64."""
     generator = numpy.random.default_rng(size + depth)
-    sequences, drafts, first, laws = [], [], [], []
+    sequences, drafts, first, distributions = [], [], [], []
     logits = generator.normal(size=(len(drawn) * (depth + 1), size)) * 2.0
     logits[:, size // 2] = -numpy.inf  # a banned token
     for index, (temperature, q_drawn) in enumerate(zip(temperatures, drawn)):
         params = SamplingParams(temperature=temperature)
-        sequences.append(Sequence(index, [1, 2], 1, params, seed=index, scheduled=1, cached=1))
+        sequences.append(RequestState(index, [1, 2], 1, params, seed=index, scheduled=1, cached=1))
         first.append(index * (depth + 1))
         rows = logits[first[-1] : first[-1] + depth + 1]
         if temperature:
             powers = numpy.exp(rows - rows.max(axis=1, keepdims=True))
-            laws.append(powers / powers.sum(axis=1, keepdims=True))
+            distributions.append(powers / powers.sum(axis=1, keepdims=True))
         else:
-            laws.append(numpy.eye(size)[rows.argmax(axis=1)])
+            distributions.append(numpy.eye(size)[rows.argmax(axis=1)])
         if index % 3 == 0:  # drafts that are sometimes right
             tokens = rows[:depth].argmax(axis=1).tolist()
         else:
-            tokens = [int(generator.choice(size, p=law)) for law in laws[-1][:depth]]
-        near = numpy.abs(laws[-1][:depth] + 0.2 * generator.random((depth, size)) / size) + 1e-9
+            tokens = [int(generator.choice(size, p=distribution)) for distribution in distributions[-1][:depth]]
+        near = numpy.abs(distributions[-1][:depth] + 0.2 * generator.random((depth, size)) / size) + 1e-9
         q = torch.tensor(near / near.sum(axis=1, keepdims=True), dtype=torch.float32) if q_drawn else None
         drafts.append(Draft.chain(tokens, q, range(depth) if q_drawn else [POINT_MASS] * depth))
-    return Scores(sequences, drafts, first, torch.tensor(logits, dtype=torch.float32)), numpy.concatenate(laws)
+    return Scores(sequences, drafts, first, torch.tensor(logits, dtype=torch.float32)), numpy.concatenate(distributions)
 
 
 @pytest.mark.parametrize("name", where(kernels.has("weigh"), ["token", "block", "lenient"]))
@@ -80,10 +80,10 @@ def test_the_kernel_weighs_chains_as_the_definition_does(name: str, size: int) -
     accept, trials = rule.decide(compared), compared.trials
     exact = Sampler(size)
     exact.compiled = None
-    wanted = Comparison(replace(scores, warped=torch.tensor(p).log()), exact)
-    assert numpy.allclose(accept, rule.decide(wanted), atol=2e-4)
+    expected = Comparison(replace(scores, warped=torch.tensor(p).log()), exact)
+    assert numpy.allclose(accept, rule.decide(expected), atol=2e-4)
     assert numpy.allclose(compared.tops, scores.warped.amax(dim=1).numpy())
-    for ours, theirs in zip(compared.residual.double().numpy(), wanted.residual.numpy()):
+    for ours, theirs in zip(compared.residual.double().numpy(), expected.residual.numpy()):
         if theirs.sum() > 1e-4:  # below, rounding decides whether anything is left
             assert numpy.allclose(ours / ours.sum(), theirs / theirs.sum(), atol=2e-3)
     overlaps = compared.overlaps()
@@ -124,6 +124,6 @@ def test_the_q_of_drafts_stays_as_it_was(name: str) -> None:
         for token, parent, row in ((0, -1, 0), (1, -1, 0), (2, 0, 1), (1, 0, 1)):
             draft.add(token, parent, row)
         kept = draft.q.clone()
-        sequence = Sequence(0, [1], 1, SamplingParams(temperature=1.0), seed=3)
+        sequence = RequestState(0, [1], 1, SamplingParams(temperature=1.0), seed=3)
         rules[name]().accept(Scores([sequence], [draft], [0], torch.zeros(5, 3)), Sampler(3))
         assert torch.equal(draft.q, kept)

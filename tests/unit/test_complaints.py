@@ -18,12 +18,12 @@ def named() -> set[str]:
     rows = [row for row in rows if row.startswith("| ") and not row.endswith("| tests |")]
     assert sum(bool(re.match(r"\| \d+ \|", row)) for row in rows) == 15
     assert sum(bool(re.match(r"\| `\w+\.py` \|", row)) for row in rows) == 12
-    found = set()
+    result = set()
     for row in rows:
         tests = re.findall(r"`(tests/[\w/]+\.py::\w+)`", row)
         assert len(tests) == max(1, row.count("tests/")), row
-        found.update(tests)
-    return found
+        result.update(tests)
+    return result
 
 
 def collected(files: set[str]) -> set[str]:

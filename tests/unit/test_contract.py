@@ -40,13 +40,13 @@ def parsed(path: Path) -> ast.Module:
 @cache
 def imports(path: Path) -> set[str]:
     """Top-level packages that a file imports anywhere."""
-    found = set()
+    result = set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            result |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.split(".")[0])
-    return found
+            result.add(node.module.split(".")[0])
+    return result
 
 
 def test_files_and_functions_are_short():
@@ -67,14 +67,14 @@ def test_files_and_functions_are_short():
 def test_layers_import_downwards_only():
     # In a process of its own: it switches off every logger of this one.
     command = [str(Path(sys.executable).with_name("lint-imports")), "--config", str(ROOT / "pyproject.toml")]
-    found = subprocess.run([*command, "--no-cache"], capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = subprocess.run([*command, "--no-cache"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("package", EXTRAS)
 def test_an_optional_package_is_imported_in_one_folder(package):
     parts = [path.relative_to(ROOT).parts for path in SOURCES if package in imports(path)]
-    folders = {place[2] if place[0] == "src" else place[0] for place in parts}
+    folders = {index[2] if index[0] == "src" else index[0] for index in parts}
     assert folders <= {EXTRAS[package]}
 
 
@@ -106,6 +106,6 @@ def test_nothing_is_left_for_later():
     marks = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX|raise NotImplemented" + r"Error)\b")
     skips = re.compile(r"mark\.(sk" + r"ip|xf" + r"ail)|pytest\.(sk" + r"ip|xf" + r"ail)\(")
     texts = {name(path): path.read_text() for path in FILES}
-    found = [f"{path}: {match.group()}" for path, text in texts.items() for match in marks.finditer(text)]
-    found += [f"{path}: {match.group()}" for path, text in texts.items() for match in skips.finditer(text)]
-    assert not found
+    result = [f"{path}: {match.group()}" for path, text in texts.items() for match in marks.finditer(text)]
+    result += [f"{path}: {match.group()}" for path, text in texts.items() for match in skips.finditer(text)]
+    assert not result

@@ -30,25 +30,27 @@ def texts_of(seed: int) -> list[list[int]]:
 
 def followers(part: list[int], texts: list[list[int]]) -> Counter[int | None]:
     """What comes behind ``part``; None: a text's end."""
-    found: Counter[int | None] = Counter()
+    result: Counter[int | None] = Counter()
     for text in texts:
-        found.update(text[end] if end < len(text) else None for end in occurrences(part, text))
-    return found
+        result.update(text[end] if end < len(text) else None for end in occurrences(part, text))
+    return result
 
 
-def check(found: Retrieved, state: list[int], part: list[int], texts: list[list[int]], depth: int) -> None:
+def check(result: Retrieved, state: list[int], part: list[int], texts: list[list[int]], depth: int) -> None:
     """What is said to follow ``part``, and what follows that."""
-    wanted = followers(part, texts)
-    total = wanted.total()
-    rest = 1 if state is found.state else 0  # the text's own end counts as an occurrence, too
+    expected = followers(part, texts)
+    total = expected.total()
+    rest = 1 if state is result.state else 0  # the text's own end counts as an occurrence, too
     assert len(state) == total
-    told = list(found.continuations(state))
-    assert [round(math.exp(log_q) * (total + rest)) for _, log_q, _ in told] == [wanted[token] for token, _, _ in told]
-    assert {token for token, _, _ in told} == set(wanted) - {None}
+    told = list(result.continuations(state))
+    assert [round(math.exp(log_q) * (total + rest)) for _, log_q, _ in told] == [
+        expected[token] for token, _, _ in told
+    ]
+    assert {token for token, _, _ in told} == set(expected) - {None}
     assert [log_q for _, log_q, _ in told] == sorted((log_q for _, log_q, _ in told), reverse=True)
     if depth:
         for token, _, after in told:
-            check(found, after, [*part, token], texts, depth - 1)
+            check(result, after, [*part, token], texts, depth - 1)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -58,23 +60,23 @@ def test_matches_and_what_follows_them(seed: int) -> None:
     for _ in range(20):
         text = noisy_text(draw, draw.randrange(5, 30), letters=4)
         reach = draw.choice([2, 5, 24])
-        found = store.match(text, reach)
+        result = store.match(text, reach)
         longest = max((n for n in range(1, reach + 1) if n <= len(text) and followers(text[-n:], texts)), default=0)
-        assert found.length == longest
-        while found.length:
-            part = text[-found.length :]
-            check(found, found.state, part, texts, 2)
-            more = [n for n in range(1, found.length) if followers(text[-n:], texts) > followers(part, texts)]
-            found = found.shorter()
-            assert found.length == max(more, default=0)
+        assert result.length == longest
+        while result.length:
+            part = text[-result.length :]
+            check(result, result.state, part, texts, 2)
+            more = [n for n in range(1, result.length) if followers(text[-n:], texts) > followers(part, texts)]
+            result = result.shorter()
+            assert result.length == max(more, default=0)
 
 
 def test_a_match_is_no_longer_than_what_is_sorted() -> None:
     text = [1, 2] * 40
-    found = Datastore([text]).match(text, 100)
-    assert found.length == datastore.REACH
-    assert found.last - found.first == 25
-    (told,) = found.continuations(found.state)
+    result = Datastore([text]).match(text, 100)
+    assert result.length == datastore.REACH
+    assert result.last - result.first == 25
+    (told,) = result.continuations(result.state)
     assert told[0] == 1
     assert math.exp(told[1]) == pytest.approx(24 / 26)
 
@@ -82,21 +84,21 @@ def test_a_match_is_no_longer_than_what_is_sorted() -> None:
 def test_of_many_occurrences_some_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datastore, "COUNTED", 4)
     store = Datastore([[7, token] for token in range(10, 20) for _ in range(10)])
-    found = store.match([3, 7], 24)
-    told = list(found.continuations(found.state))
-    assert found.length == 1
+    result = store.match([3, 7], 24)
+    told = list(result.continuations(result.state))
+    assert result.length == 1
     assert len(told) == 4
     for token, log_q, after in told:
         assert math.exp(log_q) == pytest.approx(100 / 101 / 4)
-        assert [store.tokens[place - 1] for place in after] == [token + 1]
+        assert [store.tokens[index - 1] for index in after] == [token + 1]
 
 
 @pytest.mark.parametrize("texts", [[[5]], [[70_000, 3], [], [3]]])
 def test_files_keep_texts(texts: list[list[int]], tmp_path: Path) -> None:
     datastore.save(tmp_path / "texts.safetensors", texts)
     store = Datastore.load(tmp_path / "texts.safetensors", 70_001, None)
-    found = store.match([3], 24)
-    assert followers([3], texts).total() == found.last - found.first
+    result = store.match([3], 24)
+    assert followers([3], texts).total() == result.last - result.first
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -138,13 +140,15 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tree", [{}, {"tree": [2, 1, 1]}])
 def test_a_known_answer_is_drafted(tiny_target: str, tmp_path: Path, tree: dict) -> None:
     prompt, other = [5, 6, 7, 8], [30, 31]
-    params = [SamplingParams(temperature=heat, max_tokens=40, seed=3, ignore_eos=True) for heat in (0.0, 0.9)]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True) for temperature in (0.0, 0.9)
+    ]
     plain = [out.outputs[0].token_ids for out in LLM(tiny_target).generate([prompt, other], params)]
     datastore.save(tmp_path / "texts.safetensors", [[*prompt, *plain[0]]])
     config = {"method": "suffix", "datastore": str(tmp_path / "texts.safetensors"), "num_speculative_tokens": 3, **tree}
-    found = LLM(tiny_target, speculative_config=config).generate([prompt, other], params)
-    assert [out.outputs[0].token_ids for out in found] == plain
-    assert found[0].metrics.tokens_per_round > 3.5
+    result = LLM(tiny_target, speculative_config=config).generate([prompt, other], params)
+    assert [out.outputs[0].token_ids for out in result] == plain
+    assert result[0].metrics.tokens_per_round > 3.5
 
 
 def test_a_file_of_text_is_read_in_the_models_tokens(tmp_path: Path) -> None:

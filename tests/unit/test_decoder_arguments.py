@@ -39,7 +39,7 @@ def decoding(model: NativeModel, **changes: int):
 BAD_CALLS = [
     {"rows": 0}, {"rows": -1}, {"rows": 4}, {"threads": 0}, {"ids": 0}, {"positions": 0}, {"angles": 0},
     {"num_angles": 2}, {"which": 0}, {"num_which": -1}, {"num_which": 1 << 40}, {"keep": 0}, {"rows_out": 0},
-    {"num_out": -1}, {"num_out": 4}, {"room": 0}, {"room_size": 10}, {"logits": 0}, {"sides": 0}, {"pool": 0},
+    {"num_out": -1}, {"num_out": 4}, {"workspace": 0}, {"workspace_size": 10}, {"logits": 0}, {"sides": 0}, {"pool": 0},
     {"plan": 0},
 ]  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_experts_that_do_not_fit(mixture):
     for name, values in {"weight": [NOWHERE], "inputs": [0, -1, 1 << 40], "outputs": [0, 3, 1 << 40]}.items():
         at = structs.Linear._fields.index(name)
         bad += [(experts.fields, router + at, value) for value in values]
-        bad += [(layers, place + at, value) for place in range(0, len(layers), len(structs.Linear._fields))
+        bad += [(layers, index + at, value) for index in range(0, len(layers), len(structs.Linear._fields))
                 for value in values]  # fmt: skip
     x = torch.randn(3, experts.inputs)
     run, *_ = decoding(mixture)

@@ -65,9 +65,9 @@ def test_links_lead_to_files(page: Path) -> None:
 @pytest.mark.parametrize("page", pages(history=False))
 def test_files_that_are_named_exist(page: Path) -> None:
     for name in re.findall(r"`([\w./-]+\.(?:py|md|json|jinja|toml))`", page.read_text(encoding="utf-8")):
-        places = [ROOT / place for place in ("src", "lab", "tests")]
-        found = [ROOT / name, *(file for place in places for file in place.rglob(Path(name).name))]
-        assert name in MADE or any(str(file).endswith(f"/{name}") and file.exists() for file in found), name
+        places = [ROOT / index for index in ("src", "lab", "tests")]
+        result = [ROOT / name, *(file for index in places for file in index.rglob(Path(name).name))]
+        assert name in MADE or any(str(file).endswith(f"/{name}") and file.exists() for file in result), name
 
 
 @pytest.mark.parametrize("page", pages())

@@ -45,14 +45,14 @@ def test_its_logits_are_the_whole_layers_rows(quantization: str | None) -> None:
     from forerun.models.base import new_attention
 
     names = torch.tensor([0, 3, 17, 300, 301, 999])
-    found = []
+    result = []
     for outputs in (None, names):
         model = load_model(pretrained.path("draft"), dtype="float32", outputs=outputs, quantization=quantization)
         attention = new_attention(model, max_seqs=1, max_len=32)
         attention.pool.reserve(0, 4)
         batch = Batch([Span(0, 0, [5, 6, 7, 8], logits=[1, 3])], model.info.device)
-        found.append(model.forward(batch, attention).logits)
-    assert torch.equal(found[0][:, names], found[1])
+        result.append(model.forward(batch, attention).logits)
+    assert torch.equal(result[0][:, names], result[1])
 
 
 def test_more_than_there_are_is_refused() -> None:

@@ -51,15 +51,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tiny_target: str) -> str:
 
 def check(plain: LLM, speculative: LLM, prompts: list[list[int]], temperature: float) -> None:
     options = params(temperature)
-    wanted = plain.generate(prompts, options)
+    expected = plain.generate(prompts, options)
     answers = speculative.generate(prompts, options)
-    assert [answer.outputs[0].token_ids for answer in answers] == [answer.outputs[0].token_ids for answer in wanted]
-    for place, answer in enumerate(answers):
+    assert [answer.outputs[0].token_ids for answer in answers] == [answer.outputs[0].token_ids for answer in expected]
+    for index, answer in enumerate(answers):
         assert answer.metrics.draft_error is None
-        assert answer.metrics.num_draft_tokens > 0, place
-    others = [place for place in range(len(prompts)) if place != STRANGE]
-    for place, alone in zip(others, speculative.generate([prompts[place] for place in others], options)):
-        assert answers[place].metrics.accepted_per_step == alone.metrics.accepted_per_step
+        assert answer.metrics.num_draft_tokens > 0, index
+    others = [index for index in range(len(prompts)) if index != STRANGE]
+    for index, alone in zip(others, speculative.generate([prompts[index] for index in others], options)):
+        assert answers[index].metrics.accepted_per_step == alone.metrics.accepted_per_step
     speculative.engine.check()
 
 
@@ -110,5 +110,5 @@ def test_the_last_row_is_read_for_them(tiny_draft: str, wide: str, llm) -> None:
         first = next(logits for logits in heard)
         text = [min(token, last) for token in PROMPTS[STRANGE]]
         answer = llm(None, wide).generate([PROMPTS[STRANGE]], params(0.0))[0].outputs[0].token_ids
-        wanted = reference(torch.tensor([[*text, min(answer[0], last)]])).logits[0, -1]
-    torch.testing.assert_close(first, wanted, atol=1e-4, rtol=1e-4)
+        expected = reference(torch.tensor([[*text, min(answer[0], last)]])).logits[0, -1]
+    torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-4)

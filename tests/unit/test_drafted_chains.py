@@ -126,9 +126,9 @@ def test_a_chain_ends_where_it_is_unlikely_to_be_kept(tiny_target: str, tiny_dra
             kept = [token for token, origin in zip(entry.tokens, entry.origins) if origin == "accepted"]
             ahead, chances = list(text), [1.0]
             for token in [*kept, *entry.rejected]:
-                law = reference(torch.tensor([ahead])).logits[0, -1].softmax(-1)
-                chances.append(chances[-1] * float(law.max()))
-                assert token == int(law.argmax())
+                distribution = reference(torch.tensor([ahead])).logits[0, -1].softmax(-1)
+                chances.append(chances[-1] * float(distribution.max()))
+                assert token == int(distribution.argmax())
                 ahead.append(token)
             assert min(chances[:-1]) >= SURE["confidence_threshold"]
             assert chances[-1] < SURE["confidence_threshold"] or entry.drafted == 5

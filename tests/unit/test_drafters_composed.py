@@ -13,8 +13,8 @@ from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, ConfigError, Draft, Drafter, DrafterConfig, SamplingParams, SpeculativeConfig
+from forerun.core.request import RequestState
 from forerun.core.scores import Scores
-from forerun.core.sequence import Sequence
 from forerun.core.tree import Trial, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import rules
@@ -63,14 +63,14 @@ def build(method: str, **options):
     return cls.build(cls.config_class.from_dict(method, options), context)
 
 
-def sequence(key: int) -> Sequence:
-    return Sequence(key, [1, 2, 3], 3, SamplingParams(temperature=0.0), 1, cached=2)
+def sequence(key: int) -> RequestState:
+    return RequestState(key, [1, 2, 3], 3, SamplingParams(temperature=0.0), 1, cached=2)
 
 
 def rows(*weights: dict[int, float]) -> torch.Tensor:
     q = torch.zeros(len(weights), VOCAB)
-    for row, law in zip(q, weights):
-        for token, weight in law.items():
+    for row, distribution in zip(q, weights):
+        for token, weight in distribution.items():
             row[token] = weight
     return q
 
@@ -90,9 +90,9 @@ def test_merging_joins_nodes_and_keeps_every_trial_with_its_own_q() -> None:
     drawn = [[(tree.tokens[t.node], tree.q[t.row] if t.row >= 0 else None) for t in trials] for trials in tree.trials]
     assert [[token for token, _ in trials] for trials in drawn] == [[5, 5, 5], [8, 8], [4], []]
     expected = [[model.q[0], model.q[0], table.q[0]], [model.q[2], table.q[1]]]
-    for trials, laws in zip(drawn, expected):
-        for (_, q), law in zip(trials, laws, strict=True):
-            assert torch.equal(q, law)
+    for trials, distributions in zip(drawn, expected):
+        for (_, q), distribution in zip(trials, distributions, strict=True):
+            assert torch.equal(q, distribution)
     assert drawn[2][0][1] is None
 
 
@@ -173,7 +173,7 @@ def test_options_of_drafters_inside_drafters() -> None:
         ({"method": "ngram", "num_speculative_tokens": 10**9}, "num_speculative_tokens must be at most 4096"),
     ],
 )
-def test_options_of_another_kind_are_told(options: dict[str, object], said: str) -> None:
+def test_options_of_another_kind_are_reported(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SpeculativeConfig.parse(options)
 
@@ -198,7 +198,7 @@ def accepted_shares(config: dict, depth: int, rounds: int = 2000) -> list[float]
     counts = [0] * depth
     for start in range(0, rounds, 200):
         sequences = [
-            Sequence(i, [1] * (1 + i % 7), 1, SamplingParams(temperature=1.0), seed=start + i) for i in range(200)
+            RequestState(i, [1] * (1 + i % 7), 1, SamplingParams(temperature=1.0), seed=start + i) for i in range(200)
         ]
         drafts = [Draft.chain(list(range(depth))) for _ in sequences]
         warped = torch.zeros(200 * (depth + 1), VOCAB)
@@ -212,13 +212,13 @@ def accepted_shares(config: dict, depth: int, rounds: int = 2000) -> list[float]
 
 
 def test_synthetic_rates_are_unconditional() -> None:
-    shares = accepted_shares({"synthetic_acceptance_rates": [0.8, 0.64, 0.512]}, 3)
-    assert shares == pytest.approx([0.8, 0.64, 0.512], abs=0.04)
+    fractions = accepted_shares({"synthetic_acceptance_rates": [0.8, 0.64, 0.512]}, 3)
+    assert fractions == pytest.approx([0.8, 0.64, 0.512], abs=0.04)
 
 
 def test_synthetic_length_is_reached_with_the_least_variance() -> None:
-    shares = accepted_shares({"synthetic_acceptance_length": 2.4}, 4)
-    assert shares == pytest.approx([1.0, 0.4, 0.0, 0.0], abs=0.04)
+    fractions = accepted_shares({"synthetic_acceptance_length": 2.4}, 4)
+    assert fractions == pytest.approx([1.0, 0.4, 0.0, 0.0], abs=0.04)
 
 
 @pytest.mark.parametrize(
@@ -338,17 +338,17 @@ def test_special_tokens_that_both_have_are_read_where_they_stand() -> None:
     bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
     reading = Reading(bridge)
     reading.follow(bridge.target.encode("def "))
-    wanted = list(reading.tokens)
+    expected = list(reading.tokens)
     foreseen = [*bridge.draft.encode("path"), 0]
     assert reading.adopt(foreseen, [*bridge.target.encode("path"), 0, 0]) == len(foreseen)
-    wanted += [*foreseen, 0]
-    assert reading.tokens == wanted
+    expected += [*foreseen, 0]
+    assert reading.tokens == expected
     unforeseen = bridge.draft.encode("path")
     assert reading.adopt(unforeseen, [0, *bridge.target.encode("path")]) == 0
-    wanted += [0, *unforeseen]
-    assert reading.tokens == wanted
+    expected += [0, *unforeseen]
+    assert reading.tokens == expected
     assert reading.adopt([0], bridge.target.encode("path")) == 0
-    assert reading.tokens == wanted + unforeseen
+    assert reading.tokens == expected + unforeseen
 
 
 def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed() -> None:

@@ -94,17 +94,17 @@ def test_same_tokens_as_plain_decoding_and_nothing_is_kept(name: str, llm, place
 
 def kept(part: Any, ids: set[int], seen: tuple[int, ...] = ()) -> list[str]:
     """Names of what still belongs to one of the sequences ``ids`` in a drafter and the drafters inside it."""
-    found = []
+    result = []
     for name, value in vars(part).items():
         holders = value if isinstance(value, list) else [value]
         for holder in holders:
             if isinstance(holder, dict) and name not in ("matrix", "after", "likeliest") and ids & set(holder):
-                found.append(name)
+                result.append(name)
             if name in ("base", "inner", "parts", "policy") and id(holder) not in seen:
-                found += kept(holder, ids, (*seen, id(holder)))
+                result += kept(holder, ids, (*seen, id(holder)))
     for pool in part.pools() if hasattr(part, "pools") else []:
-        found += [f"pages of {key}" for key in pool.tables if key in ids]
-    return found
+        result += [f"pages of {key}" for key in pool.tables if key in ids]
+    return result
 
 
 def test_staged_drafts_what_its_draft_model_alone_would(llm, places: dict[str, str]) -> None:
@@ -128,7 +128,7 @@ def test_staged_saves_forwards_of_its_draft_model(llm, tiny_target: str, tiny_dr
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_staged_tokens_carry_the_draft_models_own_law(rule: str, llm, tiny_draft: str, places) -> None:
+def test_staged_tokens_carry_the_draft_models_own_distribution(rule: str, llm, tiny_draft: str, places) -> None:
     """q of every drafted token, against the draft checkpoint run by transformers."""
     speculative = llm(fill({**STAGED, "accept": rule}, places))
     model = LlamaForCausalLM.from_pretrained(tiny_draft).eval()
@@ -262,11 +262,13 @@ def test_a_checkpoint_without_shared_tokens_is_refused(tmp_path: Path, tiny_targ
                                              "use_heterogeneous_vocab": True})  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "wanted"), [({}, "adaptive"), ({"length": "fixed"}, "fixed")])
-def test_drafters_that_name_no_length_policy_share_the_others(tiny_target: str, tiny_draft: str, said, wanted) -> None:
+@pytest.mark.parametrize(("said", "expected"), [({}, "adaptive"), ({"length": "fixed"}, "fixed")])
+def test_drafters_that_name_no_length_policy_share_the_others(
+    tiny_target: str, tiny_draft: str, said, expected
+) -> None:
     """A draft model by its name alone has another usual policy than n-grams."""
     by_name, ngram = {"model": tiny_draft}, {"method": "ngram", **said}
     for configs in ([by_name, ngram], [ngram, {"method": "staged", **by_name}, by_name]):
         engine = LLM(tiny_target, speculative_config=configs).engine
         assert len(engine.router.drafters) == len(configs)
-        assert type(engine.policy) is policies[wanted]
+        assert type(engine.policy) is policies[expected]

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 
 from forerun.core.errors import ConfigError
 from forerun.core.tree import POINT_MASS
-from forerun.speculate.draft.prompt_lookup import Places
+from forerun.speculate.draft.prompt_lookup import NgramIndex
 from forerun.speculate.draft.random import _distinct
 
 # prompt_lookup
@@ -69,11 +69,11 @@ def test_tentative_tokens_are_context_but_are_not_learnt() -> None:
 
 
 def test_a_lookup_behind_a_tail_continues_the_tail() -> None:
-    places = Places(2, 3)
+    places = NgramIndex(2, 3)
     places.update([1, 2, 3, 4, 1, 2, 9])
-    place, length = places.lookup([1, 2])
-    assert (place, length) == (6, 2)
-    assert places.copy(place, [1, 2], 5) == [9, 1, 2, 9, 1]
+    index, length = places.lookup([1, 2])
+    assert (index, length) == (6, 2)
+    assert places.copy(index, [1, 2], 5) == [9, 1, 2, 9, 1]
 
 
 def test_releasing_a_sequence_frees_its_index() -> None:
@@ -89,7 +89,7 @@ def test_releasing_a_sequence_frees_its_index() -> None:
 # ngram with counts as q
 
 
-def test_counts_are_the_law_that_ngram_draws_from() -> None:
+def test_counts_are_the_distribution_that_ngram_draws_from() -> None:
     text = [1, 2, 1, 3, 1, 2, 1, 4, 1, 2, 1]
     drafter = build("ngram", "token", counts_as_q=True, max_order=2, num_speculative_tokens=1)
     drawn: Counter[int] = Counter()

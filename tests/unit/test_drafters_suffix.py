@@ -46,8 +46,8 @@ def test_automaton_follows_the_longest_match_of_another_text(seed: int) -> None:
         assert length == longest
     for end in range(1, len(known) + 1):
         prefix = Automaton.of([known[:end]])
-        found = max(n for n in range(end) if n == 0 or len(occurrences(known[end - n : end], known[:end])) > 1)
-        assert prefix.suffix()[1] == found
+        result = max(n for n in range(end) if n == 0 or len(occurrences(known[end - n : end], known[:end])) > 1)
+        assert prefix.suffix()[1] == result
 
 
 def test_a_run_of_one_token_costs_no_more_than_other_text() -> None:
@@ -182,32 +182,32 @@ def ranked(tree: dict, path: tuple = ()) -> list:
     )
 
 
-def path_of(nodes: list, place: int) -> tuple:
-    return () if place < 0 else (*path_of(nodes, nodes[place].parent), nodes[place].token)
+def path_of(nodes: list, index: int) -> tuple:
+    return () if index < 0 else (*path_of(nodes, nodes[index].parent), nodes[index].token)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_best_first_is_the_best_connected_tree(seed: int) -> None:
     rng = random.Random(seed)
-    laws: dict[tuple, dict[int, float]] = {}
+    distributions: dict[tuple, dict[int, float]] = {}
     paths: dict[tuple, float] = {}
     for path in [(), *((i,) for i in range(3)), *((i, j) for i in range(3) for j in range(3))]:
         weights = [rng.random() ** 3 for _ in range(3)]
-        laws[path] = {i: w / sum(weights) for i, w in enumerate(weights)}
-        for i, q in laws[path].items():
+        distributions[path] = {i: w / sum(weights) for i, w in enumerate(weights)}
+        for i, q in distributions[path].items():
             paths[(*path, i)] = paths.get(path, 1.0) * q
     for size in (1, 2, 3, 4):
         growing = Growing(size)
-        growing.offer(-1, *zip(*[(token, log_q) for token, log_q, _ in ranked(laws)], strict=True))
+        growing.offer(-1, *zip(*[(token, log_q) for token, log_q, _ in ranked(distributions)], strict=True))
         for _ in range(2):
             frontier = growing.frontier()
             growing.begin_level()
-            for place in frontier:
-                known = ranked(laws, path_of(growing.nodes, place))
-                growing.offer(place, *zip(*[(token, log_q) for token, log_q, _ in known], strict=True))
+            for index in frontier:
+                known = ranked(distributions, path_of(growing.nodes, index))
+                growing.offer(index, *zip(*[(token, log_q) for token, log_q, _ in known], strict=True))
         grown, kept = growing.finish()
-        assert [growing.nodes[place].token for place in kept] == grown.tokens
-        nodes = best_first(lambda path: ranked(laws, path), (), size, 3)
+        assert [growing.nodes[index].token for index in kept] == grown.tokens
+        nodes = best_first(lambda path: ranked(distributions, path), (), size, 3)
         total = sum(math.exp(node.score) for node in nodes)
         subtrees = (c for c in combinations(paths, size) if all(p[:-1] in c for p in c if len(p) > 1))
         assert total == pytest.approx(max(sum(paths[p] for p in c) for c in subtrees))
@@ -221,14 +221,14 @@ def test_best_first_is_the_best_connected_tree(seed: int) -> None:
 
 
 def test_depth_first_lays_branches_out_in_one_piece() -> None:
-    laws = {(): {1: 0.6, 2: 0.4}, (1,): {3: 0.7, 4: 0.3}, (2,): {5: 1.0}}
-    draft = depth_first(shaped(lambda path: ranked(laws, path), (), [2, 2]))
+    distributions = {(): {1: 0.6, 2: 0.4}, (1,): {3: 0.7, 4: 0.3}, (2,): {5: 1.0}}
+    draft = depth_first(shaped(lambda path: ranked(distributions, path), (), [2, 2]))
     assert draft.tokens == [1, 3, 4, 2, 5]
     assert draft.parents == [-1, 0, 0, -1, 3]
 
 
 def test_best_first_stops_at_depth_and_floor() -> None:
-    laws = {(): {1: 0.9, 2: 0.1}, (1,): {1: 0.9, 2: 0.1}, (1, 1): {1: 0.9, 2: 0.1}}
-    nodes = best_first(lambda path: ranked(laws, path), (), 10, 2)
+    distributions = {(): {1: 0.9, 2: 0.1}, (1,): {1: 0.9, 2: 0.1}, (1, 1): {1: 0.9, 2: 0.1}}
+    nodes = best_first(lambda path: ranked(distributions, path), (), 10, 2)
     assert len(nodes) == 4
-    assert len(best_first(lambda path: ranked(laws, path), (), 10, 3, math.log(0.5))) == 3
+    assert len(best_first(lambda path: ranked(distributions, path), (), 10, 3, math.log(0.5))) == 3

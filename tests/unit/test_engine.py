@@ -96,14 +96,14 @@ def test_bad_words_are_banned_with_and_without_a_space_before_them():
     model = LLM()
     without, after, spaces = (tuple(model.tokenizer.encode(text)) for text in ("value", " value", "  value"))
     assert len({without, after, spaces}) == 3
-    for word, wanted in (
+    for word, expected in (
         ("value", {without, after}),
         (" value", {without, after}),
         ("  value", {without, after, spaces}),
     ):
         job = model.engine.add([1], params(bad_words=[word]))[0]
         model.engine.abort(job)
-        assert set(job.sequence.params.bad_words_ids) == wanted
+        assert set(job.sequence.params.bad_words_ids) == expected
 
 
 @pytest.mark.parametrize(
@@ -290,10 +290,10 @@ def test_alpha_is_the_mean_overlap_of_p_and_q(llm, tiny_target, tiny_draft):
             for path in (tiny_target, tiny_draft)
         )
     overlap = torch.minimum(p, q).sum(dim=-1)
-    place, values = len(out.prompt_token_ids), []
+    index, values = len(out.prompt_token_ids), []
     for step in out.outputs[0].trace:
         tested = min(step.drafted, len(step.tokens))
-        values += overlap[place - 1 : place - 1 + tested].tolist()
-        place += len(step.tokens)
+        values += overlap[index - 1 : index - 1 + tested].tolist()
+        index += len(step.tokens)
     assert out.metrics.alpha == pytest.approx(sum(values) / len(values), abs=1e-4)
     assert out.metrics.tested == len(values)

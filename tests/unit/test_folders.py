@@ -182,9 +182,9 @@ def test_a_planted_library_is_not_run(tmp_path, home, monkeypatch, case):
     subprocess.run(["cc", "-shared", "-x", "c", "-o", tmp_path / "evil", "-"], input=EVIL % mark, text=True, check=True)
     log = install_compiler(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("FORERUN_CACHE", str(cache))
-    found = kernels.library.__wrapped__()
-    assert found is not None
-    path = Path(found._name)
+    result = kernels.library.__wrapped__()
+    assert result is not None
+    path = Path(result._name)
     assert path.parent == cache
     content = (tmp_path / "evil").read_bytes()
     path.unlink()
@@ -205,9 +205,9 @@ def test_a_damaged_library_is_made_again(tmp_path, home, monkeypatch):
     """The system ends a process that loads a library which is cut short, so that a process of its own tries."""
     log = install_compiler(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    found = kernels.library.__wrapped__()
-    assert found is not None
-    path = Path(found._name)
+    result = kernels.library.__wrapped__()
+    assert result is not None
+    path = Path(result._name)
     whole = path.read_bytes()
     changed = bytearray(whole)
     changed[len(whole) // 2] ^= 1
@@ -228,15 +228,15 @@ def test_a_damaged_library_is_made_again(tmp_path, home, monkeypatch):
 def test_what_others_measured_is_not_believed(tmp_path, home, monkeypatch):
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
 
-    def found(value: tiles.Groups) -> tiles.Groups:
+    def result(value: tiles.Groups) -> tiles.Groups:
         return tiles.remembered("test", lambda: value, tiles.groups_of)
 
-    assert found([[1, 2]]) == found([[4]]) == [[1, 2]]
+    assert result([[1, 2]]) == result([[4]]) == [[1, 2]]
     (record,) = (tmp_path / "cache" / "tiles").iterdir()
     record.write_text("[[1, 128]]")
-    assert found([[4]]) == [[1, 128]]
+    assert result([[4]]) == [[1, 128]]
     record.chmod(0o646)
-    assert found([[4]]) == found([[8]]) == [[4]]
+    assert result([[4]]) == result([[8]]) == [[4]]
 
 
 def test_a_model_that_others_can_have_written_is_not_used(tmp_path, home, monkeypatch):
@@ -273,7 +273,7 @@ def unwatched() -> Iterator[None]:
     watch_parts.set(parts)
 
 
-def test_compiling_is_told_part_by_part(tmp_path, home, monkeypatch, unwatched):
+def test_compiling_is_reported_part_by_part(tmp_path, home, monkeypatch, unwatched):
     steps: list[int] = []
     told: list[tuple[str, int]] = []
 
@@ -302,7 +302,7 @@ def test_a_terminal_has_a_bar_and_a_file_a_line(monkeypatch, unwatched, terminal
     assert ("2/3" in said and "Doing it" in said) if terminal else said == "Doing it\n"
 
 
-def test_a_program_that_only_imports_us_is_told_too(tmp_path, home, monkeypatch, caplog):
+def test_a_program_that_only_imports_us_is_reported_too(tmp_path, home, monkeypatch, caplog):
     install_compiler(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     with caplog.at_level(logging.WARNING):  # a command in an earlier test watches in this context

@@ -80,7 +80,7 @@ QUIET = {
 def ask(llm) -> Any:
     """Ask for one request beside another; how it ended, in one word."""
     model: LLM = llm({"method": "ngram", "num_speculative_tokens": 3}, page_size=16)
-    wanted = model.generate("the cat", NEIGHBOUR)[0].outputs[0].token_ids
+    expected = model.generate("the cat", NEIGHBOUR)[0].outputs[0].token_ids
 
     def attempt(prompt: Any, options: dict[str, Any]) -> str:
         try:
@@ -92,7 +92,7 @@ def ask(llm) -> Any:
             assert len(message) < 600, message
             end = "refused"
         else:
-            assert outputs[0].outputs[0].token_ids == wanted
+            assert outputs[0].outputs[0].token_ids == expected
             end = "answered"
         assert not model.engine.busy
         model.engine.check()

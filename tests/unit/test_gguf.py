@@ -59,9 +59,9 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_other_values(tmp_path):
     whole = write_small(tmp_path / "a.gguf").read_bytes()
     path = tmp_path / "damaged.gguf"
     outcomes = set()
-    for place in range(len(whole)):
+    for index in range(len(whole)):
         for value in (0x00, 0x7F, 0xFF):
-            path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+            path.write_bytes(whole[:index] + bytes([value]) + whole[index + 1 :])
             try:
                 file = GGUFFile(path)
                 for name, tensor in file.tensors.items():
@@ -73,10 +73,10 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_other_values(tmp_path):
     assert outcomes == {"read", "refused"}
 
 
-@pytest.mark.parametrize("place", [8, 16], ids=["tensors", "keys"])
-def test_counts_that_lie_cost_nothing(tmp_path, place):
+@pytest.mark.parametrize("index", [8, 16], ids=["tensors", "keys"])
+def test_counts_that_lie_cost_nothing(tmp_path, index):
     whole = bytearray(write_small(tmp_path / "a.gguf").read_bytes())
-    whole[place : place + 8] = struct.pack("<Q", 2**62)
+    whole[index : index + 8] = struct.pack("<Q", 2**62)
     (tmp_path / "a.gguf").write_bytes(whole)
     with pytest.raises(ModelError, match="list of keys and tensors ends beyond"):
         GGUFFile(tmp_path / "a.gguf")

@@ -94,21 +94,21 @@ def converted(module: PreTrainedModel):
 
 def divisors(rope: dict[str, Any], width: int) -> torch.Tensor:
     """By wavelengths, as the model's authors published it."""
-    found = []
+    result = []
     for pair in range(width // 2):
         wavelength = 2 * torch.pi * rope["rope_theta"] ** (2 * pair / width)
         long = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
         short = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
         if wavelength < short:
-            found.append(1.0)
+            result.append(1.0)
         elif wavelength > long:
-            found.append(rope["factor"])
+            result.append(rope["factor"])
         else:
-            share = (rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]) / (
+            fraction = (rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]) / (
                 rope["high_freq_factor"] - rope["low_freq_factor"]
             )
-            found.append(1 / ((1 - share) / rope["factor"] + share))
-    return torch.tensor(found)
+            result.append(1 / ((1 - fraction) / rope["factor"] + fraction))
+    return torch.tensor(result)
 
 
 def write(
@@ -174,10 +174,10 @@ def test_the_logits_are_those_of_the_checkpoint(models, case):
     assert llm.model.info.path.startswith("native")
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
     with torch.inference_mode():
-        wanted = module(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
-    for place, found in enumerate(llm.generate({"prompt_token_ids": IDS}, params)[0].prompt_logprobs[1:]):
-        for token, given in found.items():
-            assert given.logprob == pytest.approx(float(wanted[place, token]), abs=2e-4)
+        expected = module(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
+    for index, result in enumerate(llm.generate({"prompt_token_ids": IDS}, params)[0].prompt_logprobs[1:]):
+        for token, given in result.items():
+            assert given.logprob == pytest.approx(float(expected[index, token]), abs=2e-4)
 
 
 @pytest.mark.parametrize("case", where(blocks.can_run(), ["qwen3_moe"]))
@@ -189,11 +189,11 @@ def test_stacks_of_experts_in_a_type_that_is_held_as_another(tmp_path, case):
             raw = gguf.quants.quantize(weight.detach().numpy(), Kinds.MXFP4)
             weight.data = torch.from_numpy(np.array(gguf.quants.dequantize(raw, Kinds.MXFP4)))
     with torch.inference_mode():
-        wanted = module(torch.tensor([IDS])).logits[0]
+        expected = module(torch.tensor([IDS])).logits[0]
     model = LLM(str(path)).model
     assert "Q8_0" in model.info.path
-    assert error(wanted, logits(model, [IDS])) < 0.03
-    assert error(wanted, logits(LLM(str(path), quantization="float32").model, [IDS])) < 1e-5
+    assert error(expected, logits(model, [IDS])) < 0.03
+    assert error(expected, logits(LLM(str(path), quantization="float32").model, [IDS])) < 1e-5
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -203,10 +203,10 @@ def test_the_config_and_weights_are_those_of_the_checkpoint(models, case):
     assert type(config) is type(module.config)
     if case in ("mixtral", "qwen3_moe"):
         return  # the transformers path does not read stacked experts
-    found = dict(read_module(path, config, torch.float32, attention=None).named_parameters())
+    result = dict(read_module(path, config, torch.float32, attention=None).named_parameters())
     for name, weight in module.named_parameters():
-        assert torch.allclose(found.pop(name), weight, atol=1e-6), name
-    assert found == {}
+        assert torch.allclose(result.pop(name), weight, atol=1e-6), name
+    assert result == {}
 
 
 @pytest.mark.parametrize("case", ["qwen2", "gemma2", "qwen3_moe"])

@@ -74,10 +74,10 @@ def test_a_gemma_comes_back_as_it_went(tmp_path, options):
     module = make(**options)
     path = write(module, tmp_path / "model.gguf")
     with torch.inference_mode():
-        wanted = module(torch.tensor([IDS])).logits[0]
+        expected = module(torch.tensor([IDS])).logits[0]
     model = load_model(path)
     assert model.info.path.startswith("native, ")
-    assert (logits(model, [IDS]) - wanted).abs().max() < 1e-4
+    assert (logits(model, [IDS]) - expected).abs().max() < 1e-4
     for name, weight in read_module(path, read_config(path), torch.float32, attention=None).named_parameters():
         assert torch.allclose(weight, module.get_parameter(name), rtol=0, atol=1e-7), name
 
@@ -89,8 +89,8 @@ def test_packed_weights_stay_as_they_are(tmp_path, kind):
     assert llm.model.info.path == f"native, {kind.name}"
     exact = read_module(path, read_config(path), torch.float32, attention=None)
     with torch.inference_mode():
-        wanted = exact(torch.tensor([IDS])).logits[0]
-    assert error(wanted, logits(llm.model, [IDS])) < 0.04
+        expected = exact(torch.tensor([IDS])).logits[0]
+    assert error(expected, logits(llm.model, [IDS])) < 0.04
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
     drafted, plain = (llm.generate(["the 12 the 12"], params, speculate=each)[0] for each in (True, False))
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids

@@ -57,16 +57,16 @@ def refused(path: Path) -> str:
 def test_a_llama_comes_back_as_it_went(tmp_path):
     folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=120)
     file = GGUFFile(write_gguf(folder, tmp_path / "model.gguf", torch.float32))
-    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     keys = read_keys(file)
     config = LlamaConfig.from_dict(keys)
     assert keys.pop("dtype") == "float32"
     theta = keys.pop("rope_parameters")["rope_theta"]
     for name in keys.keys() - {"architectures", "bos_token_id", "eos_token_id"}:
-        assert keys[name] == getattr(wanted.config, name), name
-    assert theta == wanted.config.rope_parameters["rope_theta"]
+        assert keys[name] == getattr(expected.config, name), name
+    assert theta == expected.config.rope_parameters["rope_theta"]
     weights = dict(read_weights(file, config, torch.float32))
-    for name, weight in wanted.state_dict().items():
+    for name, weight in expected.state_dict().items():
         if name != "lm_head.weight":  # tied
             assert torch.equal(weights.pop(name), weight), name
     assert weights == {}
@@ -93,9 +93,9 @@ def test_a_file_is_a_whole_model(tmp_path):
     assert text == "<|start|>the<|end|><|start|>"
     assert llm.model.info.dtype == torch.bfloat16
     assert llm.model.info.eos_ids == {0, 2}
-    wanted = llm.generate(["the 12"], GREEDY)[0].outputs[0].token_ids
-    assert len(wanted) == 12
-    assert LLM(str(tmp_path)).generate(["the 12"], GREEDY)[0].outputs[0].token_ids == wanted  # the folder
+    expected = llm.generate(["the 12"], GREEDY)[0].outputs[0].token_ids
+    assert len(expected) == 12
+    assert LLM(str(tmp_path)).generate(["the 12"], GREEDY)[0].outputs[0].token_ids == expected  # the folder
 
 
 @pytest.mark.parametrize(("kinds", "width", "layout"), PACKED)
@@ -108,13 +108,13 @@ def test_packed_weights_stay_as_they_are(tmp_path, kinds, width, layout):
     assert layout is None or info.path == f"native, {layout}"
     exact = read_module(path, read_config(path), torch.float32, attention=None)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
-    drafted, plain = (llm.generate(["the 12 the 12"], params, speculate=wanted)[0] for wanted in (True, False))
+    drafted, plain = (llm.generate(["the 12 the 12"], params, speculate=expected)[0] for expected in (True, False))
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
     assert drafted.metrics.num_draft_tokens > 0
     ids = plain.prompt_token_ids
     with torch.inference_mode():
-        wanted = exact(torch.tensor([ids])).logits[0]
-    off = error(wanted, logits(llm.model, [ids]))
+        expected = exact(torch.tensor([ids])).logits[0]
+    off = error(expected, logits(llm.model, [ids]))
     assert off < 0.04
     numbers = LLM(str(path), quantization="bfloat16")
     assert numbers.model.info.path.startswith("native, ")
@@ -128,7 +128,7 @@ def test_drafters_of_every_sort_know_packed_targets(tmp_path, method):
     llm = LLM(str(path), speculative_config={"method": method, "num_speculative_tokens": 3, **options})
     for temperature in (0.0, 0.8):
         params = SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
-        drafted, plain = (llm.generate(["the 12 the"], params, speculate=wanted)[0] for wanted in (True, False))
+        drafted, plain = (llm.generate(["the 12 the"], params, speculate=expected)[0] for expected in (True, False))
         assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
         assert drafted.metrics.draft_error is None
         assert drafted.metrics.num_draft_tokens > 0
@@ -139,10 +139,10 @@ def test_drafters_of_every_sort_know_packed_targets(tmp_path, method):
 @pytest.mark.parametrize(("quantization", "layout"), QUANTIZED)
 def test_checkpoints_are_quantized_while_they_are_loaded(tmp_path, quantization, layout):
     folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=120)
-    wanted, llm = LLM(str(folder), dtype="float32"), LLM(str(folder), dtype="float32", quantization=quantization)
+    expected, llm = LLM(str(folder), dtype="float32"), LLM(str(folder), dtype="float32", quantization=quantization)
     assert llm.model.info.path == f"native, {layout}"
     ids = [[*range(3, 40)]]
-    off = error(logits(wanted.model, ids), logits(llm.model, ids))
+    off = error(logits(expected.model, ids), logits(llm.model, ids))
     assert off < {"q4": 0.25, "q5": 0.12, "q8": 0.05}[quantization[:2]]
     assert llm.engine.identity
 
@@ -167,9 +167,9 @@ def test_without_kernels_weights_are_dequantized(tmp_path, model_path, weights):
     exact = read_module(path, read_config(path), torch.float32, attention=None)
     llm = LLM(str(path), model_path=model_path, weights=weights, dtype="float32")
     assert llm.model.info.path.startswith(f"{model_path}, plain" if weights == "plain" else model_path)
-    wanted = exact.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-    found = llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY)[0].outputs[0].token_ids
-    assert found == wanted[0, 3:].tolist()
+    expected = exact.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    result = llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY)[0].outputs[0].token_ids
+    assert result == expected[0, 3:].tolist()
 
 
 def test_types_that_are_not_served_are_named_with_those_that_are(tmp_path):
@@ -193,8 +193,8 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
     header = min(tensor.start for tensor in GGUFFile(tmp_path / "model.gguf").tensors.values())
     path, chance, outcomes = tmp_path / "damaged.gguf", random.Random(0), set()
     for _ in range(150):
-        place = chance.randrange(header)
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << chance.randrange(8)]) + whole[place + 1 :])
+        index = chance.randrange(header)
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 1 << chance.randrange(8)]) + whole[index + 1 :])
         try:
             LLM(str(path), invariant=False).generate({"prompt_token_ids": [3, 4]}, GREEDY)
             outcomes.add("a model")
@@ -278,9 +278,9 @@ def test_ends_of_turns_are_known_by_their_text(tmp_path, end):
 )
 def test_linear_scaling_is_read_as_llama_cpp_does(tmp_path, keys, factor):
     path = write_model(tmp_path / "model.gguf", {f"llama.rope.{key}": value for key, value in keys.items()})
-    found = read_config(path).rope_parameters
-    assert found["rope_type"] == ("default" if factor is None else "linear")
-    assert found.get("factor") == factor
+    result = read_config(path).rope_parameters
+    assert result["rope_type"] == ("default" if factor is None else "linear")
+    assert result.get("factor") == factor
 
 
 def test_a_padding_id_that_nothing_uses_refuses_no_model(tmp_path):
@@ -292,7 +292,7 @@ def test_twins_and_empty_tokens_refuse_no_model_and_no_grammar(tmp_path):
     tokens = [*TOKENS]
     empty, twin = tokens.index("<tool>"), tokens.index("z")
     tokens[empty], tokens[twin] = "", "a"
-    kinds = [1 if place == empty else kind for place, kind in enumerate(VOCABULARY["tokenizer.ggml.token_type"])]
+    kinds = [1 if index == empty else kind for index, kind in enumerate(VOCABULARY["tokenizer.ggml.token_type"])]
     changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
     llm = LLM(str(write_model(tmp_path / "model.gguf", changes)))
     params = SamplingParams(temperature=0, max_tokens=3, logit_bias={twin: 1000.0})

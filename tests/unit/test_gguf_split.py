@@ -36,8 +36,8 @@ def split(whole: Path, folder: Path, parts: int = PARTS, said: dict[int, tuple[i
                 if not field.name.startswith("GGUF.") and field.name != "general.architecture":
                     kind, *inner = field.types
                     writer.add_key_value(field.name, field.contents(), kind, inner[0] if inner else None)
-        place, count = (said or {}).get(number, (number, parts))
-        writer.add_uint16("split.no", place)
+        slot, count = (said or {}).get(number, (number, parts))
+        writer.add_uint16("split.no", slot)
         writer.add_uint16("split.count", count)
         writer.add_int32("split.tensors.count", total or len(reader.tensors))
         for index, tensor in enumerate(reader.tensors):
@@ -57,13 +57,13 @@ def refused(path: Path) -> str:
 def test_parts_are_the_model(whole, tmp_path):
     first = split(whole, tmp_path)
     assert len(GGUFFile(first).tensors) < len(GGUFFile(whole).tensors)
-    wanted = LLM(str(whole))
-    text = wanted.generate("the 12", GREEDY)[0].outputs[0].token_ids
+    expected = LLM(str(whole))
+    text = expected.generate("the 12", GREEDY)[0].outputs[0].token_ids
     assert resolve(tmp_path) == first
     for path in (tmp_path, first, parts_of(first)[1]):
         llm = LLM(str(path))
-        assert llm.model.info.path == wanted.model.info.path
-        assert llm.model.info.weight_bytes == wanted.model.info.weight_bytes
+        assert llm.model.info.path == expected.model.info.path
+        assert llm.model.info.weight_bytes == expected.model.info.weight_bytes
         assert llm.generate("the 12", GREEDY)[0].outputs[0].token_ids == text
 
 

@@ -33,7 +33,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text():
 
 
 @pytest.mark.parametrize(
-    ("pre", "changes", "wanted"),
+    ("pre", "changes", "expected"),
     [
         ("smollm", {}, []),
         ("smollm", {"add_bos_token": True}, [1]),
@@ -44,10 +44,10 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text():
         ("dbrx", {}, []),
     ],
 )
-def test_texts_begin_and_end_as_the_file_says(pre, changes, wanted):
+def test_texts_begin_and_end_as_the_file_says(pre, changes, expected):
     made = tokenizer(pre=pre, **changes)
     the = TOKENS.index("the")
-    assert made.encode("the") == [*wanted[:1], the, *wanted[1:]]
+    assert made.encode("the") == [*expected[:1], the, *expected[1:]]
     assert made.encode("the", add_special_tokens=False) == [the]
 
 
@@ -60,7 +60,7 @@ def test_whole_words_come_before_merges():
 
 
 @pytest.mark.parametrize(
-    ("pre", "text", "wanted"),
+    ("pre", "text", "expected"),
     [
         ("gpt-2", "it's 1234 HelloWorld!?\n\nx", ["it", "'s", "Ġ1234", "ĠHelloWorld", "!?", "Ċ", "Ċ", "x"]),
         ("smollm", "it's 1234 HelloWorld!?", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĠHelloWorld", "!?"]),
@@ -76,8 +76,8 @@ def test_whole_words_come_before_merges():
         ("deepseek-coder", "ab 12\nc", ["ab", "Ġ", "1", "2", "Ċ", "c"]),
     ],
 )
-def test_texts_are_cut_by_the_named_rules(pre, text, wanted):
-    assert pieces(pre, text) == wanted
+def test_texts_are_cut_by_the_named_rules(pre, text, expected):
+    assert pieces(pre, text) == expected
 
 
 def test_smollm_cuts_as_its_own_tokenizer_file_does():
@@ -168,11 +168,11 @@ def test_an_end_of_a_turn_is_special_whatever_the_file_says(end):
 
 
 def test_phi_4s_added_tokens_take_the_spaces_around_them():
-    for architecture, wanted in (("phi3", ["the", "<|end|>", "the"]), ("llama", ["the", "Ġ", "<|end|>", "Ġthe"])):
+    for architecture, expected in (("phi3", ["the", "<|end|>", "the"]), ("llama", ["the", "Ġ", "<|end|>", "Ġthe"])):
         made = make_tokenizer(
             VOCABULARY | {"tokenizer.ggml.pre": "dbrx", "general.architecture": architecture}, "a.gguf"
         )
-        assert made.convert_ids_to_tokens(made.encode("the <|end|> the")) == wanted
+        assert made.convert_ids_to_tokens(made.encode("the <|end|> the")) == expected
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,13 @@ def with_scales(kind: str, scales: np.ndarray, seed: int = 0) -> np.ndarray:
         raw[..., 0] = chosen
     elif kind == "iq1_m":
         bits = chosen.astype(np.float16).view(np.uint16)
-        for place in range(4):
-            raw[..., 49 + 2 * place] = raw[..., 49 + 2 * place] & 15 | (bits >> 4 * place & 15) << 4
+        for index in range(4):
+            raw[..., 49 + 2 * index] = raw[..., 49 + 2 * index] & 15 | (bits >> 4 * index & 15) << 4
     else:
         at = {"q3_k": [108], "q2_k": [80, 82], "tq1_0": [52], "tq2_0": [64]}.get(kind, [0])
-        for place in at:
+        for index in at:
             halves = noise.permuted(chosen).astype(np.float16)
-            raw[..., place : place + 2] = halves[..., None].view(np.uint8)
+            raw[..., index : index + 2] = halves[..., None].view(np.uint8)
     return raw.reshape(48, -1)
 
 
@@ -65,8 +65,8 @@ def usual(kind: str, least: float = 2.0**-24) -> np.ndarray:
     if kind == "mxfp4":
         return np.arange(104, 144)
     most = 1000.0 if kind in ("iq4_xs", "iq2_xxs") else 65504.0
-    found = np.exp(np.random.default_rng(1).uniform(np.log(least), np.log(most), 400))
-    return np.concatenate([[0.0, least, -least, most], found, -found])
+    result = np.exp(np.random.default_rng(1).uniform(np.log(least), np.log(most), 400))
+    return np.concatenate([[0.0, least, -least, most], result, -result])
 
 
 def both(kind: str, raw: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,9 +80,9 @@ def both(kind: str, raw: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("kind", EXACT)
 def test_types_without_loss_have_every_bit(kind, monkeypatch):
     for seed in range(3):
-        wanted, found = both(kind, with_scales(kind, usual(kind, STEPS.get(kind, 2.0**-24)), seed))
-        assert (wanted != 0).float().mean() > 0.5
-        assert torch.equal(found, wanted)
+        expected, result = both(kind, with_scales(kind, usual(kind, STEPS.get(kind, 2.0**-24)), seed))
+        assert (expected != 0).float().mean() > 0.5
+        assert torch.equal(result, expected)
         monkeypatch.setattr(gguf_types, "CHUNK", 5 * INPUTS)  # in pieces
 
 
@@ -97,32 +97,32 @@ def test_layers_of_such_types_have_their_weights(kind):
 
 @pytest.mark.parametrize("kind", ["iq4_xs", "iq2_xxs"])
 def test_steps_are_rounded_to_float16_where_products_of_scales_are_not(kind):
-    wanted, found = both(kind, with_scales(kind, usual(kind, STEPS.get(kind, 2.0**-24))))
-    off = (wanted.double() - found.double()).abs()
-    assert (off <= 2.0**-11 * wanted.double().abs()).all()
+    expected, result = both(kind, with_scales(kind, usual(kind, STEPS.get(kind, 2.0**-24))))
+    off = (expected.double() - result.double()).abs()
+    assert (off <= 2.0**-11 * expected.double().abs()).all()
     assert (off > 0).any()
 
 
 @pytest.mark.parametrize("kind", NEAREST)
 def test_what_no_type_holds_moves_by_half_a_step_at_most(kind):
-    wanted, found = (each.view(48, -1, 32).double() for each in both(kind, with_scales(kind, usual(kind))))
-    assert ((wanted - found).abs() <= 0.004 * wanted.abs().amax(-1, keepdim=True) + 2.0**-25).all()
+    expected, result = (each.view(48, -1, 32).double() for each in both(kind, with_scales(kind, usual(kind))))
+    assert ((expected - result).abs() <= 0.004 * expected.abs().amax(-1, keepdim=True) + 2.0**-25).all()
 
 
 @pytest.mark.parametrize("kind", LEVELS)
 def test_small_steps_are_off_by_less_than_one_of_float16(kind):
     scales = np.arange(-2048, 2049) * 2.0**-24
-    wanted, found = both(kind, with_scales(kind, scales))
-    rounded = 2.0**-11 * wanted.abs() if kind == "iq2_xxs" else 0.0  # larger steps are, of that type
-    assert ((wanted - found).abs() <= LEVELS[kind] * 2.0**-24 + rounded).all()
+    expected, result = both(kind, with_scales(kind, scales))
+    rounded = 2.0**-11 * expected.abs() if kind == "iq2_xxs" else 0.0  # larger steps are, of that type
+    assert ((expected - result).abs() <= LEVELS[kind] * 2.0**-24 + rounded).all()
     single = both(kind, with_scales(kind, np.array([2.0**-24, -(2.0**-24)])))
     assert ((single[0] - single[1]).abs() <= 0.5 * 31 * 2.0**-24).all()  # half a step
 
 
 def test_small_weights_of_mxfp4_are_off_by_half_of_the_least_number():
-    wanted, found = both("mxfp4", with_scales("mxfp4", np.arange(0, 104)))
-    assert ((wanted - found).abs() <= 2.0**-25).all()
-    assert (found != 0).any()
+    expected, result = both("mxfp4", with_scales("mxfp4", np.arange(0, 104)))
+    assert ((expected - result).abs() <= 2.0**-25).all()
+    assert (result != 0).any()
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("mxfp4", 144), ("mxfp4", 254), ("iq4_xs", 60000.0), ("iq2_xxs", 6e4)])
@@ -136,16 +136,16 @@ def test_weights_beyond_float16_are_refused(kind, scale):
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_not_hidden(kind, bad):
     with np.errstate(invalid="ignore"):  # of what the gguf package multiplies
-        wanted, found = both(kind, with_scales(kind, np.array([bad])))
-    assert not wanted.isfinite().all(-1).any()
-    assert not found.isfinite().all(-1).any()
+        expected, result = both(kind, with_scales(kind, np.array([bad])))
+    assert not expected.isfinite().all(-1).any()
+    assert not result.isfinite().all(-1).any()
 
 
 @pytest.mark.parametrize("kind", [Kinds.MXFP4, Kinds.TQ1_0, Kinds.TQ2_0])
 def test_what_the_gguf_package_rounds(kind):
     raw = made(kind, (48, INPUTS), np.random.default_rng(0))
-    wanted, found = both(kind.name.lower(), raw)
-    assert torch.equal(found, wanted)
+    expected, result = both(kind.name.lower(), raw)
+    assert torch.equal(result, expected)
     zeros = made(kind, (48, INPUTS), np.random.default_rng(0)) * 0
     assert not both(kind.name.lower(), zeros)[1].any() or kind is not Kinds.MXFP4
 
@@ -174,12 +174,12 @@ def test_a_file_of_mixed_types_has_one_result_among_1_to_64_rows(tmp_path, kinds
                     "MXFP4 as Q8_0 (exact but for steps under 6e-8)")  # fmt: skip
     assert llm.model.fused is not None
     ids = [*np.random.default_rng(0).integers(3, 49, 64).tolist()]
-    wanted = logits(llm.model, [ids])
+    expected = logits(llm.model, [ids])
     for rows in range(1, 65):
-        assert torch.equal(logits(llm.model, [ids[:rows]]), wanted[:rows])
+        assert torch.equal(logits(llm.model, [ids[:rows]]), expected[:rows])
     exact = read_module(path, read_config(path), torch.float32, attention=None)
     with torch.inference_mode():
-        assert error(exact(torch.tensor([ids])).logits[0], wanted) < 0.08
+        assert error(exact(torch.tensor([ids])).logits[0], expected) < 0.08
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
     drafted, plain = (llm.generate(["the 12 the 12"], params, speculate=wish)[0] for wish in (True, False))
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
@@ -193,11 +193,11 @@ def test_a_model_in_any_type(tmp_path, kind, caplog):
     exact = read_module(path, read_config(path), torch.float32, attention=None)
     ids = [*range(3, 40)]
     with torch.inference_mode():
-        wanted = exact(torch.tensor([ids])).logits[0]
-    assert error(wanted, logits(LLM(str(path)).model, [ids])) < 0.04
+        expected = exact(torch.tensor([ids])).logits[0]
+    assert error(expected, logits(LLM(str(path)).model, [ids])) < 0.04
     assert f"{kind.name} as " in caplog.text
     caplog.clear()
-    assert error(wanted, logits(LLM(str(path), quantization="float32").model, [ids])) < 1e-4
+    assert error(expected, logits(LLM(str(path), quantization="float32").model, [ids])) < 1e-4
     assert "kept as others" not in caplog.text
 
 

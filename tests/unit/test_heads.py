@@ -92,12 +92,12 @@ def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp
     features = saved.fc(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
     embedding = reference.get_input_embeddings()
     tokens: list[int] = list(committed)
-    wanted = []
+    expected = []
     for step in range(3):
         said = unrolled(saved, features, embedding(torch.tensor(tokens)), len(features), step + 1)[-1]
-        wanted.append(int(reference.lm_head(saved.norm(said)).argmax()))
-        tokens.append(wanted[-1])
-    assert drafted == wanted
+        expected.append(int(reference.lm_head(saved.norm(said)).argmax()))
+        tokens.append(expected[-1])
+    assert drafted == expected
 
 
 @pytest.mark.parametrize("ids", [None, SOME], ids=["all", "some"])
@@ -155,9 +155,9 @@ def test_tokens_are_those_of_plain_decoding(tiny_target, tmp_path, method, tempe
     drafted = LLM(
         str(tiny_target), speculative_config={"method": method, **options}, max_num_batched_tokens=16, page_size=16
     )
-    wanted = [out.outputs[0].token_ids for out in plain.generate(prompts, params)]
+    expected = [out.outputs[0].token_ids for out in plain.generate(prompts, params)]
     out = drafted.generate(prompts, params)
-    assert [o.outputs[0].token_ids for o in out] == wanted
+    assert [o.outputs[0].token_ids for o in out] == expected
     assert all(o.metrics.num_draft_tokens > 0 and o.metrics.draft_error is None for o in out)
     drafted.engine.check()
 
@@ -170,15 +170,17 @@ def test_a_reduced_vocabulary_changes_no_token(tiny_target, tmp_path, reference,
     narrowed(head, reference, SOME)
     head.save(tmp_path)
     config = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3, "quantization": "int8_rows"}
-    heats = [0.0, 0.9] if rule == "coupled" else [0.0]
-    params = [SamplingParams(temperature=heat, max_tokens=40, seed=5, ignore_eos=True) for heat in heats]
-    prompts = [PROMPT] * len(heats)
+    temperatures = [0.0, 0.9] if rule == "coupled" else [0.0]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=40, seed=5, ignore_eos=True) for temperature in temperatures
+    ]
+    prompts = [PROMPT] * len(temperatures)
     plain = [out.outputs[0].token_ids for out in LLM(str(tiny_target)).generate(prompts, params)]
     llm = LLM(str(tiny_target), speculative_config={**config, "accept": rule}, trace=True)
-    found = llm.generate(prompts, params)
-    assert [out.outputs[0].token_ids for out in found] == plain
-    assert all(out.metrics.draft_error is None for out in found)
-    rejected = {token for out in found for entry in out.outputs[0].trace for token in entry.rejected}
+    result = llm.generate(prompts, params)
+    assert [out.outputs[0].token_ids for out in result] == plain
+    assert all(out.metrics.draft_error is None for out in result)
+    rejected = {token for out in result for entry in out.outputs[0].trace for token in entry.rejected}
     assert rejected
     assert rejected <= set(SOME.tolist())
     assert not {token for tokens in plain for token in tokens} <= set(SOME.tolist())
@@ -186,16 +188,16 @@ def test_a_reduced_vocabulary_changes_no_token(tiny_target, tmp_path, reference,
 
 @torch.no_grad()
 def test_a_reduced_vocabulary_learns_from_its_own_tokens(tiny_target, reference):
-    """Its loss is the cross entropy over its tokens, of the target's law among them."""
+    """Its loss is the cross entropy over its tokens, of the target's distribution among them."""
     head = MedusaHead(sizes_of(Path(tiny_target), depth=1))
     rows = narrowed(head, reference, SOME)
     tokens = torch.tensor([PROMPT])
-    found = lesson(reference, tokens)
-    state = found.hidden[head.sizes.num_layers][0, :-1]
+    result = lesson(reference, tokens)
+    state = result.hidden[head.sizes.num_layers][0, :-1]
     said = (state + torch.nn.functional.silu(head.blocks[0](state))) @ rows.T
-    law = found.logits[0, 1:][:, SOME].double().softmax(-1)
-    wanted = torch.nn.functional.cross_entropy(said.double(), law)
-    assert abs(float(head.loss(found)) - float(wanted)) < 1e-5
+    distribution = result.logits[0, 1:][:, SOME].double().softmax(-1)
+    expected = torch.nn.functional.cross_entropy(said.double(), distribution)
+    assert abs(float(head.loss(result)) - float(expected)) < 1e-5
 
 
 @pytest.mark.parametrize("method", sorted(HEADS))
@@ -219,11 +221,11 @@ def test_training_beats_an_untrained_head(tiny_target, tmp_path, method):
 @torch.no_grad()
 def test_lesson_is_the_targets_own_view(tiny_target, reference):
     tokens = torch.tensor([PROMPT])
-    found = lesson(reference, tokens)
+    result = lesson(reference, tokens)
     out = reference(tokens, output_hidden_states=True)
-    pair = torch.stack([found.logits.flatten(), out.logits.flatten()])
+    pair = torch.stack([result.logits.flatten(), out.logits.flatten()])
     assert float(torch.corrcoef(pair)[0, 1]) > 0.999
-    assert sorted(found.hidden) == list(range(len(out.hidden_states)))
+    assert sorted(result.hidden) == list(range(len(out.hidden_states)))
 
 
 PUBLIC = {"midlayer": "midlayer.", "speculators": "layers.0."}
@@ -259,8 +261,8 @@ def test_public_eagle3_checkpoints_load(tiny_target, tmp_path, layout):
         "intermediate_size": inner, "vocab_size": vocabulary, "rms_norm_eps": 1e-6,
     }  # fmt: skip
     extra = {"eagle_aux_hidden_state_layer_ids": [0, 1, config["num_hidden_layers"]]}
-    found = {**layer, **extra} if layout == "midlayer" else {"transformer_layer_config": layer, **extra}
-    (tmp_path / "config.json").write_text(json.dumps({**found, "draft_vocab_size": reduced}))
+    result = {**layer, **extra} if layout == "midlayer" else {"transformer_layer_config": layer, **extra}
+    (tmp_path / "config.json").write_text(json.dumps({**result, "draft_vocab_size": reduced}))
     save_file(weights, tmp_path / "model.safetensors")
     llm = LLM(str(tiny_target), speculative_config={"method": "eagle", "model": str(tmp_path)}, trace=True)
     out = llm.generate([PROMPT], GREEDY)[0]
@@ -313,11 +315,11 @@ def test_layerskip_drafts_what_the_first_layers_say(tiny_target, reference, path
     drafted = [t for t, origin in zip(entry.tokens, entry.origins) if origin == "accepted"] + list(entry.rejected)
     every = reference.model.layers
     reference.model.layers = torch.nn.ModuleList([every[i] for i in layers])
-    wanted = []
+    expected = []
     for _ in range(3):
-        wanted.append(int(reference(torch.tensor([tokens + wanted]), use_cache=False).logits[0, -1].argmax()))
+        expected.append(int(reference(torch.tensor([tokens + expected]), use_cache=False).logits[0, -1].argmax()))
     reference.model.layers = every
-    assert drafted == wanted
+    assert drafted == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -334,8 +336,8 @@ def test_a_packed_head_computes_with_the_weights_it_has_now(dtype):
         with torch.inference_mode():
             results.append(head.transform(x)[:, 0].float())
         block = head.blocks[0]
-        wanted = x.double() + torch.nn.functional.silu(x.double() @ block.weight.double().T + block.bias.double())
-        assert (results[-1] - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 0.01) * wanted.abs().max()
+        expected = x.double() + torch.nn.functional.silu(x.double() @ block.weight.double().T + block.bias.double())
+        assert (results[-1] - expected).abs().max() < (1e-5 if dtype == torch.float32 else 0.01) * expected.abs().max()
     assert not torch.allclose(*results)
 
 
@@ -347,9 +349,9 @@ def test_a_fresh_exit_head_on_the_last_layer_is_the_target_itself(tiny_target, r
     out = reference(tokens, output_hidden_states=True)
     states = dict(enumerate(out.hidden_states))
     embedding, head = reference.get_input_embeddings().weight, reference.lm_head.weight
-    found = ExitHead(sizes).loss(Lesson(tokens, states, out.logits, embedding, head, reference))
+    result = ExitHead(sizes).loss(Lesson(tokens, states, out.logits, embedding, head, reference))
     entropy = torch.distributions.Categorical(logits=out.logits.double()).entropy().mean()
-    assert abs(float(found) - float(entropy)) < 1e-4
+    assert abs(float(result) - float(entropy)) < 1e-4
 
 
 def test_an_exit_head_belongs_to_its_layers(tiny_target, tmp_path):
@@ -367,7 +369,7 @@ def test_an_exit_head_belongs_to_its_layers(tiny_target, tmp_path):
         ({"method": "layerskip", "depth": 3}, "guesses one token at a time"),
     ],
 )
-def test_nothing_that_a_training_is_told_is_ignored(tmp_path, options, message):
+def test_nothing_that_a_training_is_reported_is_ignored(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         HeadTrainConfig(out=tmp_path, **options)
 

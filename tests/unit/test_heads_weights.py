@@ -26,21 +26,21 @@ def test_what_eagle_learns_is_what_it_drafts(mixed):
     segments = torch.repeat_interleave(torch.arange(2), torch.tensor(texts)).expand(2, length)
     answers = torch.rand(2, length) < 0.7
     seen = Lesson(tokens, hidden, None, embedding, output, torch.nn.Identity(), segments, answers)
-    wanted, targets = [[] for _ in range(depth)], [[] for _ in range(depth)]
+    expected, targets = [[] for _ in range(depth)], [[] for _ in range(depth)]
     for row in range(2):
         for begin, count in zip((0, texts[0]), texts):
             here = slice(begin, begin + count)
             features = head.fc(torch.cat([hidden[layer][row, here] for layer in (2, 4)], dim=-1))
             embedded = embedding[tokens[row, here]]
-            for place in range(count - depth - 1):
-                if answers[row, begin + place + 2]:
-                    said = head.norm(unrolled(head, features, embedded, place + 1, depth)) @ output.T
+            for index in range(count - depth - 1):
+                if answers[row, begin + index + 2]:
+                    said = head.norm(unrolled(head, features, embedded, index + 1, depth)) @ output.T
                     for step in range(depth):
-                        wanted[step].append(said[step])
-                        targets[step].append(output @ hidden[4][row, begin + place + step + 1])
+                        expected[step].append(said[step])
+                        targets[step].append(output @ hidden[4][row, begin + index + step + 1])
     every = list(head.eval().guesses(seen))
     for step, guess in enumerate(every):
-        torch.testing.assert_close(guess.logits, torch.stack(wanted[step]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(guess.logits, torch.stack(expected[step]), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(guess.wanted, torch.stack(targets[step]), rtol=1e-4, atol=1e-4)
     counts = []
     for guess, whole in zip(head.train().guesses(seen), every):
@@ -48,7 +48,7 @@ def test_what_eagle_learns_is_what_it_drafts(mixed):
         assert len(set(gap.argmin(1).tolist())) == len(gap)
         assert float((guess.logits - whole.logits[gap.argmin(1)]).abs().max()) < 1e-4
         counts.append(len(gap))
-    assert counts == [len(wanted[0]), -(-len(wanted[0]) // 2), -(-len(wanted[0]) // 4)]
+    assert counts == [len(expected[0]), -(-len(expected[0]) // 2), -(-len(expected[0]) // 4)]
 
 
 @pytest.mark.parametrize("kind", where(formats["q4_0"].can(torch.float32, torch.device("cpu")), ["q8_0", "q4_0"]))
@@ -63,9 +63,9 @@ def test_a_head_in_blocks_computes_with_its_rounded_weights(kind):
     for layer, given in ((head.fc, x), (head.lm_head, x[:, :64])):
         rounded = quants.quantize(layer.weight.numpy(), GGMLQuantizationType[kind.upper()])
         weight = torch.from_numpy(quants.dequantize(rounded, GGMLQuantizationType[kind.upper()]))
-        wanted = given.double() @ weight.double().T
-        assert not torch.allclose(wanted, given.double() @ layer.weight.double().T, rtol=1e-3)
-        assert (layer(given) - wanted).abs().max() < 0.01 * wanted.abs().max()
+        expected = given.double() @ weight.double().T
+        assert not torch.allclose(expected, given.double() @ layer.weight.double().T, rtol=1e-3)
+        assert (layer(given) - expected).abs().max() < 0.01 * expected.abs().max()
     head.quantization = "int8_rows"
     head.pack()
     torch.testing.assert_close(head.fc(x), x @ head.fc.weight.T)

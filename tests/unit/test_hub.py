@@ -21,9 +21,9 @@ from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ModelError
 from forerun.models.fetch import fetch
-from forerun.models.hub import Place, choose, parse, quantization
+from forerun.models.hub import ModelSource, choose, parse, quantization
+from forerun.models.inventory import known_draft, on_disk, remove
 from forerun.models.known import KNOWN, Known, partial
-from forerun.models.shelf import known_draft, on_disk, remove
 from gguf_files import write_model
 from hub import TOKEN, Repository, hub
 
@@ -65,9 +65,9 @@ def ask(url: str, cache: Path, *requests: Any, **env: str) -> list[dict[str, Any
     done = subprocess.run(
         [sys.executable, "-c", CHILD], input=json.dumps(given), env=ours, capture_output=True, text=True, timeout=200
     )
-    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("ANSWER")]
-    assert len(found) == len(requests), done.stderr
-    return found
+    result = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("ANSWER")]
+    assert len(result) == len(requests), done.stderr
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +104,11 @@ def ours(model: Path, tiny_target: str, tmp_path_factory: pytest.TempPathFactory
         home = tmp_path_factory.mktemp("home")
         line = ["generate", "--model", "hf:own/tiny-gguf:q4_k_m", "the 12", "--max-tokens", "6"]
         line += ["--temperature", "0", "--ignore-eos", "--json"]
-        found = ask(
+        result = ask(
             state.url, home, "hf:own/tiny", "hf:own/tiny-gguf", "hf:own/tiny-gguf:Tiny.Q2_K.gguf", "hf:own/parts:q8_0",
             "own/tiny", line,
         )  # fmt: skip
-        yield state, home, found
+        yield state, home, result
 
 
 def files(folder: Path) -> set[str]:
@@ -120,8 +120,8 @@ def test_a_checkpoint_comes_without_code_and_pickles(ours, tiny_target):
     folder = Path(checkpoint["path"])
     assert files(folder) == files(Path(tiny_target)) | {"additional_chat_templates/rag.jinja"}
     assert bare["path"] == str(folder)
-    wanted = LLM(tiny_target).generate("the 12", GREEDY)[0].outputs[0].token_ids
-    assert LLM(str(folder)).generate("the 12", GREEDY)[0].outputs[0].token_ids == wanted
+    expected = LLM(tiny_target).generate("the 12", GREEDY)[0].outputs[0].token_ids
+    assert LLM(str(folder)).generate("the 12", GREEDY)[0].outputs[0].token_ids == expected
 
 
 def test_one_gguf_model_of_several_comes(ours, model):
@@ -141,12 +141,12 @@ def test_one_gguf_model_of_several_comes(ours, model):
 def test_commands_take_the_name(ours, model):
     said = ours[2][-1]
     assert said["code"] == 0, said["err"]
-    wanted = LLM(str(model)).generate("the 12", GREEDY)[0].outputs[0].token_ids
-    assert list(wanted) == json.loads(said["out"])["token_ids"]
+    expected = LLM(str(model)).generate("the 12", GREEDY)[0].outputs[0].token_ids
+    assert list(expected) == json.loads(said["out"])["token_ids"]
 
 
 def test_a_hub_that_is_gone_does_not_take_what_is_here(ours):
-    _, home, found = ours
+    _, home, result = ours
     for url, env in (("http://127.0.0.1:9", {}), (ours[0].url, {"HF_HUB_OFFLINE": "1"})):
         gguf, checkpoint, parts, absent, listed = ask(
             url,
@@ -158,7 +158,7 @@ def test_a_hub_that_is_gone_does_not_take_what_is_here(ours):
             "hf:own/tiny-gguf:q8_0",
             **env,
         )
-        assert [gguf, checkpoint, parts] == [found[1], found[0], found[3]]
+        assert [gguf, checkpoint, parts] == [result[1], result[0], result[3]]
         assert "\n" not in absent["error"]
         if env:
             assert absent["error"].startswith("hf:own/cut is not whole in ")
@@ -187,30 +187,30 @@ def test_hubs_that_fail_are_one_line_each(ours, tmp_path):
         "hf:": "names no model of a hub",
     }
     revision = {"path_or_id": "hf:own/tiny", "revision": "v9"}
-    found = ask(state.url, tmp_path, *cases, revision, {**revision, "revision": state.repositories["own/tiny"].commit})
-    for answer, message in zip(found, cases.values()):
+    result = ask(state.url, tmp_path, *cases, revision, {**revision, "revision": state.repositories["own/tiny"].commit})
+    for answer, message in zip(result, cases.values()):
         assert message in answer["error"]
         assert "\n" not in answer["error"]
-    assert found[-2]["error"] == "hf:own/tiny has no revision 'v9'"
-    assert Path(found[-1]["path"]).is_dir()
+    assert result[-2]["error"] == "hf:own/tiny has no revision 'v9'"
+    assert Path(result[-1]["path"]).is_dir()
 
 
 def test_a_token_opens_what_asks_for_one(ours, tmp_path, model):
-    found = ask(ours[0].url, tmp_path, "hf:own/token", "hf:own/gated", HF_TOKEN=TOKEN)
-    assert [Path(each["path"]).read_bytes() for each in found] == [model.read_bytes()] * 2
+    result = ask(ours[0].url, tmp_path, "hf:own/token", "hf:own/gated", HF_TOKEN=TOKEN)
+    assert [Path(each["path"]).read_bytes() for each in result] == [model.read_bytes()] * 2
 
 
 def test_a_download_that_breaks_off_goes_on_in_the_middle(ours, tmp_path):
     before = ours[0].asked["range"]
-    (found,) = ask(ours[0].url, tmp_path, "hf:own/cut")
-    assert Path(found["path"]).read_bytes() == LARGE
+    (result,) = ask(ours[0].url, tmp_path, "hf:own/cut")
+    assert Path(result["path"]).read_bytes() == LARGE
     assert ours[0].asked["range"] == before + 1
 
 
 def test_a_cache_that_cannot_be_written_is_named(ours, tmp_path):
     (tmp_path / "hub").write_text("")
-    (found,) = ask(ours[0].url, tmp_path, "hf:own/cut")
-    assert found["error"].startswith(f"cannot write to {tmp_path}/hub: ")
+    (result,) = ask(ours[0].url, tmp_path, "hf:own/cut")
+    assert result["error"].startswith(f"cannot write to {tmp_path}/hub: ")
 
 
 @pytest.fixture
@@ -228,16 +228,16 @@ def said(capsys: pytest.CaptureFixture[str], *line: str) -> Any:
 
 
 def test_ls_names_what_the_cache_holds_as_model_takes_it(tidy, model, capsys):
-    found = {each["name"]: each for each in said(capsys, "ls")["models"]}
-    assert set(found) == {
+    result = {each["name"]: each for each in said(capsys, "ls")["models"]}
+    assert set(result) == {
         "hf:own/tiny", "hf:own/tiny-gguf:Tiny-Q4_K_M.gguf", "hf:own/tiny-gguf:Tiny.Q2_K.gguf",
         "hf:own/parts:Q8_0/model-00001-of-00003.gguf",
     }  # fmt: skip
-    one = found["hf:own/tiny-gguf:Tiny-Q4_K_M.gguf"]
+    one = result["hf:own/tiny-gguf:Tiny-Q4_K_M.gguf"]
     assert (one["format"], one["size"], one["whole"]) == ("GGUF Q4_K_M", model.stat().st_size, True)
     assert Path(one["path"]).read_bytes() == model.read_bytes()
-    assert found["hf:own/tiny"]["format"] == "safetensors"
-    parts = found["hf:own/parts:Q8_0/model-00001-of-00003.gguf"]
+    assert result["hf:own/tiny"]["format"] == "safetensors"
+    parts = result["hf:own/parts:Q8_0/model-00001-of-00003.gguf"]
     assert parts["size"] == sum(path.stat().st_size for path in Path(parts["path"]).parent.iterdir())
     assert run(["ls"]) == 0
     assert f"hf:own/tiny-gguf:Tiny-Q4_K_M.gguf            GGUF Q4_K_M  {model.stat().st_size / 1e6:.1f} MB" in (
@@ -246,16 +246,16 @@ def test_ls_names_what_the_cache_holds_as_model_takes_it(tidy, model, capsys):
 
 
 def test_show_describes_it(tidy, model, tiny_target, capsys):
-    found = said(capsys, "show", "hf:own/tiny-gguf:Tiny-Q4_K_M.gguf")
-    assert found["architecture"] == "LlamaForCausalLM"
-    assert found["parameters"] == sum(tensor.n_elements for tensor in gguf.GGUFReader(model).tensors)
-    assert (found["context"], found["size"]) == (128, model.stat().st_size)
-    found = said(capsys, "show", "hf:own/parts")
-    assert found["parameters"] == sum(tensor.n_elements for tensor in gguf.GGUFReader(model).tensors)
-    assert found["drafts"] == [{"name": "hf:own/tiny-gguf:Tiny-Q4_K_M.gguf", "here": True}]
-    found = said(capsys, "show", tiny_target)
-    assert found["parameters"] == LlamaForCausalLM.from_pretrained(tiny_target).num_parameters()
-    assert (found["format"], found["context"]) == ("safetensors F32", 256)
+    result = said(capsys, "show", "hf:own/tiny-gguf:Tiny-Q4_K_M.gguf")
+    assert result["architecture"] == "LlamaForCausalLM"
+    assert result["parameters"] == sum(tensor.n_elements for tensor in gguf.GGUFReader(model).tensors)
+    assert (result["context"], result["size"]) == (128, model.stat().st_size)
+    result = said(capsys, "show", "hf:own/parts")
+    assert result["parameters"] == sum(tensor.n_elements for tensor in gguf.GGUFReader(model).tensors)
+    assert result["drafts"] == [{"name": "hf:own/tiny-gguf:Tiny-Q4_K_M.gguf", "here": True}]
+    result = said(capsys, "show", tiny_target)
+    assert result["parameters"] == LlamaForCausalLM.from_pretrained(tiny_target).num_parameters()
+    assert (result["format"], result["context"]) == ("safetensors F32", 256)
     assert run(["show", "hf:own/parts"]) == 0
     assert "drafts with   hf:own/tiny-gguf:Tiny-Q4_K_M.gguf, its own text (suffix, ngram)" in capsys.readouterr().out
     assert run(["show", "hf:own/cut"]) == 2
@@ -319,8 +319,8 @@ def test_the_known_draft_of_a_known_model_is_found(pair, model, tmp_path, capsys
 
 
 def test_fetched_models_are_listed_and_removed(pair, model, capsys):
-    found = {each["name"]: each for each in said(capsys, "ls")["models"]}
-    assert found["large"] == {
+    result = {each["name"]: each for each in said(capsys, "ls")["models"]}
+    assert result["large"] == {
         "name": "large", "format": "GGUF Q4_1", "size": model.stat().st_size, "path": str(pair), "whole": True,
     }  # fmt: skip
     assert said(capsys, "rm", "large") == {"name": "large", "freed": model.stat().st_size}
@@ -349,8 +349,8 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_which_file_is_meant(name):
-    which, offered, wanted = CHOICES[name]
-    assert choose(Place("o/r", which), offered)[0] == wanted
+    which, offered, expected = CHOICES[name]
+    assert choose(ModelSource("o/r", which), offered)[0] == expected
 
 
 REFUSED = {
@@ -367,12 +367,12 @@ REFUSED = {
 def test_what_does_not_say_which_is_listed(name):
     which, offered, message = REFUSED[name]
     with pytest.raises(ModelError, match=message):
-        choose(Place("o/r", which), offered)
+        choose(ModelSource("o/r", which), offered)
 
 
 def test_names_are_read():
-    assert parse("hf:o/r") == Place("o/r", None)
-    assert parse("hf:o/r:Q4_K_M") == Place("o/r", "Q4_K_M")
+    assert parse("hf:o/r") == ModelSource("o/r", None)
+    assert parse("hf:o/r:Q4_K_M") == ModelSource("o/r", "Q4_K_M")
     with pytest.raises(ModelError, match="names no model of a hub"):
         parse("hf:o/r:")
     labels = {

@@ -13,7 +13,7 @@ from forerun.core.batch import Batch, Output, Span
 from forerun.models.base import new_attention
 from forerun.models.formats import plain
 from forerun.models.formats.packed import can_pack
-from forerun.models.formats.streamed import can_stream
+from forerun.models.formats.tiled import can_tile
 from forerun.models.hf import HFModel
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
@@ -52,7 +52,7 @@ CASES = [(kind, dtype, how) for kind in ("llama", "hf") for dtype in DTYPES for 
 CASES += [("qwen3", dtype, "auto") for dtype in DTYPES]
 PACKED, STREAMED = ([case for case in CASES if case[2] == how] for how in ("packed", "streamed"))
 CASES = [case for case in CASES if case[2] in ("plain", "auto")]
-CASES += where(lambda case: can_pack(case[1]), PACKED, NO_PACKING) + where(lambda case: can_stream(case[1]), STREAMED)
+CASES += where(lambda case: can_pack(case[1]), PACKED, NO_PACKING) + where(lambda case: can_tile(case[1]), STREAMED)
 
 
 def name_of(value) -> str:
@@ -106,11 +106,11 @@ def test_the_self_test_reports_a_dependence():
             out = self.model.forward(batch, attention)
             return Output(out.logits + (1e-6 * (batch.num_rows > 64)))
 
-    found = {finding.way: finding for finding in self_test(Leaky(build()), rows=150)}
-    assert {"65 rows a call", "all rows in one call"} <= set(found)
-    assert found["65 rows a call"].differing == 130
-    assert "64 rows a call" not in found
-    assert "130 of 150 rows differ" in str(found["65 rows a call"])
+    result = {finding.way: finding for finding in self_test(Leaky(build()), rows=150)}
+    assert {"65 rows a call", "all rows in one call"} <= set(result)
+    assert result["65 rows a call"].differing == 130
+    assert "64 rows a call" not in result
+    assert "130 of 150 rows differ" in str(result["65 rows a call"])
 
 
 @pytest.mark.parametrize("longest", [1, 2, 3, 9, 32])
@@ -142,16 +142,16 @@ class Depends(plain.Plain):
     where = "nowhere"
 
 
-@pytest.mark.parametrize("place", ["many rows", "the last row"])
+@pytest.mark.parametrize("index", ["many rows", "the last row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, place):
+def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, index):
     """Where sizes from 24 on would change bits, they are found out and left alone, and what is left holds."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(plain, "Plain", Depends)
     usual = build(dtype=dtype, weights="plain")
     assert usual.tiles.rows[-1] == tiles.SIZES[-1]
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(Depends, "where", place)
+    monkeypatch.setattr(Depends, "where", index)
     model = build(dtype=dtype, weights="plain")
     assert model.tiles.rows == tuple(size for size in usual.tiles.rows if size < 24)
     assert self_test(model, rows=40, chunks=(5, 33)) == []
@@ -177,24 +177,24 @@ def test_a_mixture_of_experts_of_transformers_keeps_the_bits_of_single_rows_only
 
 def test_what_was_found_is_kept_and_a_damaged_record_is_not_trusted(monkeypatch, tmp_path):
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
-    wanted = build(weights="plain").tiles
+    expected = build(weights="plain").tiles
     records = sorted((tmp_path / "tiles").iterdir())
     assert len(records) >= 2
     with monkeypatch.context() as without:
         without.setattr(tiles, "compare", lambda *_: pytest.fail("found again"))
-        assert build(weights="plain").tiles == wanted
+        assert build(weights="plain").tiles == expected
     for text in ("", "{}", '[["4"]]', "[[5]]", "[[8, 4]]", "[[]]", "\x00"):
         for record in records:
             record.write_text(text)
-        assert build(weights="plain").tiles == wanted
+        assert build(weights="plain").tiles == expected
 
 
 def test_nothing_is_kept_where_nothing_can_be(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "folder"))
-    wanted = build(weights="plain").tiles
+    expected = build(weights="plain").tiles
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))
-    assert build(weights="plain").tiles == wanted
+    assert build(weights="plain").tiles == expected
 
 
 def test_off_by_request_nothing_is_padded():

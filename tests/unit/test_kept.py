@@ -66,21 +66,21 @@ def fresh(monkeypatch: pytest.MonkeyPatch, path: Path, **options: Any) -> torch.
 
 @pytest.mark.parametrize("options", where(blocks.can_run(), CASES))
 def test_a_second_start_lays_nothing_out_and_says_the_same(model, laid, monkeypatch, options):
-    wanted = fresh(monkeypatch, model, **options)
+    expected = fresh(monkeypatch, model, **options)
     assert kept.files() == []
     first = laid.count
     assert first > 0
-    assert torch.equal(said(model, **options), wanted)
+    assert torch.equal(said(model, **options), expected)
     assert laid.count == 2 * first
     assert len(kept.files()) == 1
-    assert torch.equal(said(model, **options), wanted)
+    assert torch.equal(said(model, **options), expected)
     assert laid.count == 2 * first
 
 
 @pytest.mark.parametrize("quantization", where(blocks.can_run(), ["q4_0", "q8_0"]))
 def test_an_embedding_keeps_the_blocks_of_its_file(model, quantization):
-    found = load_model(model, quantization=quantization, dtype="bfloat16").embed(torch.tensor(IDS))
-    assert torch.equal(found, GGUFFile(model).values("token_embd.weight")[IDS].bfloat16())
+    result = load_model(model, quantization=quantization, dtype="bfloat16").embed(torch.tensor(IDS))
+    assert torch.equal(result, GGUFFile(model).values("token_embd.weight")[IDS].bfloat16())
 
 
 @pytest.mark.parametrize("case", where(blocks.can_run(), ["layout", "weights", "time", "options"]))
@@ -100,15 +100,15 @@ def test_what_another_model_has_is_not_taken(model, laid, monkeypatch, case):
         os.utime(model, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
     else:
         options = {"dtype": "float32"}
-    found = said(model, **options)
+    result = said(model, **options)
     assert laid.count > 0
-    assert torch.equal(found, fresh(monkeypatch, model, **options))
+    assert torch.equal(result, fresh(monkeypatch, model, **options))
     assert len(kept.files()) == (2 if case == "options" else 1)  # what was made of the file as it was is gone
 
 
-def _flip(place: float) -> Callable[[bytes], bytes]:
+def _flip(index: float) -> Callable[[bytes], bytes]:
     def change(content: bytes) -> bytes:
-        at = int(place * (len(content) - 1))
+        at = int(index * (len(content) - 1))
         return content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :]
 
     return change
@@ -129,17 +129,17 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", where(blocks.can_run(), DAMAGE))
 def test_a_damaged_file_is_made_again(model, laid, monkeypatch, damage):
-    wanted = said(model)
+    expected = said(model)
     path = kept.files()[0]
     good = path.read_bytes()
     path.write_bytes(DAMAGE[damage](good))
     assert path.read_bytes() != good
     laid.count = 0
-    assert torch.equal(said(model), wanted)
+    assert torch.equal(said(model), expected)
     assert laid.count > 0
     assert path.read_bytes() == good
     laid.count = 0
-    assert torch.equal(said(model), wanted)
+    assert torch.equal(said(model), expected)
     assert laid.count == 0
 
 
@@ -147,10 +147,10 @@ def test_a_damaged_file_is_made_again(model, laid, monkeypatch, damage):
 def test_a_model_keeps_its_weights_when_the_file_goes(model, here):
     said(model)
     second = load_model(model)
-    wanted = logits(second, PROMPTS)
+    expected = logits(second, PROMPTS)
     kept.forget(model)
     assert kept.files() == []
-    assert torch.equal(logits(second, PROMPTS), wanted)
+    assert torch.equal(logits(second, PROMPTS), expected)
 
 
 @pytest.mark.parametrize("here", where(blocks.can_run() and os.name == "posix", [True]))
@@ -184,17 +184,17 @@ def test_the_oldest_goes_first_where_the_limit_is_reached(model, monkeypatch, he
 
 @pytest.mark.parametrize("here", HERE)
 def test_a_full_disk_is_no_error(model, monkeypatch, here):
-    wanted = fresh(monkeypatch, model)
+    expected = fresh(monkeypatch, model)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
-        assert torch.equal(said(model), wanted)
+        assert torch.equal(said(model), expected)
         assert kept.files() == []
 
     def write(path: Path, *arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(kept, "replace_with", write)
-    assert torch.equal(said(model), wanted)
+    assert torch.equal(said(model), expected)
     assert kept.files() == []
 
 

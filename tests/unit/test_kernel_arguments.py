@@ -11,15 +11,15 @@ import torch
 from border import call, with_each
 from forerun import kernels
 from forerun.attention.base import Query
-from forerun.attention.streamed import StreamedAttention
+from forerun.attention.kernel import KernelAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
 from forerun.kernels import KernelError, structs
-from forerun.models import streamed
+from forerun.models import kernel_layers
 from forerun.models.base import new_attention
-from forerun.models.formats.int8 import StreamedInt8
-from forerun.models.formats.streamed import Streamed
+from forerun.models.formats.int8 import TiledInt8
+from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
 from forerun.sampling.compiled import Compiled, penalise, restrict
@@ -54,7 +54,7 @@ def test_rows(kind):
         "norm": ((at, at, at, None, 2, 1, 4, 1e-5),
                  {0: [None], 1: [None], 2: [None], 4: sizes, 5: [0, -1], 6: [0, *sizes]}),
         "gate": ((1, at, at, 2, 4), {0: [-1, 2, 1 << 40], 1: [None], 2: [None], 3: sizes, 4: [0, *sizes]}),
-        "turn": ((at, 8, at, 2, 2, 4), {0: [None], 1: [-8], 2: [None], 3: sizes, 4: [0, -1], 5: [0, 3, -2]}),
+        "apply_rotary": ((at, 8, at, 2, 2, 4), {0: [None], 1: [-8], 2: [None], 3: sizes, 4: [0, -1], 5: [0, 3, -2]}),
     }  # fmt: skip
     for name, (good, bad) in cases.items():
         call(f"{name}_{kind}", *good)
@@ -89,7 +89,8 @@ def test_sampling():
         "overlaps": ((at, 2, 4, 1, at, at, at, to, 1),
                      {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: sizes, 4: [None, *outside], 5: [None],
                       6: [None, *outside], 7: [None], 8: threads}),
-        "ask": ((0, 6, 2), {0: [-1, len(structs.KINDS)], 1: [-1, 0, 33], 2: [-1, 4 if kernels.library().tiles else 3]}),
+        "set_prefetch": ((0, 6, 2), {0: [-1, len(structs.KINDS)], 1: [-1, 0, 33],
+                                          2: [-1, 4 if kernels.library().tiles else 3]}),
         "advise": ((at, 8), {0: [None], 1: [-1]}),
         "softcap": ((to, 4, 2.0), {0: [None], 1: [0, *sizes]}),
     }  # fmt: skip
@@ -255,7 +256,7 @@ def test_spans_that_are_none(model):
 
 def test_attention_over_tensors_that_do_not_fit():
     pool = Pool([KVShape(2, 16, 16)], 4, 8, torch.float32, CPU)
-    attention = StreamedAttention(pool)
+    attention = KernelAttention(pool)
     metadata = attention.begin(Batch([Span(0, 0, [1] * 3)]))
 
     def run(q=(3, 4, 16), k=(3, 2, 16), v=(3, 2, 16), dtype=torch.float32):
@@ -274,22 +275,22 @@ def test_attention_over_tensors_that_do_not_fit():
 def test_layers_over_tensors_that_do_not_fit():
     for weight in (torch.randn(4), torch.randn(0, 4), torch.randn(2, 3, 4)):
         with pytest.raises(ValueError, match="weights"):
-            Streamed(weight, None)
+            TiledLinear(weight, None)
     with pytest.raises(ValueError, match="bias"):
-        Streamed(torch.randn(4, 4), torch.randn(3))
+        TiledLinear(torch.randn(4, 4), torch.randn(3))
     with pytest.raises(TypeError, match="float64"):
-        Streamed(torch.randn(4, 4).double(), None)
+        TiledLinear(torch.randn(4, 4).double(), None)
     with pytest.raises(ValueError, match="inputs"):
-        StreamedInt8(torch.zeros(1, (1 << 16) + 1), None, "int8")
+        TiledInt8(torch.zeros(1, (1 << 16) + 1), None, "int8")
     with pytest.raises(TypeError, match="float64"):
-        StreamedInt8(torch.randn(4, 4), None, "int8")(torch.randn(2, 4).double())
+        TiledInt8(torch.randn(4, 4), None, "int8")(torch.randn(2, 4).double())
     with pytest.raises(ValueError, match="8 numbers"):
-        streamed.Norm(torch.randn(8), 1e-5)(torch.randn(2, 7))
+        kernel_layers.Norm(torch.randn(8), 1e-5)(torch.randn(2, 7))
     with pytest.raises(ValueError, match="2 width"):
-        streamed.Gate("silu", torch.float32)(torch.randn(2, 7))
+        kernel_layers.Gate("silu", torch.float32)(torch.randn(2, 7))
     wide = torch.randn(2, 16)[:, ::2]
     assert torch.equal(
-        streamed.Gate("silu", torch.float32)(wide), streamed.Gate("silu", torch.float32)(wide.contiguous())
+        kernel_layers.Gate("silu", torch.float32)(wide), kernel_layers.Gate("silu", torch.float32)(wide.contiguous())
     )
 
 

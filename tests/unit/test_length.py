@@ -8,7 +8,7 @@ import pytest
 from simulated import Machine, play
 
 from forerun import SamplingParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length import Seconds, Setting, policies
 from forerun.speculate.length.acceptance import Acceptance
@@ -38,7 +38,15 @@ def busy(seconds: float) -> float:
     return 1.7 if int(seconds / 0.11) % 3 == 1 else 1.0
 
 
-SMALL = {"base": 0.9, "per_sequence": 0.1, "per_row": 0.09, "chill": 0.2, "host": 0.1, "jitter": 0.06, "slow": busy}
+SMALL = {
+    "base": 0.9,
+    "per_sequence": 0.1,
+    "per_row": 0.09,
+    "cold_penalty": 0.2,
+    "host": 0.1,
+    "jitter": 0.06,
+    "slow": busy,
+}
 """A small model's rounds, as measured: the policy's own time, and caches that drafting fills, are no longer small."""
 SMALL_DRAFTS = [
     {"draft": 0.0, "per_level": 0.0, "per_draft_token": 0.04, "per_token_behind": 0.0},
@@ -60,8 +68,8 @@ def test_little_is_lost_on_a_busy_machine_where_drafts_do_not_pay(
 
 def test_drafts_that_pay_are_found_on_a_busy_machine() -> None:
     machine = Machine(**SMALL, **SMALL_DRAFTS[1])
-    found, fixed = (play(machine, name, 1, lambda *_: 0.8, requests=8, length=128) for name in ("adaptive", "fixed"))
-    assert found.plain_work / found.work > 0.9 * fixed.plain_work / fixed.work > 1.1
+    result, fixed = (play(machine, name, 1, lambda *_: 0.8, requests=8, length=128) for name in ("adaptive", "fixed"))
+    assert result.plain_work / result.work > 0.9 * fixed.plain_work / fixed.work > 1.1
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -91,8 +99,8 @@ class Cold(Machine):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_first_impressions_of_deep_drafts_are_reconsidered(seed: int) -> None:
-    found = play(Cold(**LOOKUP), "adaptive", 1, lambda *_: 0.9, length=1500, seed=seed)
-    late = found.drafted[len(found.drafted) // 2 :]
+    result = play(Cold(**LOOKUP), "adaptive", 1, lambda *_: 0.9, length=1500, seed=seed)
+    late = result.drafted[len(result.drafted) // 2 :]
     assert sum(late) / len(late) > 2.5
 
 
@@ -104,10 +112,10 @@ def test_it_gives_up_and_recovers(count: int) -> None:
     def accepts(request: int, position: int) -> float:
         return 0.0 if long // 3 <= position < 2 * long // 3 else 0.9
 
-    found = play(Machine(**LOOKUP), "adaptive", count, accepts, length=long)
+    result = play(Machine(**LOOKUP), "adaptive", count, accepts, length=long)
     drafted: dict[str, list[int]] = {"first": [], "useless": [], "last": []}
     emitted = 0
-    for nodes, tokens in zip(found.drafted, found.emitted):
+    for nodes, tokens in zip(result.drafted, result.emitted):
         done = emitted / count / long
         emitted += tokens
         part = "first" if done < 0.3 else "useless" if 0.5 < done < 0.65 else "last" if 0.85 < done < 0.98 else None
@@ -135,7 +143,7 @@ def test_each_sequence_has_its_own_budget() -> None:
     machine = Machine(**LOOKUP)
     given = [[0] * 8]
     sequences = [
-        Sequence(i, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=1) for i in range(8)
+        RequestState(i, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=1) for i in range(8)
     ]
     for _ in range(150):
         for sequence in sequences:
@@ -158,9 +166,9 @@ def test_each_sequence_has_its_own_budget() -> None:
 
 def test_planned_settles_on_the_depth_that_is_best() -> None:
     machine = Machine(jitter=0.0, spikes=0.0)
-    found = play(machine, "planned", 1, lambda *_: 0.5, length=300)
+    result = play(machine, "planned", 1, lambda *_: 0.5, length=300)
     best = max(range(4), key=lambda depth: _expected(machine, depth, 0.5))
-    assert set(found.drafted[-30:-5]) == {best}
+    assert set(result.drafted[-30:-5]) == {best}
 
 
 def _expected(machine: Machine, depth: int, rate: float) -> float:
@@ -170,7 +178,7 @@ def _expected(machine: Machine, depth: int, rate: float) -> float:
 
 def test_rows_that_are_not_planned_are_not_reserved() -> None:
     policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 2))
-    sequence = Sequence(0, [0] * 9, 8, SamplingParams(), 0, max_tokens=500, drafter="m", scheduled=1, cached=8)
+    sequence = RequestState(0, [0] * 9, 8, SamplingParams(), 0, max_tokens=500, drafter="m", scheduled=1, cached=8)
     assert policy.longest_nodes(sequence) == 3
     for _ in range(400):
         sequence.scheduled, sequence.cached = 1, len(sequence.tokens) - 1
@@ -179,8 +187,8 @@ def test_rows_that_are_not_planned_are_not_reserved() -> None:
         verdict = Verdict(token=0, tokens=[0], fed=1, tested=min(budget, 1))
         policy.observe([sequence], [Draft.chain([0] * budget)], [verdict], Seconds(0.01 * budget, 0.01, 0.0))
     sequence.scheduled, sequence.cached = 1, len(sequence.tokens) - 1
-    wanted = {policy.longest_nodes(sequence)}
-    assert wanted <= {0, 3}
+    expected = {policy.longest_nodes(sequence)}
+    assert expected <= {0, 3}
     policy.release(sequence)
     assert not policy.own
 
@@ -238,7 +246,7 @@ def test_drafts_get_their_price_from_the_plain_rounds_around_them(now: float) ->
         for _ in range(6):
             costs.drafted(4, 0.5, 1.2 * now, [Drafted("m", 1, 3, 0)])
     settle(costs, now)
-    assert costs.pace == pytest.approx(now)
+    assert costs.slowdown == pytest.approx(now)
     assert costs.verify(1) == pytest.approx(1.0, rel=0.06)
     assert costs.verify(4) == pytest.approx(1.2, rel=0.06)
     assert costs.draft("m", 1, 3) == pytest.approx(0.5 / now, rel=0.06)
@@ -305,8 +313,8 @@ def test_newcomers_draft_as_soon_as_their_prompt_is_read() -> None:
     policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 1))
     machine = Machine(**LOOKUP)
 
-    def request(number: int) -> Sequence:
-        return Sequence(number, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m")
+    def request(number: int) -> RequestState:
+        return RequestState(number, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m")
 
     sequences, newest = [request(i) for i in range(4)], []
     for turn in range(80):
@@ -316,8 +324,8 @@ def test_newcomers_draft_as_soon_as_their_prompt_is_read() -> None:
             reads = sequence.id == 4 and turn < 63
             sequence.scheduled = 4 if reads else 1
             sequence.cached = 0 if reads else len(sequence.tokens) - 1
-            sequence.room = None  # as the scheduler does it
-            sequence.room = None if reads else policy.longest_nodes(sequence)
+            sequence.draft_budget = None  # as the scheduler does it
+            sequence.draft_budget = None if reads else policy.longest_nodes(sequence)
         budgets = policy.budgets(sequences)
         verdicts = [
             Verdict(list(range(n)), 0, tokens=[0] * (n + 1), fed=s.scheduled, tested=n)

@@ -8,13 +8,13 @@ import pytest
 from simulated import Machine, play
 
 from forerun import SamplingParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length import LengthPolicy, Seconds, Setting, policies
 
 BUNDLED = {
     "base": 0.34, "per_sequence": 0.045, "per_row": 0.06, "draft": 0.05, "per_level": 0.017, "per_draft_token": 0.0133,
-    "per_token_behind": 0.0025, "chill": 0.12, "thaws": 2.5, "host": 0.02, "jitter": 0.06, "multiple": 1,
+    "per_token_behind": 0.0025, "cold_penalty": 0.12, "thaws": 2.5, "host": 0.02, "jitter": 0.06, "multiple": 1,
 }  # fmt: skip
 """The bundled pair's prices, as measured."""
 
@@ -23,17 +23,17 @@ BUNDLED = {
 def test_a_cold_start_is_not_held_against_drafts(seed: int) -> None:
     """Everything takes up to 2.2 times as long in the first milliseconds of a process."""
     machine = Machine(**BUNDLED, slow=lambda seconds: 1.0 + 1.2 * exp(-seconds / 0.004))
-    found = play(machine, "adaptive", 1, lambda *_: 0.63, requests=24, seed=seed)
-    assert found.plain_work / found.work > 1.1
+    result = play(machine, "adaptive", 1, lambda *_: 0.63, requests=24, seed=seed)
+    assert result.plain_work / result.work > 1.1
 
 
-def sequence(key: int, scheduled: int = 1) -> Sequence:
-    made = Sequence(key, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=scheduled)
+def sequence(key: int, scheduled: int = 1) -> RequestState:
+    made = RequestState(key, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=scheduled)
     made.cached = len(made.tokens) - scheduled
     return made
 
 
-def drive(policy: LengthPolicy, running: list[Sequence], count: int) -> list[object]:
+def drive(policy: LengthPolicy, running: list[RequestState], count: int) -> list[object]:
     """So many rounds in which every draft is accepted; the first four decode. Returns the plans that held."""
     plans: list[object] = []
     for _ in range(count):
@@ -72,9 +72,9 @@ def test_an_overdue_check_does_not_plan_every_round() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_useless_drafts_end_a_plan_that_nobody_watches(seed: int) -> None:
     """After 300 good tokens nothing is accepted: within forty rounds hardly anything is drafted."""
-    found = play(Machine(**BUNDLED), "adaptive", 1, lambda _, place: 0.9 * (place < 300), length=500, seed=seed)
+    result = play(Machine(**BUNDLED), "adaptive", 1, lambda _, index: 0.9 * (index < 300), length=500, seed=seed)
     emitted, late = 0, []
-    for nodes, tokens in zip(found.drafted, found.emitted):
+    for nodes, tokens in zip(result.drafted, result.emitted):
         emitted += tokens
         if emitted > 340:
             late.append(nodes)

@@ -11,17 +11,16 @@ import torch.nn.functional as F
 
 from forerun import kernels
 from forerun.core.errors import ConfigError
-from forerun.models import linear
-from forerun.models import streamed as kernel_layers
-from forerun.models.formats import blocks, compiled, int8, packed, streamed
+from forerun.models import kernel_layers, linear
+from forerun.models.formats import blocks, compiled, int8, packed, tiled
 from forerun.models.parts import RMSNorm
 from here import NO_PACKING, where
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 PACKED = where(lambda layer: packed.can_pack(layer[0]), [(d, "packed") for d in DTYPES], NO_PACKING)
-STREAMED = where(lambda layer: streamed.can_stream(layer[0]), [(d, "streamed") for d in streamed.DTYPES])
-SERVED = where(streamed.can_stream, streamed.DTYPES)
+STREAMED = where(lambda layer: tiled.can_tile(layer[0]), [(d, "streamed") for d in tiled.DTYPES])
+SERVED = where(tiled.can_tile, tiled.DTYPES)
 LAYERS = [*((d, "plain") for d in DTYPES), *PACKED, *STREAMED]
 """What this torch runs on this processor."""
 
@@ -44,10 +43,10 @@ def test_same_numbers(dtype, how, bias):
     assert layer.kind == how
     for rows in (1, 2, 5, 64):
         x, more = torch.randn(rows, 260, dtype=dtype), torch.randn(rows, 300, dtype=dtype)
-        wanted = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
+        expected = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
         bound = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}[dtype]
-        assert (layer(x).float() - wanted).abs().max() < bound
-        assert (layer(x, more).float() - wanted - more.float()).abs().max() < bound
+        assert (layer(x).float() - expected).abs().max() < bound
+        assert (layer(x, more).float() - expected - more.float()).abs().max() < bound
 
 
 @pytest.mark.parametrize("dtype", SERVED)
@@ -64,8 +63,8 @@ def test_a_row_has_the_same_bits_beside_any_others(shape, dtype):
 
 
 def test_what_is_compiled_serves_every_dtype():
-    served = [*streamed.DTYPES] if kernels.library() is not None else []
-    assert [dtype for dtype in (*streamed.DTYPES, torch.int8, torch.float64) if streamed.can_stream(dtype)] == served
+    served = [*tiled.DTYPES] if kernels.library() is not None else []
+    assert [dtype for dtype in (*tiled.DTYPES, torch.int8, torch.float64) if tiled.can_tile(dtype)] == served
     assert int8.can_run() == blocks.can_run() == bool(served)
 
 
@@ -74,7 +73,7 @@ def test_what_is_compiled_serves_every_dtype():
 def test_rows_of_a_streamed_layer_are_those_of_its_weights(dtype, shape):
     torch.manual_seed(0)
     weight = torch.randn(shape).to(dtype)
-    layer, ids = streamed.Streamed(weight, None), torch.randint(0, shape[0], (4, 9))
+    layer, ids = tiled.TiledLinear(weight, None), torch.randint(0, shape[0], (4, 9))
     assert torch.equal(layer.rows(ids, dtype), weight[ids.flatten()])
     with pytest.raises(kernels.KernelError, match="row"):
         layer.rows(torch.tensor([shape[0]]), dtype)
@@ -89,22 +88,22 @@ def test_a_row_of_a_streamed_layer_has_one_result(kind, inputs):
     """Among 1 to 70 rows, wherever it stands among them."""
     dtype = torch.float32 if kind == "int8" else kind
     weight, x = cancelling(97, inputs, dtype)
-    layer = int8.StreamedInt8(weight, None, kind) if kind == "int8" else streamed.Streamed(weight, None)
-    wanted = torch.cat([layer(row[None]) for row in x])
+    layer = int8.TiledInt8(weight, None, kind) if kind == "int8" else tiled.TiledLinear(weight, None)
+    expected = torch.cat([layer(row[None]) for row in x])
     for rows in range(1, 71):
-        assert torch.equal(layer(x[:rows]), wanted[:rows])
-        assert torch.equal(layer(x[70 - rows :]), wanted[70 - rows :])
+        assert torch.equal(layer(x[:rows]), expected[:rows])
+        assert torch.equal(layer(x[70 - rows :]), expected[70 - rows :])
 
 
 @pytest.mark.parametrize("dtype", SERVED)
 def test_streamed_layers_of_any_shape(dtype):
     for outputs, inputs in ((1, 1), (1, 2), (17, 3), (31, 33), (33, 31), (48, 515)):
         weight, x = torch.randn(outputs, inputs).to(dtype), torch.randn(14, inputs).to(dtype)
-        wanted = x.double() @ weight.double().T
+        expected = x.double() @ weight.double().T
         unit = {torch.float32: 0, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
         for rows in (1, 2, 3, 14):
-            off = (streamed.Streamed(weight, None)(x[:rows]) - wanted[:rows]).abs()
-            assert (off <= unit * wanted[:rows].abs() + 1e-4).all()
+            off = (tiled.TiledLinear(weight, None)(x[:rows]) - expected[:rows]).abs()
+            assert (off <= unit * expected[:rows].abs() + 1e-4).all()
 
 
 @pytest.mark.parametrize("dtype", SERVED)
@@ -117,7 +116,7 @@ def test_8_bits_are_sums_of_integers(dtype, inputs):
     x = torch.randint(-127, 128, (9, inputs)).float()
     x[:, 0], x[3], x[4] = 127, 127, -127
     x[3:5] = x[3:5].sign() * 127
-    got = int8.StreamedInt8(weight, None, "int8")(x.to(dtype))  # both have a step of 1 between levels
+    got = int8.TiledInt8(weight, None, "int8")(x.to(dtype))  # both have a step of 1 between levels
     assert torch.equal(got, (x.double() @ weight.double().T).float().to(dtype))
 
 
@@ -126,7 +125,7 @@ def test_8_bits_are_sums_of_integers(dtype, inputs):
 def test_8_bits_do_not_hide_what_is_not_finite(dtype, bad):
     x = torch.randn(3, 70).to(dtype)
     x[1, 33] = bad
-    got = int8.StreamedInt8(torch.randn(40, 70), None, "int8")(x)
+    got = int8.TiledInt8(torch.randn(40, 70), None, "int8")(x)
     assert not got[1].isfinite().any()
     assert got[0::2].isfinite().all()
 
@@ -134,13 +133,13 @@ def test_8_bits_do_not_hide_what_is_not_finite(dtype, bad):
 @pytest.mark.parametrize("dtype", SERVED)
 def test_streamed_weights_lie_side_by_side(dtype, monkeypatch):
     monkeypatch.setattr(compiled, "BLOCK", 1 << 20)
-    monkeypatch.setattr(streamed, "shelf", compiled.Shelf())
+    monkeypatch.setattr(tiled, "arena", compiled.Arena())
     made, shapes = [], [(300, 270), (64, 256), (2000, 1024), (96, 130)]
     for index, (outputs, inputs) in enumerate(shapes):
         torch.manual_seed(index)
         weight, x = torch.randn(outputs, inputs, dtype=dtype), torch.randn(3, inputs, dtype=dtype)
         with torch.inference_mode(index % 2 == 0):
-            made.append((streamed.Streamed(weight, None), weight, x))
+            made.append((tiled.TiledLinear(weight, None), weight, x))
     first, second, large, last = (layer.tiles for layer, *_ in made)
     assert 0 <= second.data_ptr() - first.data_ptr() - first.nbytes < 64
     assert large.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()  # no room was left
@@ -148,8 +147,8 @@ def test_streamed_weights_lie_side_by_side(dtype, monkeypatch):
         assert tiles.data_ptr() % 64 == 0
         assert tiles.data_ptr() + tiles.nbytes <= tiles.untyped_storage().data_ptr() + tiles.untyped_storage().nbytes()
     for layer, weight, x in made:
-        wanted = F.linear(x.double(), weight.double())
-        assert (layer(x) - wanted).norm() < (1e-5 if dtype == torch.float32 else 0.01) * wanted.norm()
+        expected = F.linear(x.double(), weight.double())
+        assert (layer(x) - expected).norm() < (1e-5 if dtype == torch.float32 else 0.01) * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", where(packed.can_pack, DTYPES, NO_PACKING))
@@ -174,10 +173,10 @@ def test_small_layers_stay_plain():
 
 def test_the_option():
     assert linear.choose(torch.float32, CPU, "plain") == "plain"
-    able = {"streamed": streamed.can_stream, "packed": packed.can_pack, "plain": lambda dtype: True}
+    able = {"streamed": tiled.can_tile, "packed": packed.can_pack, "plain": lambda dtype: True}
     best = next(how for how, can in able.items() if can(torch.float32))
     assert linear.choose(torch.float32, CPU, "auto") == best
-    assert linear.choose(torch.float16, CPU, "auto") == ("streamed" if streamed.can_stream(torch.float16) else "plain")
+    assert linear.choose(torch.float16, CPU, "auto") == ("streamed" if tiled.can_tile(torch.float16) else "plain")
     assert linear.choose(torch.bfloat16, torch.device("cuda"), "auto") == "plain"
     for dtype, device in ((torch.float64, CPU), (torch.bfloat16, torch.device("cuda"))):
         for how in ("packed", "streamed"):
@@ -190,7 +189,7 @@ def test_the_option():
 @pytest.fixture
 def nothing_compiled():
     """Forget, before and after, what could be compiled."""
-    kept = kernels.library, streamed.can_stream, int8.can_run, blocks.can_run
+    kept = kernels.library, tiled.can_tile, int8.can_run, blocks.can_run
     for function in kept:
         function.cache_clear()
     yield
@@ -255,10 +254,10 @@ def test_streamed_layers_refuse_what_the_kernels_would_misread(dtype, how):
 def test_threads_change_no_bit(dtype, how, threads):
     weight, x = cancelling(500, 260, dtype)
     layer, before = linear.make_linear(weight, None, how), torch.get_num_threads()
-    wanted = layer(x)
+    expected = layer(x)
     torch.set_num_threads(threads)
     try:
-        assert torch.equal(layer(x), wanted)
+        assert torch.equal(layer(x), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -267,9 +266,9 @@ def test_threads_change_no_bit(dtype, how, threads):
 def test_streamed_norms(dtype):
     weight, x = torch.randn(3, 70), torch.randn(5, 3, 70).to(dtype) * 3
     got = kernel_layers.Norm(weight.to(dtype), 1e-5)(x)
-    wanted = F.rms_norm(x.double(), (70,), None, 1e-5) * weight.to(dtype).double()
+    expected = F.rms_norm(x.double(), (70,), None, 1e-5) * weight.to(dtype).double()
     bound = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
-    assert ((got - wanted).abs() <= bound * wanted.abs() + 1e-6).all()
+    assert ((got - expected).abs() <= bound * expected.abs() + 1e-6).all()
     for head in range(3):
         assert torch.equal(kernel_layers.Norm(weight[head].to(dtype), 1e-5)(x[:, head]), got[:, head])
 
@@ -278,10 +277,10 @@ def test_streamed_norms(dtype):
 def test_streamed_norms_of_what_is_added(dtype):
     weight, x, add = torch.randn(70), torch.randn(5, 70).to(dtype) * 3, torch.randn(5, 70).to(dtype)
     got = kernel_layers.Norm(weight, 1e-5, dtype)(x, add)
-    wanted = F.rms_norm(x.double(), (70,), None, 1e-5) * weight.double() + add.double()
+    expected = F.rms_norm(x.double(), (70,), None, 1e-5) * weight.double() + add.double()
     bound = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
-    assert ((got - wanted).abs() <= bound * wanted.abs() + 1e-6).all()
-    assert (RMSNorm(weight, 1e-5, dtype)(x, add) - wanted).abs().max() <= 2 * bound * wanted.abs().max()
+    assert ((got - expected).abs() <= bound * expected.abs() + 1e-6).all()
+    assert (RMSNorm(weight, 1e-5, dtype)(x, add) - expected).abs().max() <= 2 * bound * expected.abs().max()
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -291,18 +290,18 @@ def test_streamed_gates(dtype, activation):
     rows = torch.stack([gate, torch.full_like(gate, 1.7)]).to(dtype).view(1, -1)
     got = kernel_layers.Gate(activation, dtype)(rows)
     function = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[activation]
-    wanted = function(rows[:, :404].double()) * rows[:, 404:].double()
+    expected = function(rows[:, :404].double()) * rows[:, 404:].double()
     bound = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
     least = 1e-7 if dtype == torch.float16 else 1e-14  # half of the smallest number; what the double tanh rounds off
-    assert ((got - wanted).abs() <= bound * wanted.abs() + least).all()
+    assert ((got - expected).abs() <= bound * expected.abs() + least).all()
     assert torch.isnan(kernel_layers.Gate(activation, dtype)(torch.tensor([[float("nan"), 1.0]], dtype=dtype))).all()
 
 
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 def test_soft_caps(cap):
     numbers = torch.cat([torch.linspace(-100, 100, 403), torch.tensor([1e30, -1e30, float("inf"), -float("inf"), 0.0])])
-    wanted = torch.tanh(numbers.double() / cap) * cap
-    assert (kernel_layers.softcap(numbers.clone(), cap) - wanted).abs().max() <= 3e-7 * cap
+    expected = torch.tanh(numbers.double() / cap) * cap
+    assert (kernel_layers.softcap(numbers.clone(), cap) - expected).abs().max() <= 3e-7 * cap
     assert torch.isnan(kernel_layers.softcap(torch.tensor([float("nan")]), cap)).all()
     with pytest.raises(ValueError, match="soft cap on"):
         kernel_layers.softcap(numbers.double(), cap)
@@ -311,7 +310,7 @@ def test_soft_caps(cap):
 
 
 def test_without_the_private_operations(monkeypatch):
-    monkeypatch.setattr(streamed, "can_stream", lambda dtype: False)
+    monkeypatch.setattr(tiled, "can_tile", lambda dtype: False)
     packed.can_pack.cache_clear()
     monkeypatch.setattr(packed, "pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
     try:

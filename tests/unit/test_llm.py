@@ -19,13 +19,13 @@ def tokens(outputs) -> list[list[int]]:
 
 def test_prompts_and_options_may_come_one_by_one(llm):
     model = llm()
-    wanted = tokens(model.generate(["the cat", "a dog"], [SHORT, COLD]))
-    assert [len(answer) for answer in wanted] == [3, 5]
+    expected = tokens(model.generate(["the cat", "a dog"], [SHORT, COLD]))
+    assert [len(answer) for answer in expected] == [3, 5]
     given = model.generate((text for text in ("the cat", "a dog")), (params for params in (SHORT, COLD)))
-    assert tokens(given) == wanted
+    assert tokens(given) == expected
     ids = model.tokenizer.encode("the cat")
     for one in ("the cat", ids, tuple(ids), {"prompt": "the cat"}, (text for text in ["the cat"]), iter(ids)):
-        assert tokens(model.generate(one, SHORT)) == wanted[:1]
+        assert tokens(model.generate(one, SHORT)) == expected[:1]
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_prompts_and_options_may_come_one_by_one(llm):
 def test_arrays_of_ids_are_prompts(llm, made):
     model = llm()
     ids = model.tokenizer.encode("the cat")
-    (wanted,) = model.generate([ids], SHORT)
+    (expected,) = model.generate([ids], SHORT)
     (answer,) = model.generate(made(ids), SHORT)
-    assert answer.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
     assert answer.prompt_token_ids == ids
     assert {type(token) for token in answer.prompt_token_ids} == {int}
 

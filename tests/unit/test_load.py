@@ -123,12 +123,12 @@ def test_the_lean_path_on_another_family(tiny_target, folder):
     assert load_model(folder).info.path.startswith("hf")
 
 
-@pytest.mark.parametrize(("generation", "wanted"), [(None, {0}), (5, {5}), ([5, 6], {5, 6})])
-def test_every_id_that_ends_a_text(folder, generation, wanted):
+@pytest.mark.parametrize(("generation", "expected"), [(None, {0}), (5, {5}), ([5, 6], {5, 6})])
+def test_every_id_that_ends_a_text(folder, generation, expected):
     (folder / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert load_model(folder).info.eos_ids == wanted
+    assert load_model(folder).info.eos_ids == expected
 
 
 def test_a_broken_generation_config(folder):

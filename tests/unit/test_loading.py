@@ -58,10 +58,10 @@ def test_a_load_takes_what_stays_and_a_tensor(large, tmp_path):
     command = [sys.executable, str(CHILD), json.dumps([(str(path), options) for path, options in cases])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(cases)
+    result = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(result) == len(cases)
     largest = 48000 * 768 * 2
-    for case in found:
+    for case in result:
         assert case["weights"] > 100 << 20
         assert case["peak"] < 1.15 * case["weights"] + largest
         assert case["stays"] < 1.15 * case["weights"]
@@ -80,7 +80,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("gguf", [False, True])
-def test_every_byte_is_told_once(tiny_target, tmp_path, gguf):
+def test_every_byte_is_reported_once(tiny_target, tmp_path, gguf):
     path = write_model(tmp_path / "model.gguf") if gguf else Path(tiny_target)
     bar = Watched()
     before = watch.set(bar)
@@ -118,12 +118,12 @@ def test_weights_do_not_follow_their_file(tiny_target, tmp_path):
     folder = Path(shutil.copytree(tiny_target, tmp_path / "copy"))
     for options in ({}, {"weights": "plain"}, {"quantization": "int8_rows"}):
         llm = LLM(str(folder), **options)
-        wanted = llm.generate("the cat", GREEDY)[0].outputs[0].token_ids
+        expected = llm.generate("the cat", GREEDY)[0].outputs[0].token_ids
         file = folder / "model.safetensors"
         content = file.read_bytes()
         with file.open("r+b") as opened:  # in place, as a mapping would see it
             opened.write(b"\0" * len(content))
-        assert llm.generate("the cat", GREEDY)[0].outputs[0].token_ids == wanted
+        assert llm.generate("the cat", GREEDY)[0].outputs[0].token_ids == expected
         file.write_bytes(content)
 
 
@@ -138,12 +138,12 @@ def test_a_mixture_whose_experts_are_stacked(tmp_path):
     module = MixtralForCausalLM(config)
     module.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    wanted = LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids
+    expected = LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids
     weights = {name: part.clone() for name, part in module.state_dict().items()}
     assert "model.layers.0.mlp.experts.gate_up_proj" in weights
     assert "model.layers.0.mlp.experts.gate_up_proj" not in load_file(tmp_path / "model.safetensors")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids == wanted
+    assert LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids == expected
 
 
 def test_names_without_their_beginning(tiny_target, tmp_path):
@@ -153,8 +153,8 @@ def test_names_without_their_beginning(tiny_target, tmp_path):
     module = LlamaForCausalLM(config)
     module.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    wanted = LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids
+    expected = LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids
     weights = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("model."): part for name, part in weights.items()}
     save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids == wanted
+    assert LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids == expected

@@ -56,32 +56,32 @@ def merged(base: Path | str, *added: tuple[float, dict[str, torch.Tensor]]) -> t
         return module(torch.tensor(TEXTS)).logits[0]
 
 
-def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool((got - wanted).abs().max() < 1e-3 * wanted.abs().max())
+def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((got - expected).abs().max() < 1e-3 * expected.abs().max())
 
 
 @pytest.mark.parametrize("path", ["native", "hf"])
 def test_an_adapter_is_added_to_the_weights(tiny_target, tmp_path, path):
     products = adapter(tmp_path / "a", tiny_target)
-    found = load_model(tiny_target, lora=str(tmp_path / "a"), model_path=path, dtype="float32", invariant=False)
-    assert found.info.lora == (str(tmp_path / "a"),)
-    assert close(logits(found, TEXTS), merged(tiny_target, (8 / 4, products)))
-    assert not close(logits(found, TEXTS), merged(tiny_target))
+    result = load_model(tiny_target, lora=str(tmp_path / "a"), model_path=path, dtype="float32", invariant=False)
+    assert result.info.lora == (str(tmp_path / "a"),)
+    assert close(logits(result, TEXTS), merged(tiny_target, (8 / 4, products)))
+    assert not close(logits(result, TEXTS), merged(tiny_target))
 
 
 def test_several_with_weights(tiny_target, tmp_path):
     one, two = adapter(tmp_path / "a", tiny_target), adapter(tmp_path / "b", tiny_target, 1, use_rslora=True)
     lora = [f"{tmp_path / 'a'}=0.5", f"{tmp_path / 'b'}=-0.25"]
-    found = load_model(tiny_target, lora=lora, dtype="float32", invariant=False)
-    wanted = merged(tiny_target, (0.5 * 8 / 4, one), (-0.25 * 8 / math.sqrt(4), two))
-    assert close(logits(found, TEXTS), wanted)
+    result = load_model(tiny_target, lora=lora, dtype="float32", invariant=False)
+    expected = merged(tiny_target, (0.5 * 8 / 4, one), (-0.25 * 8 / math.sqrt(4), two))
+    assert close(logits(result, TEXTS), expected)
 
 
 def test_scales_of_single_layers(tiny_target, tmp_path):
     products = adapter(tmp_path / "a", tiny_target, alpha_pattern={"self_attn.q_proj": 2}, rank=2)
-    found = load_model(tiny_target, lora=str(tmp_path / "a"), dtype="float32", invariant=False)
+    result = load_model(tiny_target, lora=str(tmp_path / "a"), dtype="float32", invariant=False)
     own = {LAYERS[0]: products.pop(LAYERS[0])}
-    assert close(logits(found, TEXTS), merged(tiny_target, (1, own), (4, products)))
+    assert close(logits(result, TEXTS), merged(tiny_target, (1, own), (4, products)))
 
 
 def get_pattern_key(pattern_keys, key_to_match):
@@ -105,8 +105,8 @@ PATTERNS: list[dict[str, int]] = [
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_patterns_are_matched_as_peft_matches_them(tiny_target, tmp_path, pattern):
     adapter(tmp_path / "a", tiny_target, alpha_pattern=pattern)
-    found = {name: pair.scale for name, pair in read(tmp_path / "a", 1.0).pairs.items()}
-    assert found == {name: pattern.get(get_pattern_key(pattern, name), 8) / 4 for name in LAYERS}
+    result = {name: pair.scale for name, pair in read(tmp_path / "a", 1.0).pairs.items()}
+    assert result == {name: pattern.get(get_pattern_key(pattern, name), 8) / 4 for name in LAYERS}
     ranks = {name: pattern.get(get_pattern_key(pattern, name), 4) for name in LAYERS}
     adapter(tmp_path / "b", tiny_target, rank_pattern=pattern)
     if set(ranks.values()) == {4}:
@@ -131,8 +131,8 @@ PEFT = {
 
 def test_what_peft_writes_by_default_is_merged(tiny_target, tmp_path):
     products = adapter(tmp_path / "a", tiny_target, **PEFT)
-    found = load_model(tiny_target, lora=str(tmp_path / "a"), dtype="float32", invariant=False)
-    assert close(logits(found, TEXTS), merged(tiny_target, (2, products)))
+    result = load_model(tiny_target, lora=str(tmp_path / "a"), dtype="float32", invariant=False)
+    assert close(logits(result, TEXTS), merged(tiny_target, (2, products)))
 
 
 @pytest.mark.parametrize("begun", [False, "gaussian", "orthogonal", "eva"])
@@ -144,9 +144,9 @@ def test_beginnings_that_leave_the_weights(tiny_target, tmp_path, begun):
 @pytest.mark.parametrize("quantization", where(blocks.can_run(), ["int8_rows", "q8_0"]))
 def test_merged_weights_may_be_rounded(tiny_target, tmp_path, quantization):
     products = adapter(tmp_path / "a", tiny_target)
-    found = load_model(tiny_target, lora=str(tmp_path / "a"), quantization=quantization, invariant=False)
-    wanted = merged(tiny_target, (2, products))
-    assert (logits(found, TEXTS) - wanted).norm() < 0.05 * wanted.norm()
+    result = load_model(tiny_target, lora=str(tmp_path / "a"), quantization=quantization, invariant=False)
+    expected = merged(tiny_target, (2, products))
+    assert (logits(result, TEXTS) - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("path", where(blocks.can_run(), ["a GGUF file"]))
@@ -157,11 +157,11 @@ def test_what_an_adapter_touches_is_unpacked(tmp_path, path):
     tensors = {f"{layer}.lora_A.weight": torch.ones(1, 32), f"{layer}.lora_B.weight": torch.ones(64, 1)}
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**CONFIG, "r": 1, "lora_alpha": 1}))
-    plain, found = load_model(model), load_model(model, lora=str(tmp_path / "a"))
+    plain, result = load_model(model), load_model(model, lora=str(tmp_path / "a"))
     assert plain.info.path == "native, Q4_1 and Q8_0"
-    assert "streamed" in found.info.path
-    assert "Q4_1" in found.info.path
-    assert not close(logits(found, TEXTS), logits(plain, TEXTS))
+    assert "streamed" in result.info.path
+    assert "Q4_1" in result.info.path
+    assert not close(logits(result, TEXTS), logits(plain, TEXTS))
 
 
 def test_texts_keep_their_promises(tiny_target, tmp_path):

@@ -18,11 +18,11 @@ from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
 from forerun.models.base import new_attention
-from forerun.models.formats import ON_CPU, asking
+from forerun.models.formats import ON_CPU, prefetch
 from forerun.models.formats.base import Linear
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Compiled
-from forerun.models.formats.streamed import Streamed
+from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
 from gguf_files import weights
 from here import where
@@ -60,7 +60,7 @@ def products() -> int:
 
 def use(layer: Linear, way: int) -> None:
     assert isinstance(layer, Compiled)
-    asking.ask(layer.fields().kind, [way] * len(asking.COUNTS))
+    prefetch.set_prefetch(layer.fields().kind, [way] * len(prefetch.COUNTS))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -71,27 +71,27 @@ def test_whole_numbers_add_up_to_the_same_bits(form, outputs, inputs):
     layer, x = ON_CPU[form].make(weight, bias), torch.randn(ROWS[-1], inputs) * 3
     x[1], x[4] = 0, x[4].sign()
     for dtype in (torch.float32, torch.bfloat16):
-        use(layer, asking.NEAR)
+        use(layer, prefetch.NEAR)
         before = products()
-        wanted = layer(x.to(dtype))
+        expected = layer(x.to(dtype))
         assert products() == before
-        use(layer, asking.TILED)
+        use(layer, prefetch.TILED)
         for rows in ROWS:
             before = products()
-            assert torch.equal(layer(x[:rows].to(dtype)), wanted[:rows]), rows
+            assert torch.equal(layer(x[:rows].to(dtype)), expected[:rows]), rows
             assert (products() > before) is (rows > 0)
 
 
 @pytest.mark.parametrize("form", ["int8_rows", "q4_1", "q4_k"])
 def test_what_is_not_finite_stays_in_its_row(form):
     layer, x = ON_CPU[form].make(torch.randn(40, 96), None), torch.randn(20, 96)
-    use(layer, asking.TILED)
-    wanted = layer(x)
+    use(layer, prefetch.TILED)
+    expected = layer(x)
     x[3, 5], x[11, 90] = float("nan"), float("inf")
     got = layer(x)
     assert not got[[3, 11]].isfinite().any()
     kept = [row for row in range(20) if row not in (3, 11)]
-    assert torch.equal(got[kept], wanted[kept])
+    assert torch.equal(got[kept], expected[kept])
 
 
 def as_the_manual_has_it(weight: torch.Tensor, x: torch.Tensor) -> np.ndarray:
@@ -100,8 +100,8 @@ def as_the_manual_has_it(weight: torch.Tensor, x: torch.Tensor) -> np.ndarray:
     float32."""
 
     def rounded(sums: np.ndarray) -> np.ndarray:
-        found = sums.astype(np.float32)
-        return np.where(np.abs(found) < np.finfo(np.float32).tiny, np.float32(0), found)
+        result = sums.astype(np.float32)
+        return np.where(np.abs(result) < np.finfo(np.float32).tiny, np.float32(0), result)
 
     rows, outputs = len(x), len(weight)
     padded = -(-x.shape[1] // 32) * 32
@@ -123,22 +123,22 @@ def as_the_manual_has_it(weight: torch.Tensor, x: torch.Tensor) -> np.ndarray:
 def test_bfloat16_rounds_as_the_unit_does_for_every_number_of_rows(outputs, inputs, size):
     torch.manual_seed(0)
     weight, x = (size * torch.randn(rows, inputs).bfloat16() for rows in (outputs, ROWS[-1]))
-    layer = Streamed(weight, None)
-    wanted = torch.from_numpy(as_the_manual_has_it(weight, x)).bfloat16()
+    layer = TiledLinear(weight, None)
+    expected = torch.from_numpy(as_the_manual_has_it(weight, x)).bfloat16()
     for rows in ROWS:
-        assert torch.equal(layer(x[:rows]), wanted[:rows]), rows
-        assert torch.equal(layer(x[len(x) - rows :]), wanted[len(x) - rows :]), rows
+        assert torch.equal(layer(x[:rows]), expected[:rows]), rows
+        assert torch.equal(layer(x[len(x) - rows :]), expected[len(x) - rows :]), rows
 
 
 @pytest.mark.parametrize("kind", structs.QUANTS)
 def test_what_files_hold_adds_up_to_the_same_bits(kind):
     torch.manual_seed(0)
     layer, x = Blocked(weights(kind, 50, 768), None), torch.randn(ROWS[-1], 768)
-    use(layer, asking.NEAR)
-    wanted, before = layer(x), products()
-    use(layer, asking.TILED)
+    use(layer, prefetch.NEAR)
+    expected, before = layer(x), products()
+    use(layer, prefetch.TILED)
     for rows in ROWS:
-        assert torch.equal(layer(x[len(x) - rows :]), wanted[len(x) - rows :]), rows
+        assert torch.equal(layer(x[len(x) - rows :]), expected[len(x) - rows :]), rows
     assert products() > before
 
 
@@ -147,24 +147,24 @@ def test_rows_of_any_length_are_multiplied_piece_by_piece(kind):
     size, _ = structs.QUANTS[kind]
     for blocks in (1, 3, 9) if size == 256 else (1, 2, 3, 5, 31, 33, 66, 73):
         layer, x = Blocked(weights(kind, 20, blocks * size), None), torch.randn(50, blocks * size)
-        use(layer, asking.NEAR)
-        wanted = layer(x)
-        use(layer, asking.TILED)
+        use(layer, prefetch.NEAR)
+        expected = layer(x)
+        use(layer, prefetch.TILED)
         for rows in (1, 8, 9, 17, 50):
-            assert torch.equal(layer(x[:rows]), wanted[:rows]), (blocks, rows)
+            assert torch.equal(layer(x[:rows]), expected[:rows]), (blocks, rows)
 
 
 @pytest.mark.parametrize("form", ["int8_rows", "q4_0", "q4_k", *BFLOATS])
 def test_threads_change_no_bit(form):
     torch.manual_seed(0)
     weight = torch.randn(200, 512)
-    layer = Streamed(weight.bfloat16(), None) if form == "bfloat16" else ON_CPU[form].make(weight, None)
-    use(layer, asking.NEAR if form == "bfloat16" else asking.TILED)
+    layer = TiledLinear(weight.bfloat16(), None) if form == "bfloat16" else ON_CPU[form].make(weight, None)
+    use(layer, prefetch.NEAR if form == "bfloat16" else prefetch.TILED)
     x = torch.randn(70, 512).bfloat16()
     with threads(1):
-        wanted = layer(x)
+        expected = layer(x)
     with threads(2):
-        assert torch.equal(layer(x), wanted)
+        assert torch.equal(layer(x), expected)
 
 
 @pytest.mark.parametrize("quantization", [*where(HAS_BFLOATS, [None], NO_BFLOATS), "int8_rows", "q4_k"])
@@ -172,29 +172,31 @@ def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
     model = load_model("forerun:target", dtype="bfloat16", invariant=True, quantization=quantization)
     assert model.fused is not None
     for kind in range(1, len(structs.KINDS)):
-        asking.ask(kind, [asking.TILED] * len(asking.COUNTS))
-    ids = [(31 * place + 7) % 1000 for place in range(40)]
+        prefetch.set_prefetch(kind, [prefetch.TILED] * len(prefetch.COUNTS))
+    ids = [(31 * index + 7) % 1000 for index in range(40)]
 
     def logits(cuts: list[int]) -> torch.Tensor:
-        attention, found = new_attention(model, max_seqs=1, max_len=64), []
+        attention, result = new_attention(model, max_seqs=1, max_len=64), []
         for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
             span = Span(0, start, ids[start:end], logits=list(range(end - start)))
-            found.append(model.forward(Batch([span]), attention).logits)
-        return torch.cat(found)
+            result.append(model.forward(Batch([span]), attention).logits)
+        return torch.cat(result)
 
     before = products()
-    wanted = logits([])
+    expected = logits([])
     assert products() > before
-    assert torch.equal(logits(list(range(1, 40))), wanted)
-    assert torch.equal(logits([5, 22]), wanted)
+    assert torch.equal(logits(list(range(1, 40))), expected)
+    assert torch.equal(logits([5, 22]), expected)
 
 
 def test_it_can_be_switched_off(written_out: ctypes.CDLL) -> None:
-    ask = f"import ctypes; print(ctypes.CDLL({written_out._name!r}).forerun_tiles())"
-    for said, wanted in (("0", "0"), ("1", "1"), ("", "1")):
+    set_prefetch = f"import ctypes; print(ctypes.CDLL({written_out._name!r}).forerun_tiles())"
+    for said, expected in (("0", "0"), ("1", "1"), ("", "1")):
         around = {**os.environ, "FORERUN_TILES": said}
-        found = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True, env=around)
-        assert found.stdout.strip() == wanted
+        result = subprocess.run(
+            [sys.executable, "-c", set_prefetch], check=True, capture_output=True, text=True, env=around
+        )
+        assert result.stdout.strip() == expected
 
 
 def test_a_unit_that_adds_up_wrongly_is_not_used(monkeypatch, caplog):
@@ -203,20 +205,20 @@ def test_a_unit_that_adds_up_wrongly_is_not_used(monkeypatch, caplog):
 
     def wrong(self, x, y, add, rows, stride):
         run(self, x, y, add, rows, stride)
-        if asked[-1] == asking.TILED:
+        if asked[-1] == prefetch.TILED:
             ctypes.c_float.from_address(y).value += 1
 
     class Library:
         tiles = True
 
         @staticmethod
-        def ask(kind, rows, way):
+        def set_prefetch(kind, rows, way):
             asked.append(way)
 
     monkeypatch.setattr(type(layer), "run", wrong)
     monkeypatch.setattr(kernels, "library", lambda: Library)
-    monkeypatch.setattr(asking, "SECONDS", 0)
-    assert asking.TILED not in asking._measure(kind, [layer], torch.float32)
+    monkeypatch.setattr(prefetch, "SECONDS", 0)
+    assert prefetch.TILED not in prefetch._measure(kind, [layer], torch.float32)
     assert "matrix unit" in caplog.text
 
 

@@ -30,23 +30,23 @@ Change = Callable[[random.Random], Damage]
 
 def ends(intact: Path, seed: str, load: Callable[[Path], object], *changes: Change) -> set[str]:
     """How loads of changed copies end. Any exception but a ForerunError goes through."""
-    found = set()
+    result = set()
     for number in range(TRIES):
         copy = Path(shutil.copytree(intact, intact.with_name(f"copy{number}")))
         chosen = random.Random(f"{seed} {number}")
         chosen.choice(changes)(chosen)(copy)
         try:
             load(copy)
-            found.add("loaded")
+            result.add("loaded")
         except ForerunError as error:
             message = str(error).replace(str(copy), "")
             assert "\n" not in message
             assert 0 < len(message) < 500
-            found.add("refused")
+            result.add("refused")
         except Exception as error:
             raise AssertionError(f"change {number} of {seed}: {type(error).__name__}") from error
         shutil.rmtree(copy)
-    return found
+    return result
 
 
 def run(folder: Path, **options: str) -> None:
@@ -57,13 +57,13 @@ def run(folder: Path, **options: str) -> None:
 def test_quantized_weights(tmp_path, name):
     write(tmp_path / "intact", name)
     run(tmp_path / "intact")
-    found = ends(
+    result = ends(
         tmp_path / "intact", name, run,
         lambda chosen: mutate_tensor(WEIGHTS, chosen),
         lambda chosen: mutate_tensor(WEIGHTS, chosen),
         lambda chosen: mutate_json(CONFIG, chosen, "quantization_config"),
     )  # fmt: skip
-    assert found == {"loaded", "refused"}
+    assert result == {"loaded", "refused"}
 
 
 @pytest.mark.parametrize("rope", ["rope_parameters", "rope_scaling"])
@@ -71,12 +71,12 @@ def test_configs(tiny_target, tmp_path, rope):
     intact = Path(shutil.copytree(tiny_target, tmp_path / "intact"))
     together(edit(CONFIG, **{rope: ROPE}))(intact)
     run(intact)
-    found = ends(
+    result = ends(
         intact, rope, run,
         lambda chosen: mutate_json(CONFIG, chosen),
         lambda chosen: mutate_json(CONFIG, chosen, rope),
     )  # fmt: skip
-    assert found == {"loaded", "refused"}
+    assert result == {"loaded", "refused"}
 
 
 @pytest.mark.parametrize("path", ["native", "hf"])
@@ -87,9 +87,9 @@ def test_adapters(tiny_target, tmp_path, path):
         run(Path(tiny_target), lora=str(folder), model_path=path)
 
     load(tmp_path / "intact")
-    found = ends(
+    result = ends(
         tmp_path / "intact", path, load,
         lambda chosen: mutate_tensor(ADDED, chosen),
         lambda chosen: mutate_json(ADAPTER, chosen),
     )  # fmt: skip
-    assert found == {"loaded", "refused"}
+    assert result == {"loaded", "refused"}

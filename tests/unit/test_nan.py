@@ -41,15 +41,15 @@ def test_nan_logits_end_one_request(llm, poisoned, tiny_target, speculative_conf
     model = llm(speculative_config, poisoned, **options)
     prompts = ["a good prompt", "a bad prompt: Z", "another good prompt, good prompt"]
     sampling = params(temperature=temperature, logit_bias={POISON: -100.0})
-    wanted = [out.outputs[0].token_ids for out in llm(None, tiny_target, **options).generate(prompts, sampling)]
+    expected = [out.outputs[0].token_ids for out in llm(None, tiny_target, **options).generate(prompts, sampling)]
     for _ in range(2):
         outputs = [out.outputs[0] for out in model.generate(prompts, sampling)]
         assert [out.finish_reason for out in outputs] == ["length", "error", "length"]
         assert outputs[1].stop_reason == "the model returned NaN logits"
         assert outputs[1].token_ids == []
-        assert [outputs[0].token_ids, outputs[2].token_ids] == [wanted[0], wanted[2]]
+        assert [outputs[0].token_ids, outputs[2].token_ids] == [expected[0], expected[2]]
     again = model.generate([prompts[0]] * 3, sampling)
-    assert [out.outputs[0].token_ids for out in again] == [wanted[0]] * 3
+    assert [out.outputs[0].token_ids for out in again] == [expected[0]] * 3
     model.engine.check()
 
 
@@ -65,7 +65,7 @@ def test_a_prompt_with_nan_ends_where_it_is_read(llm, poisoned, tiny_target, pag
     engine = llm(None, poisoned, num_pages=8 if page_size else None, **options).engine
     good = [*range(5, 25)]
     sampling = params(logit_bias={POISON: -100.0})
-    wanted = llm(None, tiny_target, **options).generate(good, sampling)[0].outputs[0].token_ids
+    expected = llm(None, tiny_target, **options).generate(good, sampling)[0].outputs[0].token_ids
     for _ in range(2):
         bad = engine.add([*good[:18], POISON, *range(5, 40)], params())[0]
         engine.step()  # without the faulty token
@@ -77,7 +77,7 @@ def test_a_prompt_with_nan_ends_where_it_is_read(llm, poisoned, tiny_target, pag
     jobs = [engine.add(good, sampling)[0] for _ in range(2)]
     while engine.busy:
         engine.step()
-    assert [job.output_ids for job in jobs] == [wanted] * 2
+    assert [job.output_ids for job in jobs] == [expected] * 2
 
 
 @pytest.mark.parametrize("end", ["abort", "pause", "preempt", "finish"])

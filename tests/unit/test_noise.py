@@ -47,7 +47,7 @@ def columns() -> numpy.ndarray:
     return numpy.concatenate([uniforms(Gumbel(16), keys[i : i + 2500]) for i in range(0, len(keys), 2500)])
 
 
-def test_uniform_law(rows: numpy.ndarray, columns: numpy.ndarray) -> None:
+def test_uniform_distribution(rows: numpy.ndarray, columns: numpy.ndarray) -> None:
     """Kolmogorov-Smirnov against Gumbel, along ids and along keys."""
     tests = [stats.kstest(row, "uniform").pvalue for row in rows]
     tests += [stats.kstest(column, "uniform").pvalue for column in columns.T]
@@ -62,7 +62,7 @@ def test_fine_bins(columns: numpy.ndarray) -> None:
 
 
 def pair_test(one: numpy.ndarray, other: numpy.ndarray) -> float:
-    """Chi-square of the joint law of two uniforms on a grid: 1 if independent."""
+    """Chi-square of the joint distribution of two uniforms on a grid: 1 if independent."""
     counts = numpy.histogram2d(one, other, bins=16, range=[[0, 1], [0, 1]])[0]
     return stats.chisquare(counts.ravel()).pvalue
 
@@ -120,10 +120,10 @@ def test_extreme_words_are_finite_and_exact(word: int) -> None:
     """The hash may give any 32-bit word, also the most negative one, whose absolute value int32 lacks."""
     noise = Gumbel(64)
     noise._ids.zero_()
-    found = noise._compute([key_of(word)])[0]
+    result = noise._compute([key_of(word)])[0]
     signed = word - (1 << 32) if word >= 1 << 31 else word
     u = min((float(numpy.float32(abs(signed))) + 0.5) * 2.0**-31, 1 - 2.0**-24)
-    assert torch.allclose(found.double(), torch.tensor(-numpy.log(-numpy.log1p(-u))), rtol=1e-6, atol=1e-6)
+    assert torch.allclose(result.double(), torch.tensor(-numpy.log(-numpy.log1p(-u))), rtol=1e-6, atol=1e-6)
 
 
 def test_every_entry_is_the_formula(way: str) -> None:
@@ -139,8 +139,8 @@ def test_every_entry_is_the_formula(way: str) -> None:
     words = fold_high(words * numpy.uint32((key | 1) & 0xFFFFFFFF) + numpy.uint32(key >> 32))
     words = fold_high(words * numpy.uint32(0x7FEB352D)).view(numpy.int32)
     u = (numpy.abs(words.astype(numpy.float32)) + numpy.float32(0.5)).astype(numpy.float64) * 2.0**-31
-    wanted = -numpy.log(-numpy.log1p(-numpy.minimum(u, 1 - 2.0**-24)))
-    assert numpy.abs(Gumbel(size).rows([key])[0].double().numpy() - wanted).max() < 2e-6
+    expected = -numpy.log(-numpy.log1p(-numpy.minimum(u, 1 - 2.0**-24)))
+    assert numpy.abs(Gumbel(size).rows([key])[0].double().numpy() - expected).max() < 2e-6
 
 
 @pytest.mark.parametrize(

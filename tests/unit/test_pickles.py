@@ -58,8 +58,8 @@ def write_index(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("trapped", [False, True])
 @pytest.mark.parametrize("name", ["weights.bin", "weights.pt", "pytorch_model.bin", "weights"])
 def test_an_index_that_names_a_pickle(folder, mark, name, trapped):
-    found: dict[str, Any] = load_file(folder / WEIGHTS)
-    torch.save({**found, **({"trap": Trap(mark)} if trapped else {})}, folder / name)
+    result: dict[str, Any] = load_file(folder / WEIGHTS)
+    torch.save({**result, **({"trap": Trap(mark)} if trapped else {})}, folder / name)
     write_index(folder, name)
     for read in (LLM, load_target):
         with pytest.raises(ModelError, match="only safetensors files in the same folder are loaded"):
@@ -81,7 +81,7 @@ def test_an_index_that_names_a_file_elsewhere(folder, tmp_path, where):
 @pytest.mark.parametrize("indexed", [False, True])
 def test_the_hubs_links_into_its_cache_work(tiny_target, folder, tmp_path, indexed):
     """The hub's cache keeps a snapshot's files as links to blobs in another folder."""
-    wanted = LLM(tiny_target).generate("the cat", GREEDY)[0].outputs[0].token_ids
+    expected = LLM(tiny_target).generate("the cat", GREEDY)[0].outputs[0].token_ids
     if indexed:
         (folder / WEIGHTS).rename(folder / "part.safetensors")
         names = load_file(folder / "part.safetensors")
@@ -93,7 +93,7 @@ def test_the_hubs_links_into_its_cache_work(tiny_target, folder, tmp_path, index
     for number, path in enumerate(sorted(folder.iterdir())):
         shutil.move(path, blobs / str(number))
         (snapshot / path.name).symlink_to(Path("..", "..", "blobs", str(number)))
-    assert LLM(str(snapshot)).generate("the cat", GREEDY)[0].outputs[0].token_ids == wanted
+    assert LLM(str(snapshot)).generate("the cat", GREEDY)[0].outputs[0].token_ids == expected
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "parallel", "draft_model"])

@@ -44,11 +44,11 @@ def measured(layers: tuple[int, ...]) -> Subset:
 
 
 def test_the_search_ends_at_the_best_of_all_subsets():
-    wanted = max(map(measured, SUBSETS), key=lambda subset: subset.speedup)
-    found = choose_layers(measured, LAYERS, 1000)
-    assert found[0] == wanted
-    assert wanted.layers == (0, 3, 5)
-    assert [subset.speedup for subset in found] == sorted((subset.speedup for subset in found), reverse=True)
+    expected = max(map(measured, SUBSETS), key=lambda subset: subset.speedup)
+    result = choose_layers(measured, LAYERS, 1000)
+    assert result[0] == expected
+    assert expected.layers == (0, 3, 5)
+    assert [subset.speedup for subset in result] == sorted((subset.speedup for subset in result), reverse=True)
 
 
 @pytest.mark.parametrize("trials", [0, 1, 4, 9])
@@ -66,21 +66,21 @@ def test_no_subset_is_measured_twice_nor_too_many(trials):
 
 def test_layers_that_draft_nothing_are_left_out():
     assert choose_layers(lambda layers: None, LAYERS, 50) == []
-    found = choose_layers(lambda layers: None if layers == (0,) else measured(layers), LAYERS, 50)
-    assert (0,) not in [subset.layers for subset in found]
+    result = choose_layers(lambda layers: None if layers == (0,) else measured(layers), LAYERS, 50)
+    assert (0,) not in [subset.layers for subset in result]
 
 
 @pytest.mark.parametrize("layers", SUBSETS)
 def test_neighbours_differ_in_one_layer(layers):
     here = set(layers)
-    wanted = set()
+    expected = set()
     for other in map(set, SUBSETS):
         gone, come = here - other, other - here
         if max(len(gone), len(come)) == 1:
-            wanted.add(tuple(sorted(other)))
+            expected.add(tuple(sorted(other)))
     got = list(neighbours(layers, LAYERS))
     assert len(got) == len(set(got))
-    assert set(got) == wanted
+    assert set(got) == expected
 
 
 def test_the_best_subset_is_recommended_where_it_beats_the_methods():
@@ -91,25 +91,25 @@ def test_the_best_subset_is_recommended_where_it_beats_the_methods():
 
 def test_a_plan_measures_subsets_of_a_real_target(tiny_target):
     llm = LLM(str(tiny_target))
-    found = run_plan(
+    result = run_plan(
         llm, [{"method": "ngram"}], [[5, 9, 12, 7, 7, 3]], temperature=0.0, max_tokens=12, concurrency=1, longest=3,
         seed=0, layer_trials=1,
     )  # fmt: skip
-    assert [item["layers"] for item in found["layers"]] == [(0,)]
-    assert 0 <= found["layers"][0]["match_rate"] <= 1
-    assert found["layers"][0]["c"] > 0
+    assert [item["layers"] for item in result["layers"]] == [(0,)]
+    assert 0 <= result["layers"][0]["match_rate"] <= 1
+    assert result["layers"][0]["c"] > 0
 
 
 def test_each_way_of_a_method_has_figures_of_its_own(tiny_target, tiny_draft):
     models = [str(tiny_target), str(tiny_draft)]
-    found = run_plan(
+    result = run_plan(
         LLM(str(tiny_target)), [{"method": "draft_model", "model": model} for model in models], [[5, 9, 12, 7, 7, 3]],
         temperature=0.0, max_tokens=12, concurrency=1, longest=2, seed=0, tree_nodes=2,
     )  # fmt: skip
     names = [f"draft_model model={model}" for model in models]
-    for rows in (found["estimates"], found["trees"], found["measured"][:2]):
+    for rows in (result["estimates"], result["trees"], result["measured"][:2]):
         assert [row["method"] for row in rows] == names
-    same, other = (row["match_rate"] for row in found["estimates"])
+    same, other = (row["match_rate"] for row in result["estimates"])
     assert other < same == 1
 
 
@@ -126,8 +126,8 @@ def plan(capsys, tiny_target, monkeypatch):
         ran.append(SpeculativeConfig.parse(config))
         return build(self, config)
 
-    def promising(found, *rest):
-        return [Prediction(found.method, 3, found.match_rate, found.c, 1.0, 2.0)]
+    def promising(result, *rest):
+        return [Prediction(result.method, 3, result.match_rate, result.c, 1.0, 2.0)]
 
     monkeypatch.setattr(_Trial, "engine", watched)
     monkeypatch.setattr("forerun.measure.plan.predict", promising)
@@ -143,19 +143,19 @@ def plan(capsys, tiny_target, monkeypatch):
 
 def test_the_recommendation_is_a_configuration_that_was_measured(plan, tiny_draft):
     draft = ("--methods", "draft_model", "--spec-model", tiny_draft)
-    found, ran = plan(*draft)
-    assert found == {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3}
-    assert SpeculativeConfig.parse(found) in ran
+    result, ran = plan(*draft)
+    assert result == {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3}
+    assert SpeculativeConfig.parse(result) in ran
     hot = ("--accept", "lenient", "--temperature", "1")
-    found, ran = plan(*draft, *hot, "--speculative-config", '{"lenience": 0.25}')
-    assert (found["accept"], found["lenience"]) == ("lenient", 0.25)
-    assert SpeculativeConfig.parse(found) in ran
-    found, ran = plan("--methods", "none", "--layer-trials", "1", *hot)
-    assert (found["method"], found["layers"], found["accept"]) == ("layerskip", [0], "lenient")
-    assert SpeculativeConfig.parse(found) in ran
+    result, ran = plan(*draft, *hot, "--speculative-config", '{"lenience": 0.25}')
+    assert (result["accept"], result["lenience"]) == ("lenient", 0.25)
+    assert SpeculativeConfig.parse(result) in ran
+    result, ran = plan("--methods", "none", "--layer-trials", "1", *hot)
+    assert (result["method"], result["layers"], result["accept"]) == ("layerskip", [0], "lenient")
+    assert SpeculativeConfig.parse(result) in ran
     early = ("--methods", "layerskip", "--layer-trials", "1", "--speculative-config")
-    found, ran = plan(*early, '{"exit_layer": 1, "draft_temperature": 0.5}')
-    assert SpeculativeConfig.parse(found) in ran
+    result, ran = plan(*early, '{"exit_layer": 1, "draft_temperature": 0.5}')
+    assert SpeculativeConfig.parse(result) in ran
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_a_plan_refuses_what_it_is_to_find_out(capsys, tiny_target, methods, opt
 
 def test_trees_cost_what_their_rows_cost():
     curve = CostCurve({2: 1.0, 3: 1.1, 9: 2.0})
-    found = Estimate("merged", 0.8, 0.75, 1.0, 0.0)
-    chain, tree = (predict(found, curve, 2, 1, nodes)[-1] for nodes in (lambda k: k, lambda k: 4 * k))
+    result = Estimate("merged", 0.8, 0.75, 1.0, 0.0)
+    chain, tree = (predict(result, curve, 2, 1, nodes)[-1] for nodes in (lambda k: k, lambda k: 4 * k))
     assert (chain.verify_cost, tree.verify_cost) == (1.1, 2.0)
     assert tree.speedup == pytest.approx(chain.speedup * 1.1 / 2.0)
 
@@ -204,11 +204,11 @@ def ran(rounds: list[Sample]) -> Measured:
 
 def planned(plain: list[Sample], by_length: dict[int, list[Sample]], sequences: int) -> tuple[dict, dict]:
     """Predicted and real speed over plain decoding by length, of rounds with these."""
-    base, found = ran(plain), {k: ran(rounds) for k, rounds in by_length.items()}
-    real = {k: each.tokens_per_second / base.tokens_per_second for k, each in found.items()}
-    for each in (*found.values(), base):
+    base, result = ran(plain), {k: ran(rounds) for k, rounds in by_length.items()}
+    real = {k: each.tokens_per_second / base.tokens_per_second for k, each in result.items()}
+    for each in (*result.values(), base):
         in_plain_forwards(each, base, sequences)
-    item = estimate("x", found, base, sequences)
+    item = estimate("x", result, base, sequences)
     curve = CostCurve({rows: seconds / FORWARD[sequences] for rows, seconds in FORWARD.items()}, sequences)
     return {p.k: p.speedup for p in predict(item, curve, max(by_length), sequences)}, real
 
@@ -245,11 +245,11 @@ def test_a_tree_is_recommended_where_it_is_best():
 
 @pytest.mark.parametrize("nodes", [2, 6])
 def test_a_plan_predicts_trees(tiny_target, nodes):
-    found = run_plan(
+    result = run_plan(
         LLM(str(tiny_target)), [{"method": "draft_model", "model": str(tiny_target)}], [[5, 9, 12, 7, 7, 3]],
         temperature=0.0, max_tokens=24, concurrency=1, longest=3, seed=0, tree_nodes=nodes,
     )  # fmt: skip
-    shapes = {tuple(item["tree"]): item for item in found["trees"][0]["fixed"]}
+    shapes = {tuple(item["tree"]): item for item in result["trees"][0]["fixed"]}
     assert set(shapes) == {tree for tree in fixed(nodes, 3) if tree[0] > 1}
     if nodes == 2:
         assert 1.8 < shapes[2,]["tokens"] <= 2
@@ -292,8 +292,8 @@ def test_plans_stand_beside_measurements(tmp_path, capsys, monkeypatch):
         as_bench(0.0, none=1.0, eagle=1.0, ngram=1.04, eagle_tree=1.3),
         as_bench(1.0, none=1.0, eagle=0.8),
     ]
-    found = predicted.join(files)
-    off = {(row["method"], row["tree"], row["temperature"]): row["off"] for row in found["rows"]}
+    result = predicted.join(files)
+    off = {(row["method"], row["tree"], row["temperature"]): row["off"] for row in result["rows"]}
     assert off == pytest.approx(
         {
             ("eagle", None, 0.0): 0.1,
@@ -302,7 +302,7 @@ def test_plans_stand_beside_measurements(tmp_path, capsys, monkeypatch):
             ("eagle", None, 1.0): 1.01 / 0.8 - 1,
         }
     )
-    cold, hot = found["groups"]
+    cold, hot = result["groups"]
     assert (cold["chosen"], cold["best"], cold["settings"]) == ("ngram, k = 2", "eagle, 2x1", 3)
     assert cold["chosen_over_best"] == pytest.approx(1.04 / 1.3)
     assert (hot["chosen"], hot["best"], hot["chosen_over_best"]) == ("none", "none", 1.0)
@@ -316,13 +316,13 @@ def test_plans_stand_beside_measurements(tmp_path, capsys, monkeypatch):
     adaptive["rows"][0]["length"] = "adaptive"
     with pytest.raises(ConfigError, match="eagle was measured with 'adaptive'"):
         predicted.join([files[0], adaptive])
-    paths = [tmp_path / f"{place}.json" for place in range(len(files))]
+    paths = [tmp_path / f"{index}.json" for index in range(len(files))]
     for path, item in zip(paths, files):
         path.write_text(json.dumps(item))
     monkeypatch.setattr(sys, "argv", ["predicted", *map(str, paths), "--out", str(tmp_path / "out.json")])
     predicted.main()
     assert "4 settings" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out.json").read_text())["median_error"] == found["median_error"]
+    assert json.loads((tmp_path / "out.json").read_text())["median_error"] == result["median_error"]
     for odd in ("[]", "{", '{"predictions": [], "environment": {}}'):
         paths[0].write_text(odd)
         with pytest.raises(SystemExit, match=r"^error: "):
@@ -331,7 +331,7 @@ def test_plans_stand_beside_measurements(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("sequences", [1, 4, 1100])
 def test_how_many_have_a_draft(sequences):
-    for share in (0.0, 0.3, 1.0):
-        found = binomial(sequences, share)
-        assert sum(found) == pytest.approx(1.0)
-        assert sum(count * chance for count, chance in enumerate(found)) == pytest.approx(share * sequences)
+    for fraction in (0.0, 0.3, 1.0):
+        result = binomial(sequences, fraction)
+        assert sum(result) == pytest.approx(1.0)
+        assert sum(count * chance for count, chance in enumerate(result)) == pytest.approx(fraction * sequences)

@@ -20,25 +20,25 @@ SMALL = "--prompts 1 --prompt-tokens 8 --max-tokens 8 --prompt-set random --long
 
 def shapes(nodes: int, ranks: int) -> set[frozenset[tuple[int, ...]]]:
     """Every tree of so many nodes, as paths of ranks: one more node each time, behind any node or beside it."""
-    found = {frozenset[tuple[int, ...]]()}
+    result = {frozenset[tuple[int, ...]]()}
     for _ in range(nodes):
-        found = {
+        result = {
             here | {(*path, rank)}
-            for here in found
+            for here in result
             for path in [(), *here]
             for rank in range(ranks)
             if (*path, rank) not in here and (rank == 0 or (*path, rank - 1) in here)
         }
-    return found
+    return result
 
 
 def worth(paths, acceptance) -> float:
     total = 1.0
     for path in paths:
-        share = 1.0
+        fraction = 1.0
         for rank in path:
-            share *= acceptance[rank]
-        total += share
+            fraction *= acceptance[rank]
+        total += fraction
     return total
 
 
@@ -46,15 +46,15 @@ def worth(paths, acceptance) -> float:
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)])
 def test_the_best_shape_is_the_best_of_all(acceptance, nodes, depth):
     every = [paths for n in range(nodes + 1) for paths in shapes(n, 3) if max(map(len, paths), default=0) <= depth]
-    found = best_shape(acceptance, nodes, depth)
-    assert found.tokens == pytest.approx(max(worth(paths, acceptance) for paths in every))
+    result = best_shape(acceptance, nodes, depth)
+    assert result.tokens == pytest.approx(max(worth(paths, acceptance) for paths in every))
     paths: list[tuple[int, ...]] = []
-    for parent, rank in zip(found.parents, found.ranks, strict=True):
+    for parent, rank in zip(result.parents, result.ranks, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
     assert len(set(paths)) == len(paths) <= nodes
-    assert worth(paths, acceptance) == pytest.approx(found.tokens)
+    assert worth(paths, acceptance) == pytest.approx(result.tokens)
     assert set(paths) in every
-    assert sum(by_depth(found.parents)) == len(paths)
+    assert sum(by_depth(result.parents)) == len(paths)
 
 
 def test_shapes_that_are_none_are_refused():
@@ -71,10 +71,10 @@ def test_a_disturbed_price_is_no_price():
 
 def test_reach_says_what_it_would_take():
     """A 1B draft of a 3B target, in bfloat16 (reference 001)."""
-    found = reach(Estimate("draft_model", 0.9, 0.9, 1.0, 0.385))
-    assert found["limit"] == pytest.approx(walltime_improvement(0.9, best_gamma(0.9, 0.385), 0.385))
-    assert 1.6 < found["limit"] < 1.65
-    half, double, triple = found["needs"]
+    result = reach(Estimate("draft_model", 0.9, 0.9, 1.0, 0.385))
+    assert result["limit"] == pytest.approx(walltime_improvement(0.9, best_gamma(0.9, 0.385), 0.385))
+    assert 1.6 < result["limit"] < 1.65
+    half, double, triple = result["needs"]
     assert half["rate"] == pytest.approx(0.86)
     assert double["rate"] == pytest.approx(0.975)
     assert triple["rate"] is None
@@ -111,19 +111,19 @@ def test_the_page_draws_what_was_measured(tiny_target, tmp_path, capsys):
         f"plan --model {tiny_target} --methods suffix,random {SMALL} --trees 4 --concurrency 1,2 --html {page} --json"
     )
     assert run(command.split()) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     text = page.read_text(encoding="utf-8")
     parser = Tags()
     parser.feed(text)
     assert parser.open == []
-    assert [load["concurrency"] for load in found["loads"]] == [1, 2]
-    assert {row["method"] for row in found["measured"]} == {"suffix", "random"}
-    for row in found["measured"]:
+    assert [load["concurrency"] for load in result["loads"]] == [1, 2]
+    assert {row["method"] for row in result["measured"]} == {"suffix", "random"}
+    for row in result["measured"]:
         assert all(0 <= count <= row["drafts"] for count in row["kept"])
     dots = len(re.findall("<circle", text))
-    longest = [row for row in found["measured"] if row["k"] == 7 and row["drafts"]]
-    assert dots == len(found["measured"]) + sum(len(row["kept"]) for row in longest) + len(found["verify_cost"])
-    for tree in found["trees"]:
+    longest = [row for row in result["measured"] if row["k"] == 7 and row["drafts"]]
+    assert dots == len(result["measured"]) + sum(len(row["kept"]) for row in longest) + len(result["verify_cost"])
+    for tree in result["trees"]:
         assert f"<h3>{tree['method']}</h3>" in text
         assert [row["nodes"] for row in tree["shapes"]] == [1, 2, 4]
 

@@ -28,7 +28,7 @@ def write(pool: Pool, key: int, values: list[int], at: int | None = None) -> Non
     """What a forward does: reserve, store the same number in every component, advance."""
     start = pool.length(key) if at is None else at
     pool.reserve(key, start + len(values))
-    places = pool.places(key, range(start, start + len(values)))
+    places = pool.slot_mapping(key, range(start, start + len(values)))
     for layer, shape in enumerate(pool.layers):
         rows = torch.tensor(values, dtype=torch.float32)[:, None, None]
         heads = (len(values), shape.heads)
@@ -39,13 +39,13 @@ def write(pool: Pool, key: int, values: list[int], at: int | None = None) -> Non
 def read(pool: Pool, key: int) -> list[int]:
     """The stored numbers, once every component of every layer has been seen to hold them."""
     length = pool.length(key)
-    found: set[tuple[float, ...]] = set()
+    result: set[tuple[float, ...]] = set()
     for layer in range(len(pool.layers)):
         keys, values = pool.gather(layer, torch.tensor(pool.tables[key], dtype=torch.long))
-        found |= {tuple(row.tolist()) for row in keys[:, :length].transpose(1, 2).reshape(-1, length)}
-        found |= {tuple((-row).tolist()) for row in values[:, :length].transpose(1, 2).reshape(-1, length)}
-    assert len(found) == 1
-    return [int(value) for value in found.pop()]
+        result |= {tuple(row.tolist()) for row in keys[:, :length].transpose(1, 2).reshape(-1, length)}
+        result |= {tuple((-row).tolist()) for row in values[:, :length].transpose(1, 2).reshape(-1, length)}
+    assert len(result) == 1
+    return [int(value) for value in result.pop()]
 
 
 class Shelf:
@@ -314,6 +314,6 @@ def test_entries_take_memory_when_they_are_used():
         for key in range(4):
             pool.reserve(key, 3)
             ones = torch.ones(3, 4, 64, dtype=torch.bfloat16)
-            pool.write(layer, pool.places(key, range(3)), ones, ones)
+            pool.write(layer, pool.slot_mapping(key, range(3)), ones, ones)
     assert resident() - before < size / 4
     assert sum(tensor.sum(dtype=torch.float32) for tensor in [*pool.keys, *pool.values]) == 8 * 2 * 4 * 3 * 4 * 64

@@ -61,14 +61,14 @@ class PrefixMachine(RuleBasedStateMachine):
         return True
 
     def entered(self) -> set[Run]:
-        found: set[Run] = set()
+        result: set[Run] = set()
         open_nodes = [((), self.tree.root)]
         while open_nodes:
             run, node = open_nodes.pop()
             for child in node.children.values():
-                found.add(run + child.run)
+                result.add(run + child.run)
                 open_nodes.append((run + child.run, child))
-        return found
+        return result
 
     def page_of(self, run: Run) -> int:
         node, size = self.tree.root, self.pool.page_size
@@ -77,7 +77,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return node.page
 
     def write(self, key: int, start: int, values: list[int]) -> None:
-        places = self.pool.places(key, range(start, start + len(values)))
+        places = self.pool.slot_mapping(key, range(start, start + len(values)))
         rows = torch.tensor(values, dtype=torch.float32)[:, None, None]
         self.pool.write(0, places, rows, rows)
         self.pool.advance(key, start + len(values))
@@ -240,9 +240,9 @@ def test_a_reused_prefix_changes_no_bit(llm: Callable[..., LLM], paged: LLM, par
     answered = first.prompt_token_ids + first.outputs[0].token_ids + [5]
     prompts = [TEXT, TEXT + "and more", TEXT[:20], answered]
     for prompt in prompts:
-        got, wanted = paged.generate(prompt, params)[0], alone.generate(prompt, params)[0]
-        assert got.outputs[0].token_ids == wanted.outputs[0].token_ids
-        assert got.outputs[0].logprobs == wanted.outputs[0].logprobs
+        got, expected = paged.generate(prompt, params)[0], alone.generate(prompt, params)[0]
+        assert got.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert got.outputs[0].logprobs == expected.outputs[0].logprobs
         reusable = len(got.prompt_token_ids) - 1
         # Of the last prompt, the answer's last token was never fed, and its last page never filled.
         assert reusable - 10 <= got.metrics.num_cached_tokens <= reusable

@@ -36,8 +36,8 @@ def pack(levels: np.ndarray, bits: int = 4, places: tuple[int, ...] | None = Non
     count = 32 // bits
     grouped = levels.astype(np.uint32).reshape(len(levels), -1, count)[..., list(places or range(count))]
     words = np.zeros(grouped.shape[:2], np.uint32)
-    for place in range(count):
-        words |= grouped[..., place] << np.uint32(bits * place)
+    for index in range(count):
+        words |= grouped[..., index] << np.uint32(bits * index)
     return words.view(np.int32)
 
 
@@ -156,10 +156,10 @@ def write(folder: Path, name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_values_are_those_that_were_written(tmp_path, name):
     meant = write(tmp_path, name)
-    found = CheckpointWeights(tmp_path, read_config(tmp_path))
-    for tensor, wanted in meant.items():
-        assert torch.equal(found.values(tensor)[:], wanted), tensor
-        assert torch.equal(found.values(tensor)[3:7], wanted[3:7])
+    result = CheckpointWeights(tmp_path, read_config(tmp_path))
+    for tensor, expected in meant.items():
+        assert torch.equal(result.values(tensor)[:], expected), tensor
+        assert torch.equal(result.values(tensor)[3:7], expected[3:7])
 
 
 @pytest.mark.parametrize("name", where(blocks.can_run(), CASES))
@@ -167,14 +167,14 @@ def test_the_layers_hold_them(tmp_path, name):
     """Exact, but for minima rounded to float16; the model's own error is that of inputs in 8 bits."""
     meant = write(tmp_path / "packed", name)
     path = CASES[name][2]
-    found = CheckpointWeights(tmp_path / "packed", read_config(tmp_path / "packed"))
-    for tensor, wanted in meant.items():
-        held = found.blocks(tensor)
+    result = CheckpointWeights(tmp_path / "packed", read_config(tmp_path / "packed"))
+    for tensor, expected in meant.items():
+        held = result.blocks(tensor)
         if held is None:
             assert path == "streamed" or "_proj" not in tensor
             continue
         got = held.values() if path.startswith("Q") else held.levels * held.scales[:, None]
-        assert torch.allclose(got, wanted, rtol=0, atol=0 if path != "Q4_1" else 2e-3 * wanted.abs().max())
+        assert torch.allclose(got, expected, rtol=0, atol=0 if path != "Q4_1" else 2e-3 * expected.abs().max())
     model = load_model(tmp_path / "packed", invariant=True)
     assert path in model.info.path
     shutil.copytree(tmp_path / "packed", tmp_path / "plain")

@@ -66,9 +66,9 @@ def logits(built: NativeModel) -> torch.Tensor:
 def test_a_layer_is_close_and_small(kind, dtype):
     weight, bias, x = (tensor.to(dtype) for tensor in layer())
     quantized = ON_CPU[kind].make(weight, bias)
-    wanted, got = F.linear(x.float(), weight.float(), bias.float()), quantized(x)
+    expected, got = F.linear(x.float(), weight.float(), bias.float()), quantized(x)
     assert got.dtype == dtype
-    assert (got.float() - wanted).norm() < 0.02 * wanted.norm()
+    assert (got.float() - expected).norm() < 0.02 * expected.norm()
     assert size([quantized]) <= weight.numel() * 1.05
 
 
@@ -88,9 +88,9 @@ def test_rows_of_int8_rows_are_their_own():
 def test_an_outlier_row_spoils_fbgemm_s_int8_but_not_int8_rows(backend):
     weight, _, x = layer()
     x[3] *= 100
-    wanted = F.linear(x, weight)[:3]
+    expected = F.linear(x, weight)[:3]
     by_call, by_row = (make(x)[:3] for make in (int8.Int8(weight, None), ON_CPU["int8_rows"].make(weight, None)))
-    assert (by_row - wanted).norm() < 0.1 * (by_call - wanted).norm()
+    assert (by_row - expected).norm() < 0.1 * (by_call - expected).norm()
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("int8", torch.float32), ("int8_rows", torch.float32),
@@ -98,8 +98,8 @@ def test_an_outlier_row_spoils_fbgemm_s_int8_but_not_int8_rows(backend):
 @pytest.mark.usefixtures("backend")
 def test_a_model_s_size_and_error(kind, dtype):
     plain, quantized = model(None), model(kind, dtype=dtype)
-    share = size(quantized.linears()) / size(plain.linears())
-    assert share < 0.30
+    fraction = size(quantized.linears()) / size(plain.linears())
+    assert fraction < 0.30
     coarse = 1 if int8.ours(CPU, dtype) else 127 / int8._levels()  # FBGEMM without VNNI has half the levels
     assert quantize.error(logits(plain), logits(quantized)) < 0.08 * coarse
     assert quantized.info.path == f"native, {'int8' if kind == 'int8' else 'int8 by rows'}"
@@ -164,7 +164,7 @@ def bundled(speculative: dict, **options) -> tuple[LLM, str]:
         ({"model": "forerun:target"}, False),
     ],
 )
-def test_the_bundled_draft_runs_in_8_bits_unless_told_otherwise(options, quantized):
+def test_the_bundled_draft_runs_in_8_bits_unless_reported_otherwise(options, quantized):
     _, path = bundled(options, dtype="bfloat16")
     assert ("int8" in path) == (quantized and int8.can_run())
 
@@ -178,7 +178,7 @@ def test_that_default_gives_way_where_it_cannot_be_had(options, quantized, monke
     llm, path = bundled({}, **options)
     assert ("int8" in path) == (quantized and int8.can_run())
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
-    drafted, plain = (llm.generate(["def parse("], params, speculate=wanted)[0] for wanted in (True, False))
+    drafted, plain = (llm.generate(["def parse("], params, speculate=expected)[0] for expected in (True, False))
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
     assert drafted.metrics.draft_error is None
     assert drafted.metrics.num_accepted_draft_tokens > 0
@@ -200,7 +200,7 @@ def test_every_method_drafts_for_a_float16_target(half, method):
     engine = Engine(half.model, half.tokenizer, half.config, SpeculativeConfig.parse({"method": method}))
     prompt = half.tokenizer.encode("def parse(a):\n    return a\n\ndef parse(")
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    jobs = [engine.add(prompt, params, speculate=wanted)[0] for wanted in (True, False)]
+    jobs = [engine.add(prompt, params, speculate=expected)[0] for expected in (True, False)]
     while engine.busy:
         engine.step()
     drafted, plain = jobs

@@ -18,7 +18,7 @@ from forerun.core.errors import ConfigError, RankError
 from forerun.models.architectures.spec import bind
 from forerun.models.base import new_attention
 from forerun.models.formats.base import size
-from forerun.models.formats.streamed import can_stream
+from forerun.models.formats.tiled import can_tile
 from forerun.models.fused import Sums
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model, read_config
@@ -60,7 +60,7 @@ class Swap:
     """What two threads' teams meet through."""
 
     def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = [torch.empty(0)] * 2
+        self.shards: list[torch.Tensor] = [torch.empty(0)] * 2
         self.barrier = Barrier(2, timeout=20)
 
 
@@ -69,14 +69,14 @@ class Thread(Team):
         super().__init__(rank, 2)
         self.leads, self.swap = rank == 0, swap
 
-    def parts(self, part: torch.Tensor) -> list[torch.Tensor]:
+    def shards(self, shard: torch.Tensor) -> list[torch.Tensor]:
         if self._apart:
-            return [part] * 2
-        self.swap.parts[self.rank] = part
+            return [shard] * 2
+        self.swap.shards[self.rank] = shard
         self.swap.barrier.wait()
-        found = [each.clone() for each in self.swap.parts]
+        result = [each.clone() for each in self.swap.shards]
         self.swap.barrier.wait()
-        return found
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,8 @@ def checkpoint(tmp_path_factory):
             kind, options = CASES[name]
             torch.manual_seed(0)
             module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
-            for part, parameter in module.named_parameters():
-                around_one = parameter.dim() == 1 and part.endswith("norm.weight") and "gemma" not in name
+            for shard, parameter in module.named_parameters():
+                around_one = parameter.dim() == 1 and shard.endswith("norm.weight") and "gemma" not in name
                 torch.nn.init.normal_(parameter, 1.0 if around_one else 0.0, 0.2)
             module.tie_weights()
             made[name] = tmp_path_factory.mktemp("ranks")
@@ -126,7 +126,7 @@ def together(models, work):
 
 
 def logits(model) -> torch.Tensor:
-    tokens = [(7 * place + 1) % TOKENS for place in range(ROWS)]
+    tokens = [(7 * index + 1) % TOKENS for index in range(ROWS)]
     attention = new_attention(model, max_seqs=1, max_len=64, page_size=8)
     return model.forward(Batch([Span(0, 0, tokens, logits=list(range(ROWS)))]), attention).logits
 
@@ -135,26 +135,26 @@ def logits(model) -> torch.Tensor:
 def test_two_ranks_compute_what_one_does_and_each_row_by_itself(checkpoint, name):
     folder = checkpoint(name)
     one, ranks = load_model(folder, invariant=True), two(folder)
-    wanted, got = logits(one), together(ranks, logits)
-    assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    expected, got = logits(one), together(ranks, logits)
+    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
     assert not together(ranks, lambda model: self_test(model, rows=30, page_size=8))
     ids = torch.arange(TOKENS)
     assert torch.equal(together(ranks, lambda model: model.embed(ids)), one.embed(ids))
 
 
-@pytest.mark.parametrize("dtype", where(can_stream, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize("dtype", where(can_tile, [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("name", CASES)
 def test_a_ranks_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype):
     ranks = two(checkpoint(name), dtype)
     if name == "olmo2":  # its norms go over the heads of all ranks
         assert ranks[0].ranges is None
         return
-    found = []
+    result = []
     for _ in range(2):
-        found.append(together(ranks, pieces))
+        result.append(together(ranks, pieces))
         for model in ranks:
             model.ranges = None
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*result, strict=True):
         assert torch.equal(one.logits, other.logits)
         assert one.hidden.keys() == other.hidden.keys()
         assert all(torch.equal(one.hidden[layer], other.hidden[layer]) for layer in one.hidden)
@@ -175,7 +175,7 @@ def pieces(model) -> list[Output]:
 
 def test_what_sums_is_gone_with_its_model():
     """Other ranks end when the first one's team does, which must not wait for a search for cycles."""
-    sums = Sums(lambda part: part, 16, torch.float32)
+    sums = Sums(lambda shard: shard, 16, torch.float32)
     seen = weakref.ref(sums)
     gc.disable()
     try:
@@ -185,19 +185,19 @@ def test_what_sums_is_gone_with_its_model():
         gc.enable()
 
 
-@pytest.mark.parametrize("dtype", where(can_stream, [torch.float32]))
+@pytest.mark.parametrize("dtype", where(can_tile, [torch.float32]))
 def test_a_sum_that_fails_ends_the_forward(checkpoint, dtype):
     first, _ = two(checkpoint("llama"), dtype)
-    first.team.parts = lambda part: [part, part]
+    first.team.shards = lambda shard: [shard, shard]
     logits(first)
 
-    def fail(part):
+    def fail(shard):
         raise RankError("rank 1 has gone")
 
     first.ranges.sums.total = fail
     with pytest.raises(RankError, match="rank 1 has gone"):
         logits(first)
-    first.ranges.sums.total = lambda part: part.float()
+    first.ranges.sums.total = lambda shard: shard.float()
     assert logits(first).isfinite().all()
 
 
@@ -243,9 +243,9 @@ def test_each_rank_asks_for_its_part(checkpoint):
 
 def test_parts_of_a_weight_make_the_whole():
     whole = torch.arange(7 * 6).view(7, 6).float()
-    rows = [split.Part(whole, split.vocabulary(7, rank, 3), None)[:] for rank in range(3)]
+    rows = [split.Shard(whole, split.vocabulary(7, rank, 3), None)[:] for rank in range(3)]
     assert torch.equal(torch.cat(rows), torch.cat([whole, torch.zeros(2, 6)]))
-    columns = [split.Part(whole, None, split.Cut(1, (3,)).places(6, rank, 3))[2:4] for rank in range(3)]
+    columns = [split.Shard(whole, None, split.Cut(1, (3,)).places(6, rank, 3))[2:4] for rank in range(3)]
     assert torch.equal(torch.cat(columns, 1), whole[2:4])
     fused = split.Cut(0, (4, 2, 2))  # four heads, two of keys, two of values, three numbers each
     assert fused.places(24, 1, 2).tolist() == [*range(6, 12), *range(15, 18), *range(21, 24)]

@@ -37,8 +37,10 @@ def test_the_same_seed_gives_the_same_tokens_with_and_without_drafts(engine):
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=40, n=2)
     with_drafts = engine.generate(PROMPTS, params)
     plain = engine.generate(PROMPTS, params, speculate=False)
-    got, wanted = ([[each.token_ids for each in answer.outputs] for answer in found] for found in (with_drafts, plain))
-    assert got == wanted
+    got, expected = (
+        [[each.token_ids for each in answer.outputs] for answer in result] for result in (with_drafts, plain)
+    )
+    assert got == expected
     assert sum(answer.metrics.num_accepted_draft_tokens for answer in with_drafts) > 10
     assert engine.engine.stats.preemptions
     engine.engine.check()
@@ -46,20 +48,20 @@ def test_the_same_seed_gives_the_same_tokens_with_and_without_drafts(engine):
 
 def test_beams(engine):
     params = BeamSearchParams(beam_width=3, max_tokens=12)
-    found = [engine.beam_search(PROMPTS[:2], params, speculate=drafts) for drafts in (True, False)]
-    tokens = [[[beam.tokens for beam in answer.sequences] for answer in each] for each in found]
+    result = [engine.beam_search(PROMPTS[:2], params, speculate=drafts) for drafts in (True, False)]
+    tokens = [[[beam.tokens for beam in answer.sequences] for answer in each] for each in result]
     assert tokens[0] == tokens[1]
 
 
 def test_logits_are_close_to_one_process_and_the_same_for_every_row_count(engine, tiny_target):
     one, two = load_model(tiny_target, invariant=True), engine.model
-    ids, found = [5 + place % 60 for place in range(50)], []
+    ids, result = [5 + index % 60 for index in range(50)], []
     for model in (one, two):
         attention = new_attention(model, max_seqs=1, max_len=64)
         batch = Batch([Span(0, 0, ids, logits=list(range(50)))], hidden=(1,))
-        found.append(model.forward(batch, attention))
-    assert (found[0].logits - found[1].logits).abs().max() < 1e-4
-    assert (found[0].hidden[1] - found[1].hidden[1]).abs().max() < 1e-4
+        result.append(model.forward(batch, attention))
+    assert (result[0].logits - result[1].logits).abs().max() < 1e-4
+    assert (result[0].hidden[1] - result[1].hidden[1]).abs().max() < 1e-4
     assert not self_test(two, rows=30, page_size=4)
     rows = torch.tensor([3, 97, 0])
     assert torch.equal(one.embed(rows), two.embed(rows))

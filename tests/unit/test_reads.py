@@ -6,7 +6,7 @@ import pytest
 from simulated import Machine, play
 
 from forerun import LLM, SamplingParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.speculate.length.fixed import Fixed
 
 PROMPT = "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef w(path):\n"
@@ -94,12 +94,12 @@ def test_whole_requests_are_not_slower(prompt: int, length: int) -> None:
 def test_a_draft_that_was_useless_once_is_read_again() -> None:
     """Nothing is accepted in the first three answers; in the last ones drafts are used, though prompts must be read."""
     machine = Machine(**PAIR, per_token_behind=READING, multiple=1)
-    found = play(
+    result = play(
         machine, "adaptive", 1, lambda request, _: 0.9 * (request > 2), depth=7, length=128, requests=16, prompt=300
     )
-    late = found.drafted[-200:]
+    late = result.drafted[-200:]
     assert sum(nodes > 0 for nodes in late) > 100
 
 
-def test_a_sequence_reads_all_unless_told_otherwise() -> None:
-    assert Sequence(0, [1], 1, SamplingParams(), 0).reads is None
+def test_a_sequence_reads_all_unless_reported_otherwise() -> None:
+    assert RequestState(0, [1], 1, SamplingParams(), 0).reads is None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from forerun import SamplingParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.base import Drafter, DrafterConfig
 from forerun.speculate.draft.router import Router
@@ -37,7 +37,7 @@ def test_rounds_are_shown_to_whom_they_concern(budgets, watching, indifferent):
     """Sequences 0 and 2 have a drafter that watches, 1 one that does not, 3 has none."""
     router = Router({"watching": Seen(), "indifferent": Indifferent()})
     names = ["watching", "indifferent", "watching", None]
-    sequences = [Sequence(i, [1], 1, SamplingParams(), 0, drafter=name) for i, name in enumerate(names)]
+    sequences = [RequestState(i, [1], 1, SamplingParams(), 0, drafter=name) for i, name in enumerate(names)]
     for _ in range(2):  # what an earlier round asked for makes no difference
         router.propose(sequences, [1, 1, 1, 0])
         router.drafters["watching"].rounds.clear()

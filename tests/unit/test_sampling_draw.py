@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from forerun import SamplingParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.sampling.draw import Sampler, best, invert
 from forerun.sampling.noise import target_key
 from forerun.sampling.warp import Row
@@ -17,14 +17,14 @@ from here import where
 SIZES = [2, 127, 4096, 8193, 20_000, 128_256]
 
 
-def sequence(temperature: float = 1.0, seed: int = 0, length: int = 3) -> Sequence:
-    return Sequence(seed, [1] * length, length, SamplingParams(temperature=temperature), seed)
+def sequence(temperature: float = 1.0, seed: int = 0, length: int = 3) -> RequestState:
+    return RequestState(seed, [1] * length, length, SamplingParams(temperature=temperature), seed)
 
 
-def kernel(weights: torch.Tensor, spots: torch.Tensor) -> torch.Tensor:
+def kernel(weights: torch.Tensor, quantiles: torch.Tensor) -> torch.Tensor:
     compiled = Sampler(weights.shape[1]).compiled
     assert compiled is not None
-    return torch.tensor(compiled.draw(weights, spots[:, 0].tolist()))
+    return torch.tensor(compiled.draw(weights, quantiles[:, 0].tolist()))
 
 
 INVERSIONS = [invert] if Sampler(1).compiled is None else [invert, kernel]
@@ -36,23 +36,23 @@ def test_inversion_is_exact(size: int, invert) -> None:
     """The first id whose cumulative share exceeds the uniform, by an independent float64 search."""
     generator = torch.Generator().manual_seed(size)
     weights = torch.rand(7, size, generator=generator) ** 4 * 10.0 ** torch.arange(-3, 4)[:, None]
-    spots = torch.rand(7, 1, dtype=torch.float64, generator=generator)
-    found = invert(weights, spots)
-    for row, spot, token in zip(weights.double().numpy(), spots[:, 0].tolist(), found.tolist()):
+    quantiles = torch.rand(7, 1, dtype=torch.float64, generator=generator)
+    result = invert(weights, quantiles)
+    for row, quantile, token in zip(weights.double().numpy(), quantiles[:, 0].tolist(), result.tolist()):
         reach = numpy.cumsum(row)
-        expected = int(numpy.searchsorted(reach, spot * reach[-1], side="right"))
+        expected = int(numpy.searchsorted(reach, quantile * reach[-1], side="right"))
         assert abs(token - expected) <= 1
-        assert reach[token] * (1 + 1e-6) >= spot * reach[-1] >= (reach[token] - row[token]) * (1 - 1e-6)
+        assert reach[token] * (1 + 1e-6) >= quantile * reach[-1] >= (reach[token] - row[token]) * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("invert", INVERSIONS)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("spot", [0.0, 0.5, 1.0 - 2.0**-53])
-def test_an_impossible_id_is_never_drawn(size: int, spot: float, invert) -> None:
+@pytest.mark.parametrize("quantile", [0.0, 0.5, 1.0 - 2.0**-53])
+def test_an_impossible_id_is_never_drawn(size: int, quantile: float, invert) -> None:
     places = torch.arange(0, size, max(1, size // 40))
     weights = torch.zeros(len(places), size)
     weights[torch.arange(len(places)), places] = 1e-30
-    assert torch.equal(invert(weights, torch.full((len(places), 1), spot, dtype=torch.float64)), places)
+    assert torch.equal(invert(weights, torch.full((len(places), 1), quantile, dtype=torch.float64)), places)
 
 
 @pytest.mark.parametrize("invert", INVERSIONS)
@@ -109,14 +109,14 @@ def test_a_pick_is_the_argmax_of_scores_and_noise(way: str, size: int) -> None:
     warped = torch.randint(0, 50, (6, size), generator=generator) / 8
     warped[1, : size // 2] = -float("inf")
     rows = [Row(sequence(temperature=t, seed=i, length=3 + i)) for i, t in enumerate((1.0, 0.7, 0.0, 0.0, 1.0, 0.0))]
-    tops, ids, law = sampler.pick(warped, rows, law=True)
+    tops, ids, distribution = sampler.pick(warped, rows, distribution=True)
     scores = sampler.shared(warped, rows)
     for row, top, token in zip(scores, tops, ids):
         assert top == float(row.max())
         assert token == int(row.numpy().argmax())  # the first of equals
-    assert law is not None
-    assert torch.allclose(law.double(), warped.double().softmax(dim=1), rtol=1e-5, atol=1e-9)
-    assert bool((law[1, : size // 2] == 0).all())
+    assert distribution is not None
+    assert torch.allclose(distribution.double(), warped.double().softmax(dim=1), rtol=1e-5, atol=1e-9)
+    assert bool((distribution[1, : size // 2] == 0).all())
     assert sampler.pick(warped, rows)[2] is None
 
 
@@ -131,16 +131,16 @@ def test_a_pick_shows_faulty_rows(way: str) -> None:
 
 
 @pytest.mark.parametrize("size", where(Sampler(1).compiled is not None, SIZES))
-def test_what_two_laws_share(size: int) -> None:
+def test_what_two_distributions_share(size: int) -> None:
     compiled, generator = Sampler(size).compiled, torch.Generator().manual_seed(size)
     scores, q = (torch.randn(4, size, generator=generator) * 3 for _ in range(2))
     scores[2, size // 2 :] = -float("inf")
     q = q.softmax(dim=1)
-    found = compiled.overlaps(scores, [3, 2, 2, 0], [0, 0, size - 1, size - 1], [q[1], q[0].double(), None, None])
+    result = compiled.overlaps(scores, [3, 2, 2, 0], [0, 0, size - 1, size - 1], [q[1], q[0].double(), None, None])
     p, q = scores.double().softmax(dim=1), q.double()
-    wanted = [torch.minimum(p[3], q[1]).sum(), torch.minimum(p[2], q[0]).sum(), 0.0, p[0, size - 1]]
-    assert found == pytest.approx([float(value) for value in wanted], rel=1e-4, abs=1e-9)
-    assert found[2] == 0.0
+    expected = [torch.minimum(p[3], q[1]).sum(), torch.minimum(p[2], q[0]).sum(), 0.0, p[0, size - 1]]
+    assert result == pytest.approx([float(value) for value in expected], rel=1e-4, abs=1e-9)
+    assert result[2] == 0.0
 
 
 def test_shared_noise_depends_on_seed_and_position_alone() -> None:

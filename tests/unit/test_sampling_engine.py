@@ -88,33 +88,33 @@ def test_speculative_equals_plain(llm: Loader, tiny_draft: str, params: list[Sam
 
 
 @pytest.mark.parametrize("accept", [name for name in rules if rules[name].lossless])
-@pytest.mark.parametrize("heat", [0.0, 1.0])
-def test_only_allowed_tokens_come(llm: Loader, tiny_draft: str, accept: str, heat: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_come(llm: Loader, tiny_draft: str, accept: str, temperature: float) -> None:
     """With drafts that are warped alike, and with copies of the prompt, which are not."""
     allowed = [token for token in range(len(ALPHABET)) if token % 3]
-    params = SamplingParams(temperature=heat, seed=3, max_tokens=LENGTH, allowed_token_ids=allowed)
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=LENGTH, allowed_token_ids=allowed)
     plain = [output.outputs[0].token_ids for output in llm().generate(PROMPTS, params)]
     assert {token for answer in plain for token in answer} <= set(allowed)
     free = llm().generate(PROMPTS, params.clone(allowed_token_ids=None))
     assert {token for output in free for token in output.outputs[0].token_ids} - set(allowed)
     for spec in ({"method": "ngram"}, {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3}):
         outputs = llm({**spec, "accept": accept}).generate(PROMPTS, params)
-        found = [output.outputs[0].token_ids for output in outputs]
-        assert {token for answer in found for token in answer} <= set(allowed)
+        result = [output.outputs[0].token_ids for output in outputs]
+        assert {token for answer in result for token in answer} <= set(allowed)
         if "model" in spec:
             assert sum(output.metrics.num_accepted_draft_tokens for output in outputs) > 0
-        if heat == 0.0 or rules[accept].identity:
-            assert found == plain
+        if temperature == 0.0 or rules[accept].identity:
+            assert result == plain
 
 
 def test_a_prompt_may_be_truncated(llm: Loader) -> None:
     model = llm({"method": "ngram"})
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH)
     ids = model.tokenizer.encode("the cat sat on the mat " * 20)
-    for count, wanted in ((7, ids[-7:]), (200, ids[-200:]), (-1, ids[LENGTH - 256 :])):
+    for count, expected in ((7, ids[-7:]), (200, ids[-200:]), (-1, ids[LENGTH - 256 :])):
         output = model.generate([ids], params.clone(truncate_prompt_tokens=count))[0]
-        assert output.prompt_token_ids == wanted[:]
-        assert output.outputs[0].token_ids == model.generate([wanted], params)[0].outputs[0].token_ids
+        assert output.prompt_token_ids == expected[:]
+        assert output.outputs[0].token_ids == model.generate([expected], params)[0].outputs[0].token_ids
 
 
 @slow
@@ -125,16 +125,16 @@ def test_plain_equals_one_token_at_a_time(llm: Loader, raw_logits: Callable, par
     engine = llm().engine
     for prompt, options, output in zip(PROMPTS, params, llm().generate(PROMPTS, list(params))):
         ids = output.prompt_token_ids
-        *_, options = engine.entrance.admit(ids, None, options)
+        *_, options = engine.validator.admit(ids, None, options)
         for answer in output.outputs:
             seed = options.seed if answer.index == 0 else fold(options.seed, answer.index)
             rows = raw_logits([*ids, *answer.token_ids])
-            for place, token in enumerate(answer.token_ids):
-                values = edited(rows[len(ids) + place - 1], options, ids, answer.token_ids[:place], [0])
+            for index, token in enumerate(answer.token_ids):
+                values = edited(rows[len(ids) + index - 1], options, ids, answer.token_ids[:index], [0])
                 if not options.greedy:
                     values /= options.temperature
                     stay = [kept(values, options, slack) for slack in (1e-4, 0.0, -1e-4)]
-                    values += noise.rows([target_key(seed, len(ids) + place)])[0].double().numpy()
+                    values += noise.rows([target_key(seed, len(ids) + index)])[0].double().numpy()
                     best = [numpy.where(mask, values, -numpy.inf).max() for mask in stay]
                     assert any(mask[token] for mask in stay), (prompt, options)
                     assert min(abs(values[token] - value) for value in best) < 1e-3
@@ -163,24 +163,24 @@ def test_logprobs(llm: Loader, tiny_draft: str, raw_logits: Callable, mode: str,
         rows = raw_logits([*ids, *answer.token_ids])
         assert len(answer.logprobs) == len(answer.token_ids)
         total = 0.0
-        for place, (token, found) in enumerate(zip(answer.token_ids, answer.logprobs)):
-            values = rows[len(ids) + place - 1]
+        for index, (token, result) in enumerate(zip(answer.token_ids, answer.logprobs)):
+            values = rows[len(ids) + index - 1]
             if mode == "processed_logprobs":
-                values = edited(values, options, ids, answer.token_ids[:place], [0])
+                values = edited(values, options, ids, answer.token_ids[:index], [0])
                 if not options.greedy:
                     values = values / options.temperature
                     values = numpy.where(kept(values, options), values, -numpy.inf)
             expected = log_softmax(values)
             total += expected[token]
-            assert next(iter(found)) == token
-            assert found[token].rank == int((expected > expected[token] + 1e-6).sum()) + 1
-            for other, item in found.items():
+            assert next(iter(result)) == token
+            assert result[token].rank == int((expected > expected[token] + 1e-6).sum()) + 1
+            for other, item in result.items():
                 assert item.logprob == pytest.approx(expected[other], abs=1e-3)
                 assert item.decoded_token == tokenizer.decode([other])
-            top = [item for item in found.values() if item.rank <= options.logprobs]
+            top = [item for item in result.values() if item.rank <= options.logprobs]
             assert sorted(item.rank for item in top) == list(range(1, len(top) + 1))
             assert len(top) == min(options.logprobs, int(numpy.isfinite(expected).sum()))
-            assert len(found) == len(top) + (found[token].rank > options.logprobs)
+            assert len(result) == len(top) + (result[token].rank > options.logprobs)
             if top:
                 assert min(item.logprob for item in top) >= numpy.sort(expected)[-len(top)] - 1e-3
         assert answer.cumulative_logprob == pytest.approx(total, abs=1e-2)
@@ -194,10 +194,10 @@ def test_the_coldest_temperatures_are_greedy(llm: Loader, tiny_draft: str, accep
     spec = {"method": "draft_model", **drafts} if accept else {"method": "none"}
     model = llm(spec, logprobs_mode=mode)
     options = {"logprobs": 2, "max_tokens": LENGTH, "ignore_eos": True, "seed": 5, "min_tokens": 2}
-    wanted = model.generate(PROMPTS, SamplingParams(temperature=0.0, **options))
+    expected = model.generate(PROMPTS, SamplingParams(temperature=0.0, **options))
     for temperature in (5e-324, 1e-46, 1e-40, 3e-38, 1e-6, 1e-5):
-        found = model.generate(PROMPTS, SamplingParams(temperature=temperature, **options))
-        for output, best in zip(found, wanted):
+        result = model.generate(PROMPTS, SamplingParams(temperature=temperature, **options))
+        for output, best in zip(result, expected):
             assert output.outputs[0].token_ids == best.outputs[0].token_ids
             if temperature < 1e-5 or mode == "raw_logprobs":
                 assert output.outputs[0].logprobs == best.outputs[0].logprobs
@@ -209,17 +209,17 @@ def test_prompt_logprobs(llm: Loader, raw_logits: Callable, budget: int) -> None
     """Of the raw distribution, whatever the chunks; the first token has none."""
     params = SamplingParams(temperature=0.7, seed=0, max_tokens=4, prompt_logprobs=2, top_k=5)
     for output in llm({"method": "ngram"}, max_num_batched_tokens=budget).generate(PROMPTS, params):
-        ids, found = output.prompt_token_ids, output.prompt_logprobs
-        assert len(found) == len(ids)
-        assert found[0] is None
+        ids, result = output.prompt_token_ids, output.prompt_logprobs
+        assert len(result) == len(ids)
+        assert result[0] is None
         rows = raw_logits(ids)
-        for place in range(1, len(ids)):
-            expected = log_softmax(rows[place - 1])
-            assert next(iter(found[place])) == ids[place]
-            assert found[place][ids[place]].logprob == pytest.approx(expected[ids[place]], abs=1e-3)
-            assert {1, 2} <= {item.rank for item in found[place].values()}
-            assert len(found[place]) in (2, 3)
-            assert max(item.logprob for item in found[place].values()) == pytest.approx(expected.max(), abs=1e-3)
+        for index in range(1, len(ids)):
+            expected = log_softmax(rows[index - 1])
+            assert next(iter(result[index])) == ids[index]
+            assert result[index][ids[index]].logprob == pytest.approx(expected[ids[index]], abs=1e-3)
+            assert {1, 2} <= {item.rank for item in result[index].values()}
+            assert len(result[index]) in (2, 3)
+            assert max(item.logprob for item in result[index].values()) == pytest.approx(expected.max(), abs=1e-3)
 
 
 def test_several_answers(llm: Loader) -> None:
@@ -233,25 +233,27 @@ def test_several_answers(llm: Loader) -> None:
         assert len({tuple(answer.token_ids) for answer in output.outputs}) == 4
 
 
-# ------------------------------------------------------------------------------------------------- the law, end to end
+# ----------------------------------------------------------------------------------------- the distribution, end to end
 
 TOKENS = 3
 REQUESTS = 500
-LAW = {"temperature": 0.9, "top_k": 2, "repetition_penalty": 1.1, "max_tokens": TOKENS + 1, "ignore_eos": True}
+DISTRIBUTION = {"temperature": 0.9, "top_k": 2, "repetition_penalty": 1.1, "max_tokens": TOKENS + 1, "ignore_eos": True}
 
 
-def exact_law(raw_logits: Callable, prompt: Sequence[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+def exact_distribution(
+    raw_logits: Callable, prompt: Sequence[int], params: SamplingParams
+) -> dict[tuple[int, ...], float]:
     """Of all ``TOKENS`` + 1 tokens behind ``prompt``."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS + 1):
         longer: dict[tuple[int, ...], float] = {}
-        for tokens, mass in law.items():
+        for tokens, mass in distribution.items():
             values = edited(raw_logits([*prompt, *tokens])[-1], params, prompt, tokens, [0]) / params.temperature
             weights = numpy.where(kept(values, params), numpy.exp(values - values.max()), 0.0)
             for token in weights.nonzero()[0]:
                 longer[*tokens, int(token)] = mass * weights[token] / weights.sum()
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
 @pytest.mark.parametrize(
@@ -264,23 +266,31 @@ def exact_law(raw_logits: Callable, prompt: Sequence[int], params: SamplingParam
         ("traversal", {"tree": [2, 1]}),
     ],
 )
-def test_law_of_the_output(llm: Loader, tiny_draft: str, raw_logits: Callable, accept: str, shape: dict) -> None:
-    """Chi-square of whole answers against the exact law of the target, from transformers' logits. The draft is
+def test_distribution_of_the_output(
+    llm: Loader, tiny_draft: str, raw_logits: Callable, accept: str, shape: dict
+) -> None:
+    """Chi-square of whole answers against the exact distribution of the target, from transformers' logits. The draft is
     hotter than the target, so that much is rejected."""
     spec = {"method": "draft_model", "model": tiny_draft, "accept": accept, "draft_temperature": 2.0, **shape}
     engine = llm(spec, max_num_seqs=64)
-    params = [SamplingParams(seed=seed, **LAW) for seed in range(REQUESTS)]
+    params = [SamplingParams(seed=seed, **DISTRIBUTION) for seed in range(REQUESTS)]
     outputs = engine.generate([PROMPTS[0]] * REQUESTS, params)
-    law = exact_law(raw_logits, outputs[0].prompt_token_ids, params[0])
-    counts = dict.fromkeys(law, 0)
+    distribution = exact_distribution(raw_logits, outputs[0].prompt_token_ids, params[0])
+    counts = dict.fromkeys(distribution, 0)
     for output in outputs:
         counts[tuple(output.outputs[0].token_ids)] += 1
     # Rare answers together, so that every cell expects five at least.
-    cells = sorted(law, key=law.__getitem__)
-    rare = [cell for cell, reach in zip(cells, itertools.accumulate(law[c] for c in cells)) if reach * REQUESTS < 10]
+    cells = sorted(distribution, key=distribution.__getitem__)
+    rare = [
+        cell
+        for cell, reach in zip(cells, itertools.accumulate(distribution[c] for c in cells))
+        if reach * REQUESTS < 10
+    ]
     common = [cell for cell in cells if cell not in rare]
     observed = [counts[cell] for cell in common] + [sum(counts[cell] for cell in rare)] * bool(rare)
-    expected = [law[cell] * REQUESTS for cell in common] + [sum(law[c] for c in rare) * REQUESTS] * bool(rare)
+    expected = [distribution[cell] * REQUESTS for cell in common] + [
+        sum(distribution[c] for c in rare) * REQUESTS
+    ] * bool(rare)
     assert len(observed) > 4
     assert stats.chisquare(observed, numpy.array(expected) * sum(observed) / sum(expected)).pvalue > 1e-3
     assert sum(output.metrics.num_accepted_draft_tokens for output in outputs) > REQUESTS / 5

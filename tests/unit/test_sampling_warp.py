@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sampling_oracle import edited, kept
 
 from forerun import SamplingParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.sampling.compiled import can_sample
 from forerun.sampling.warp import Row, warp
 
@@ -54,7 +54,7 @@ def row(draw: Any) -> Row:
         word = (*output[-draw(st.integers(1, 2)) :], draw(tokens))
         params = SamplingParams(**{**vars(params), "bad_words_ids": (*params.bad_words_ids, word)})
     committed = draw(st.integers(0, len(output)))
-    sequence = Sequence(0, prompt + output[:committed], len(prompt), params, seed=0, eos_ids=EOS)
+    sequence = RequestState(0, prompt + output[:committed], len(prompt), params, seed=0, eos_ids=EOS)
     return Row(sequence, output[committed:])
 
 
@@ -65,7 +65,7 @@ def expected(logits: numpy.ndarray, row: Row, slack: float) -> tuple[numpy.ndarr
     values = edited(logits, params, sequence.tokens[: sequence.num_prompt], output, sorted(EOS))
     if params.greedy:
         return values, values > -numpy.inf
-    values = values / row.heat
+    values = values / row.effective_temperature
     return values, kept(values, params, slack)
 
 
@@ -99,18 +99,18 @@ def test_top_p_of_wide_rows(size: int, flat: bool) -> None:
     generator = numpy.random.default_rng(size)
     logits = generator.normal(scale=0.2 if flat else 3.0, size=(6, size)).astype(numpy.float32)
     params = [SamplingParams(top_p=p, top_k=k) for p in (0.1, 0.9, 0.999) for k in (0, size // 3)]
-    rows = [Row(Sequence(i, [1], 1, each, seed=0)) for i, each in enumerate(params)]
+    rows = [Row(RequestState(i, [1], 1, each, seed=0)) for i, each in enumerate(params)]
     for line, each, got in zip(logits, params, warp(torch.tensor(logits), rows).numpy()):
         exact = numpy.float64(line)
         finite = numpy.isfinite(got)
         assert any(numpy.array_equal(finite, kept(exact, each, slack)) for slack in (0.0, 1e-7, -1e-7, 1e-5, -1e-5))
 
 
-def test_rows_without_a_law_spoil_no_other() -> None:
+def test_rows_without_a_distribution_spoil_no_other() -> None:
     """NaN, and nothing permitted: both are reported later, by the rules."""
     logits = torch.randn(3, 10000, generator=torch.Generator().manual_seed(0))
     logits[0, 7], logits[1] = float("nan"), float("-inf")
-    rows = [Row(Sequence(i, [1], 1, SamplingParams(top_p=0.9), seed=0)) for i in range(3)]
+    rows = [Row(RequestState(i, [1], 1, SamplingParams(top_p=0.9), seed=0)) for i in range(3)]
     alone = warp(logits[2:].clone(), rows[2:])
     warped = warp(logits, rows)
     assert torch.isnan(warped[0]).any()
@@ -122,7 +122,7 @@ def test_a_bad_word_that_begins_in_the_prompt_may_go_on() -> None:
     params = SamplingParams(bad_words_ids=((5, 6, 7),))
     for prompt, path, banned in [([5, 6], [], False), ([5], [6], False), ([1], [5, 6], True), ([1, 5, 6], [6], False)]:
         for committed in range(len(path) + 1):
-            sequence = Sequence(0, prompt + path[:committed], len(prompt), params, seed=0)
+            sequence = RequestState(0, prompt + path[:committed], len(prompt), params, seed=0)
             warped = warp(torch.zeros(1, 9), [Row(sequence, path[committed:])])
             assert bool(torch.isinf(warped[0, 7])) == banned
             assert int(torch.isinf(warped).sum()) == banned
@@ -130,7 +130,7 @@ def test_a_bad_word_that_begins_in_the_prompt_may_go_on() -> None:
 
 def test_ties_at_the_edge_stay() -> None:
     logits = torch.tensor([[2.0, 2.0, 2.0, 1.0], [2.0, 2.0, 2.0, 1.0]])
-    rows = [Row(Sequence(0, [1], 1, p, seed=0)) for p in (SamplingParams(top_k=2), SamplingParams(top_p=0.5))]
+    rows = [Row(RequestState(0, [1], 1, p, seed=0)) for p in (SamplingParams(top_k=2), SamplingParams(top_p=0.5))]
     assert torch.isfinite(warp(logits, rows)).tolist() == [[True, True, True, False]] * 2
 
 
@@ -154,18 +154,18 @@ def test_a_row_is_warped_alike_alone_and_among_others(size: int, count: int, thr
     generator = torch.Generator().manual_seed(size)
     logits = torch.randn(count, size, generator=generator) * torch.rand(count, 1, generator=generator) * 4
     rows = [
-        Row(Sequence(i, [1, 2, 3, 4], 2, SamplingParams(**MIXES[(i + i // 10) % len(MIXES)]), seed=0))
+        Row(RequestState(i, [1, 2, 3, 4], 2, SamplingParams(**MIXES[(i + i // 10) % len(MIXES)]), seed=0))
         for i in range(count)
     ]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         together = warp(logits.clone(), rows)
-        shares = torch.softmax(together, dim=-1)
+        thresholds = torch.softmax(together, dim=-1)
         for i, each in enumerate(rows):
             alone = warp(logits[i : i + 1].clone(), [each])
             assert torch.equal(alone[0], together[i])
-            assert torch.equal(torch.softmax(alone, dim=-1)[0], shares[i])
+            assert torch.equal(torch.softmax(alone, dim=-1)[0], thresholds[i])
         for first in range(0, count, 5):
             part = slice(first, first + 5)
             assert torch.equal(warp(logits[part].clone(), rows[part]), together[part])

@@ -13,14 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from forerun.cache.pool import Pages
 from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import RequestError
-from forerun.core.sequence import Sequence
-from forerun.engine.scheduler import LONGEST_WAIT, PATIENCE, Pace, Scheduler
+from forerun.core.request import RequestState
+from forerun.engine.scheduler import LONGEST_WAIT, PATIENCE, PrefillBudget, Scheduler
 
 PARAMS = SimpleNamespace()
 
 
-def sequence(key: int, prompt: int, output: int = 4, priority: int = 0, tokens: list[int] | None = None) -> Sequence:
-    made = Sequence(key, tokens or [key] * prompt, prompt, PARAMS, seed=0, max_tokens=prompt + output)
+def sequence(
+    key: int, prompt: int, output: int = 4, priority: int = 0, tokens: list[int] | None = None
+) -> RequestState:
+    made = RequestState(key, tokens or [key] * prompt, prompt, PARAMS, seed=0, max_tokens=prompt + output)
     made.priority = priority
     return made
 
@@ -33,18 +35,18 @@ class Rounds:
         self.scheduler = scheduler
         self.prompt_token = prompt_token
         """Seconds; a round takes one without."""
-        self.done: list[Sequence] = []
+        self.done: list[RequestState] = []
 
-    def step(self, accepted: Callable[[Sequence], int] = lambda sequence: 0) -> list[Sequence]:
+    def step(self, accepted: Callable[[RequestState], int] = lambda sequence: 0) -> list[RequestState]:
         pool = self.scheduler.pool
         chosen = self.scheduler.schedule()
         for one in chosen:
-            end = one.cached + one.scheduled + (one.room or 0)
+            end = one.cached + one.scheduled + (one.draft_budget or 0)
             pool.reserve(one.id, end)
             pool.advance(one.id, end)
             emitted = 0
             if one.decodes:
-                emitted = 1 + min(accepted(one), one.room or 0, one.remaining - 1)
+                emitted = 1 + min(accepted(one), one.draft_budget or 0, one.remaining - 1)
             one.cached += one.scheduled + max(0, emitted - 1)
             pool.truncate(one.id, one.cached)
             one.tokens.extend([one.id + 1] * emitted)
@@ -97,23 +99,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=seqs,
             max_num_batched_tokens=rows,
             draft_rows=self.draft_rows,
-            pace=Pace(prefill),
+            prefill_budget=PrefillBudget(prefill),
             tree=PrefixTree(self.pool) if shared else None,
             on_admit=lambda one, reused: self.admitted.__setitem__(one.id, reused),
             on_preempt=self.preempted,
         )
         self.rounds = Rounds(self.scheduler)
-        self.alive: dict[int, Sequence] = {}
-        self.paused: list[Sequence] = []
-        self.victims: list[Sequence] = []
+        self.alive: dict[int, RequestState] = {}
+        self.paused: list[RequestState] = []
+        self.victims: list[RequestState] = []
         self.keys = 0
         for prompt, output, like in first:
             self.add_one(prompt, output, 0, like)
 
-    def draft_rows(self, one: Sequence) -> int:
+    def draft_rows(self, one: RequestState) -> int:
         return min(self.nodes, one.remaining - 1) if one.decodes else 0
 
-    def preempted(self, victim: Sequence) -> None:
+    def preempted(self, victim: RequestState) -> None:
         assert all(victim.rank >= other.rank for other in self.scheduler.running)
         self.victims.append(victim)
 
@@ -132,32 +134,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.add(one)
             self.alive[one.id] = one
 
-    @rule(luck=st.lists(st.integers(0, 4), min_size=1, max_size=8))
-    def rounds_go_by(self, luck: list[int]) -> None:
-        for accepted in luck:
+    @rule(accepts=st.lists(st.integers(0, 4), min_size=1, max_size=8))
+    def rounds_go_by(self, accepts: list[int]) -> None:
+        for accepted in accepts:
             self.round(accepted)
             self.pages_are_accounted_for()
 
-    def round(self, luck: int) -> None:
+    def round(self, accepts: int) -> None:
         self.victims.clear()
         waiting = [one.id for one in self.scheduler.waiting]
         tokens = {key: len(one.tokens) for key, one in self.alive.items()}
         cached = {one.id: one.cached for one in self.scheduler.running}
-        chosen = self.rounds.step(lambda one: luck)
+        chosen = self.rounds.step(lambda one: accepts)
         self.check_rows(chosen, tokens, cached)
         self.check_turns(chosen, waiting)
         for one in self.rounds.done:
             self.alive.pop(one.id, None)
 
-    def check_rows(self, chosen: list[Sequence], tokens: dict[int, int], cached: dict[int, int]) -> None:
+    def check_rows(self, chosen: list[RequestState], tokens: dict[int, int], cached: dict[int, int]) -> None:
         """Everyone who lacked one token got it, whatever else there was; the budget held."""
         assert len({one.id for one in chosen}) == len(chosen)
         used = 0
         victims = {one.id for one in self.victims}
         for one in chosen:
-            used += one.scheduled + (one.room or 0)
+            used += one.scheduled + (one.draft_budget or 0)
             assert one.scheduled >= 1
-            assert 0 <= (one.room or 0) <= self.nodes
+            assert 0 <= (one.draft_budget or 0) <= self.nodes
         assert used <= self.scheduler.max_rows
         decoding = {key for key, count in cached.items() if tokens[key] == count + 1 and tokens[key] > 1} - victims
         started = {key for key in decoding if tokens[key] > self.alive[key].num_prompt}
@@ -165,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not started and (self.scheduler.running or cached):
             assert chosen
 
-    def check_turns(self, chosen: list[Sequence], waiting: list[int]) -> None:
+    def check_turns(self, chosen: list[RequestState], waiting: list[int]) -> None:
         """Nobody is admitted past someone who has waited in front."""
         admitted = [key for key in waiting if key not in [one.id for one in self.scheduler.waiting]]
         assert admitted == waiting[: len(admitted)] or self.victims
@@ -235,13 +237,13 @@ def make(num_pages: int = 100, page_size: int = 4, **options) -> tuple[Scheduler
 
 
 def test_a_long_prompt_does_not_stop_the_others():
-    scheduler, rounds = make(pace=Pace(8), draft_rows=lambda one: min(3, one.remaining - 1))
+    scheduler, rounds = make(prefill_budget=PrefillBudget(8), draft_rows=lambda one: min(3, one.remaining - 1))
     for key in (1, 2):
         scheduler.add(sequence(key, 5, output=60))
     rounds.step()
     scheduler.add(sequence(3, 50))
     for _ in range(6):
-        chosen = {one.id: (one.scheduled, one.room) for one in scheduler.schedule()}
+        chosen = {one.id: (one.scheduled, one.draft_budget) for one in scheduler.schedule()}
         assert chosen == {1: (1, 3), 2: (1, 3), 3: (8, 0)}
         scheduler.running[-1].cached += 8
         scheduler.pool.advance(3, scheduler.running[-1].cached)
@@ -249,7 +251,7 @@ def test_a_long_prompt_does_not_stop_the_others():
 
 
 def test_without_others_a_prompt_gets_every_row():
-    scheduler, rounds = make(pace=Pace(8))
+    scheduler, rounds = make(prefill_budget=PrefillBudget(8))
     scheduler.add(sequence(1, 50))
     assert rounds.step()[0].scheduled == 50
 
@@ -263,7 +265,7 @@ def test_a_request_drafts_for_its_own_rows_only():
     for key in drafts:
         scheduler.add(sequence(key, 1, output=3 if key == 4 else 20))
     rounds.step()
-    assert {one.id: one.room for one in rounds.step()} == {1: 3, 2: 0, 3: 3, 4: 1}
+    assert {one.id: one.draft_budget for one in rounds.step()} == {1: 3, 2: 0, 3: 3, 4: 1}
 
 
 def test_drafts_share_the_rows_that_are_left():
@@ -272,11 +274,11 @@ def test_drafts_share_the_rows_that_are_left():
     for key in (1, 2, 3):
         scheduler.add(sequence(key, 2, output=20))
     rounds.step()
-    assert {one.id: one.room for one in rounds.step()} == {1: 3, 2: 0, 3: 0}
+    assert {one.id: one.draft_budget for one in rounds.step()} == {1: 3, 2: 0, 3: 0}
 
 
 def test_drafts_leave_some_rows_to_prompts():
-    scheduler, rounds = make(max_num_batched_tokens=8, pace=Pace(50), draft_rows=lambda one: 3)
+    scheduler, rounds = make(max_num_batched_tokens=8, prefill_budget=PrefillBudget(50), draft_rows=lambda one: 3)
     for key in (1, 2):
         scheduler.add(sequence(key, 2, output=20))
     rounds.step()
@@ -301,8 +303,8 @@ def test_a_draft_without_pages_becomes_plain_decoding():
     scheduler, rounds = make(num_pages=2, draft_rows=lambda one: 3 if one.decodes else 0)
     scheduler.add(sequence(1, 4, output=4))
     rounds.step()
-    assert [one.room for one in rounds.step()] == [3]
-    assert [one.room for one in rounds.step()] == [0]
+    assert [one.draft_budget for one in rounds.step()] == [3]
+    assert [one.draft_budget for one in rounds.step()] == [0]
     rounds.finish(10)
 
 

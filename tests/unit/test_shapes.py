@@ -30,5 +30,5 @@ def test_they_are_transformers_own(kind, options):
         config.layer_types = config.layer_types[:3]
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-    wanted = unstacked(dict(module.named_parameters()), bind(config))
-    assert shapes(config) == {name: tuple(part.shape) for name, part in wanted.items()}
+    expected = unstacked(dict(module.named_parameters()), bind(config))
+    assert shapes(config) == {name: tuple(part.shape) for name, part in expected.items()}

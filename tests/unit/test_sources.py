@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from forerun.attention.base import Query
+from forerun.attention.kernel import KernelAttention, can_attend
 from forerun.attention.plain import PlainAttention
-from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape, OutOfPages, Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.sources import Sources
@@ -60,13 +60,13 @@ def test_who_goes_makes_room_and_who_stays_does_not():
     keeper.release(0)
     keeper.release(7)
     assert read(keeper, (2, THREE)) == [[THREE]]
-    assert keeper.places.keys() == {TWO, THREE}
+    assert keeper.keys.keys() == {TWO, THREE}
     keeper.release(1)
     assert read(keeper, (3, TWO)) == []
     assert read(keeper, (3, THREE)) == []
     assert keeper.counts == {THREE: 2}
     keeper.clear()
-    assert keeper.places.keys() == {THREE}
+    assert keeper.keys.keys() == {THREE}
 
 
 def test_a_failed_encoder_leaves_nothing():
@@ -78,7 +78,7 @@ def test_a_failed_encoder_leaves_nothing():
     with pytest.raises(RuntimeError):
         keeper.prepare([Span(0, 0, [1], source=ONE)], fail)
     keeper.check()
-    assert not keeper.places
+    assert not keeper.keys
     assert not keeper.readers
 
 
@@ -91,7 +91,7 @@ def test_pages_and_readers_end_together():
     pool.free(5)
     assert not pool.sources.readers
     pool.scrub()
-    assert not pool.sources.places
+    assert not pool.sources.keys
 
 
 def test_prefixes_by_source():
@@ -103,12 +103,12 @@ def test_prefixes_by_source():
         tree.commit(key, tokens, 4, source=source)
         pool.free(key)
     assert pool.num_free == 2
-    found = {}
+    result = {}
     for key, source in enumerate((None, ONE, TWO, THREE)):
         assert tree.start(10 + key, tokens, 4, source=source) == (0 if source is THREE else 4)
-        found[source] = tuple(pool.tables.get(10 + key, ()))
+        result[source] = tuple(pool.tables.get(10 + key, ()))
         pool.free(10 + key)
-    assert len({*found.values()}) == 4
+    assert len({*result.values()}) == 4
     pool.check()
     tree.reclaim(4)
     assert len(tree.roots) == 2
@@ -119,7 +119,7 @@ def test_prefixes_by_source():
 
 def attentions(page_size: int) -> list:
     made = []
-    for kind in (PlainAttention, StreamedAttention):
+    for kind in (PlainAttention, KernelAttention):
         pool = Pool([SHAPE], 64, page_size, torch.float32)
         pool.sources = sources()
         made.append(kind(pool))

@@ -53,8 +53,8 @@ def loaded(code: str) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("case", CALLS)
 def test_help_and_mistakes_import_nothing_heavy(case):
-    found, printed = loaded(f"from forerun.cli.main import run; run({CALLS[case]!r})")
-    assert found == []
+    result, printed = loaded(f"from forerun.cli.main import run; run({CALLS[case]!r})")
+    assert result == []
     assert "error: " in printed or "forerun" in printed
 
 
@@ -75,7 +75,7 @@ def test_types_see_what_the_package_imports_later():
     typed = {
         alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert typed == {name: f"forerun.{place}" for name, place in forerun._HOMES.items()}
+    assert typed == {name: f"forerun.{index}" for name, index in forerun._HOMES.items()}
     assert set(typed) == set(forerun.__all__) - {"__version__"}
 
 

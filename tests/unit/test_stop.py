@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun import SamplingParams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.engine.stop import Finish, Stopper, held_back
 from forerun.models.tokenizer import Detokenizer
@@ -27,7 +27,7 @@ def ids(text: str) -> list[int]:
 def answer(blocks: list[list[int]], limit: int = 1000, **options) -> tuple[list[int], str, Finish | None]:
     """Feed blocks as rounds do: all but a block's last token were drafted and accepted."""
     params = SamplingParams(max_tokens=limit, **options)
-    sequence = Sequence(0, [1, 2], 2, params, 0, frozenset([0]), max_tokens=2 + limit)
+    sequence = RequestState(0, [1, 2], 2, params, 0, frozenset([0]), max_tokens=2 + limit)
     stopper = Stopper(sequence, Detokenizer(Letters(), [1, 2]))
     for block in blocks:
         draft = Draft.chain(block[:-1])
@@ -122,7 +122,7 @@ def test_the_length_limit(sizes):
 )
 def test_an_error_ends_what_nothing_before_it_has_ended(path, stops, kept, finish):
     """The row behind the path has no token to give: 4 is none."""
-    sequence = Sequence(0, [1, 2], 2, SamplingParams(stop_token_ids=stops), 0)
+    sequence = RequestState(0, [1, 2], 2, SamplingParams(stop_token_ids=stops), 0)
     stopper, verdict = Stopper(sequence, None), Verdict(path=path, token=4, error="broken")
     verdict.tokens = stopper.clip(Draft.chain([3, 5]), verdict)
     assert (verdict.tokens, verdict.accepted) == (kept, len(kept))

@@ -22,7 +22,7 @@ from forerun.theory import (
     lenient_acceptance_rate,
     lenient_argmax_mask,
     lenient_token_bound,
-    lenient_token_law,
+    lenient_token_distribution,
     memory_access_factor,
     operations_increase,
     oracle_improvement,
@@ -312,16 +312,16 @@ def test_divergence(pair):
 
 @quick
 @given(pairs(), leniences)
-def test_lenient_law(pair, lenience):
+def test_lenient_distribution(pair, lenience):
     p, q = pair
-    law = lenient_token_law(p, q, lenience)
+    distribution = lenient_token_distribution(p, q, lenience)
     alpha, strict = float(lenient_acceptance_rate(p, q, lenience)), float(acceptance_rate(p, q))
-    assert float(law.sum()) == pytest.approx(1, abs=1e-12)
-    assert bool((law <= lenient_token_bound(p, lenience) + 1e-12).all())
+    assert float(distribution.sum()) == pytest.approx(1, abs=1e-12)
+    assert bool((distribution <= lenient_token_bound(p, lenience) + 1e-12).all())
     assert alpha >= strict - 1e-12
-    assert float(d_lk(p, law)) == pytest.approx(alpha - strict, abs=1e-9)
+    assert float(d_lk(p, distribution)) == pytest.approx(alpha - strict, abs=1e-9)
     assert float(lenient_acceptance_rate(p, q, 1.0)) == strict
-    assert torch.allclose(lenient_token_law(p, q, 1.0), p, atol=1e-12, rtol=0)
+    assert torch.allclose(lenient_token_distribution(p, q, 1.0), p, atol=1e-12, rtol=0)
     drafted = q > 0
     kept = (q[drafted] * acceptance_probability(p[drafted], q[drafted], lenience)).sum()
     assert float(kept) == pytest.approx(alpha, abs=1e-12)
@@ -336,7 +336,7 @@ def test_batches_and_types():
     assert rows.shape == (2, 3)
     assert rows.dtype == torch.float64
     assert float(rows[1, 2]) == pytest.approx(float(acceptance_rate(p[1, 2].tolist(), q[1, 2].numpy())), abs=1e-15)
-    assert lenient_token_law(p, q[0, 0], 0.5).shape == (2, 3, 7)
+    assert lenient_token_distribution(p, q[0, 0], 0.5).shape == (2, 3, 7)
     assert rejection_sampling_rate(p[0, 0], q).shape == (2, 3)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         narrow = acceptance_rate(torch.rand(50, 4096).softmax(-1).to(dtype), torch.rand(50, 4096).softmax(-1).to(dtype))

@@ -38,25 +38,25 @@ def model(llm) -> LLM:
 
 
 def test_threads_get_the_answers_that_one_thread_gets(model):
-    wanted = {seed: answers(model, seed) for seed in range(24)}
+    expected = {seed: answers(model, seed) for seed in range(24)}
     with ThreadPoolExecutor(8) as threads:
-        found = dict(zip(wanted, threads.map(lambda seed: answers(model, seed), wanted)))
-    assert found == wanted
+        result = dict(zip(expected, threads.map(lambda seed: answers(model, seed), expected)))
+    assert result == expected
     clean(model)
 
 
 def test_an_error_in_one_thread_is_that_threads_alone(model):
-    wanted = answers(model, 1)
+    expected = answers(model, 1)
 
     def ask(number: int) -> Any:
         if number % 2:
             return answers(model, 1)
         with pytest.raises(RequestError):
             model.generate(["fine", [10**6]])
-        return wanted
+        return expected
 
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(ask, range(12))) == [wanted] * 12
+        assert list(threads.map(ask, range(12))) == [expected] * 12
     clean(model)
 
 
@@ -95,14 +95,14 @@ class Lines:
 
 @pytest.mark.parametrize("part", range(1, 24))
 def test_an_interrupt_anywhere_leaves_the_engine_empty(model, part):
-    wanted, lines = answers(model, 3), Lines()
-    assert lines.during(lambda: answers(model, 3)) == wanted
+    expected, lines = answers(model, 3), Lines()
+    assert lines.during(lambda: answers(model, 3)) == expected
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         Lines(lines.count * part // 24).during(lambda: answers(model, 3))
     assert signal.getsignal(signal.SIGINT) is before
     clean(model)
-    assert answers(model, 3) == wanted
+    assert answers(model, 3) == expected
 
 
 def test_an_interrupt_within_on_update_takes_effect_there(model):
@@ -120,29 +120,29 @@ def test_an_interrupt_within_on_update_takes_effect_there(model):
 
 def test_a_handler_of_the_programs_own_is_called_and_decides(model):
     calls: list[int] = []
-    wanted, lines = answers(model, 4), Lines()
+    expected, lines = answers(model, 4), Lines()
     lines.during(lambda: answers(model, 4))
     before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
     try:
-        found = Lines(lines.count // 2).during(lambda: answers(model, 4))
+        result = Lines(lines.count // 2).during(lambda: answers(model, 4))
     finally:
         signal.signal(signal.SIGINT, before)
     assert calls == [signal.SIGINT]
-    assert found == wanted
+    assert result == expected
     clean(model)
 
 
-@pytest.mark.parametrize("place", ["forward", "rule", "publish", "prompt"])
-def test_an_error_in_the_middle_leaves_the_engine_empty(model, monkeypatch, place):
-    wanted = answers(model, 5)
+@pytest.mark.parametrize("index", ["forward", "rule", "publish", "prompt"])
+def test_an_error_in_the_middle_leaves_the_engine_empty(model, monkeypatch, index):
+    expected = answers(model, 5)
     broken, name = {
         "forward": (model.model, "forward"), "rule": (model.engine.rule, "accept"),
         "publish": (model.engine, "_publish"), "prompt": (model.engine.scheduler, "add"),
-    }[place]  # fmt: skip
+    }[index]  # fmt: skip
     original, calls = getattr(broken, name), []
 
     def fail(*arguments: Any, **options: Any) -> Any:
-        calls.append(place)
+        calls.append(index)
         if len(calls) == 3:
             raise MemoryError("no room")
         return original(*arguments, **options)
@@ -152,7 +152,7 @@ def test_an_error_in_the_middle_leaves_the_engine_empty(model, monkeypatch, plac
         answers(model, 5)
     monkeypatch.undo()
     clean(model)
-    assert answers(model, 5) == wanted
+    assert answers(model, 5) == expected
 
 
 def test_a_thread_whose_call_fails_lets_the_next_one_in(model):

@@ -19,8 +19,8 @@ def repeated(changes):
     def run(size: int) -> torch.Tensor:
         rows = torch.tensor([[1.0, 2.0]]).repeat(size, 1)
         if size in changes:
-            place, value = changes[size]
-            rows[place] = value
+            index, value = changes[size]
+            rows[index] = value
         return rows
 
     return run
@@ -72,7 +72,7 @@ def batches(draw) -> Batch:
 def seen(batch: Batch) -> list[tuple]:
     """Per row: sequence, token, position, what it sees behind the committed entries, whether its logits are wanted, and
     what is fed in the place of its token."""
-    found = []
+    result = []
     for span, offset in zip(batch.spans, batch.offsets):
         for row, (token, position) in enumerate(zip(span.tokens, span.positions())):
             node, path = span.stored + row, []
@@ -84,8 +84,8 @@ def seen(batch: Batch) -> list[tuple]:
                     node = span.parents[node]
             given_rows = batch.embed_rows or []
             instead = float(batch.embeds[given_rows.index(offset + row)]) if offset + row in given_rows else None
-            found.append((span.key, span.start, token, position, sorted(path), row in span.logits, instead))
-    return found
+            result.append((span.key, span.start, token, position, sorted(path), row in span.logits, instead))
+    return result
 
 
 @given(batches(), st.integers(1, 12), st.integers(1, 4))

@@ -161,7 +161,7 @@ def sentence_piece() -> PreTrainedTokenizerFast:
     pieces = ["\u2581t", "ru", "\u2581tru", "\u2581true", "tr", "tru", "true", "hi", "\u2581hi", "\u2581\u2581"]
     tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *letters]
     kinds = [2, 3, 3, *[6] * 256, *[1] * len(pieces + letters)]
-    scores = [0.0] * 259 + [-float(place) for place in range(len(pieces + letters))]
+    scores = [0.0] * 259 + [-float(index) for index in range(len(pieces + letters))]
     keys = {"model": "llama", "tokens": tokens, "token_type": kinds, "scores": scores, "bos_token_id": 1}
     return make_tokenizer({f"tokenizer.ggml.{key}": value for key, value in keys.items()}, "file")
 
@@ -204,12 +204,12 @@ def test_a_draft_that_ends_texts_elsewhere_drafts_for_the_targets_ends(tiny_targ
     save_tokenizer(tmp_path)
     drafted = LLM(tiny_target, speculative_config={"method": "draft_model", "model": str(tmp_path)}, max_model_len=64)
     params = [SamplingParams(seed=seed, logit_bias={0: 3.0, 5: 3.0}) for seed in range(8)]
-    found, wanted = (each.generate(["hello"] * 8, params) for each in (drafted, LLM(tiny_target, max_model_len=64)))
+    result, expected = (each.generate(["hello"] * 8, params) for each in (drafted, LLM(tiny_target, max_model_len=64)))
     assert drafted.model.info.eos_ids == {0}
-    assert [out.outputs[0].token_ids for out in found] == [out.outputs[0].token_ids for out in wanted]
-    ids = [token for out in found for token in out.outputs[0].token_ids]
+    assert [out.outputs[0].token_ids for out in result] == [out.outputs[0].token_ids for out in expected]
+    ids = [token for out in result for token in out.outputs[0].token_ids]
     assert 5 in ids
-    assert any(out.outputs[0].finish_reason == "stop" for out in found)
+    assert any(out.outputs[0].finish_reason == "stop" for out in result)
 
 
 def test_a_tokenizers_own_end_of_text_ends_answers_too(tiny_target, tmp_path):
@@ -235,9 +235,9 @@ def test_texts_of_tokens_make_up_the_text(tokenizer):
     if REPLACEMENT not in "".join(texts):
         assert "".join(texts) == whole
     items = [TokenLogprobs(token, -1.0, 2, {other: -0.5}) for token, other in zip(tokens, reversed(tokens))]
-    found = by_token(items, tokenizer, before)
-    assert "".join(each[token].decoded_token for each, token in zip(found, tokens)) == whole
-    others = [(each, other) for each, token, other in zip(found, tokens, reversed(tokens)) if token != other]
+    result = by_token(items, tokenizer, before)
+    assert "".join(each[token].decoded_token for each, token in zip(result, tokens)) == whole
+    others = [(each, other) for each, token, other in zip(result, tokens, reversed(tokens)) if token != other]
     assert all(each[other].decoded_token == token_text(tokenizer, other) for each, other in others)
 
 

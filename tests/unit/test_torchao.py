@@ -28,11 +28,11 @@ def test_a_layer_is_close_and_small(kind, dtype):
     weight, bias, x = torch.randn(300, 250).to(dtype), torch.randn(300).to(dtype), torch.randn(40, 250).to(dtype)
     with torch.inference_mode():
         layer = torchao.make(weight, bias, name=kind)
-        wanted, got = F.linear(x.float(), weight.float(), bias.float()), layer(x)
+        expected, got = F.linear(x.float(), weight.float(), bias.float()), layer(x)
         added = layer(x, torch.ones_like(got))
     assert type(layer.weight) is not torch.nn.Parameter
     assert (got.dtype, layer.kind) == (dtype, f"{kind} weights")
-    assert 1e-4 < quantize.error(wanted, got.float()) < LIMIT[kind]
+    assert 1e-4 < quantize.error(expected, got.float()) < LIMIT[kind]
     assert torch.equal(added, got + 1)
     assert size([layer]) <= weight.numel() * 1.05
 

@@ -155,12 +155,12 @@ def test_bad_settings_are_named(tmp_path, option, value):
 def test_a_damaged_checkpoint_is_an_error(tmp_path, damage):
     run(Bigram(), stream(), loss, settings(tmp_path))
     path = tmp_path / "checkpoint.pt"
-    content, found = path.read_bytes(), torch.load(path, weights_only=True)
+    content, result = path.read_bytes(), torch.load(path, weights_only=True)
     path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "text": b"no checkpoint"}.get(damage, b""))
     if damage == "list":
         torch.save([1, 2], path)
     if damage == "no state":
-        torch.save({"model": found["model"], "optimizers": found["optimizers"]}, path)
+        torch.save({"model": result["model"], "optimizers": result["optimizers"]}, path)
     with pytest.raises(ConfigError, match=r"checkpoint\.pt does not fit this run \(.+\); use another out folder"):
         run(Bigram(), stream(), loss, settings(tmp_path))
 

@@ -60,13 +60,13 @@ def test_lks_gradient_is_that_of_its_formula(monkeypatch):
     p, q = torch.randn(2, 4, 8, 12, generator=draw, dtype=torch.float64)
     weights = torch.randn(4, 8, generator=draw, dtype=torch.float64)
     q.requires_grad_()
-    (found,) = torch.autograd.grad((weights * lk(p, q)).sum(), q)
+    (result,) = torch.autograd.grad((weights * lk(p, q)).sum(), q)
     log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
     alpha = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
-    share = math.exp(-3 * alpha.mean().item())
-    formula = share * (log_p.exp() * (log_p - log_q)).sum(-1) - (1 - share) * alpha.log()
-    (wanted,) = torch.autograd.grad((weights * formula).sum(), q)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    fraction = math.exp(-3 * alpha.mean().item())
+    formula = fraction * (log_p.exp() * (log_p - log_q)).sum(-1) - (1 - fraction) * alpha.log()
+    (expected,) = torch.autograd.grad((weights * formula).sum(), q)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

@@ -11,7 +11,7 @@ from forerun import SamplingParams
 from forerun.attention.mask import ancestors, tree_mask
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft, Trial, Verdict
 from forerun.speculate.rollback.caches import roll_back
 from forerun.speculate.verify.pack import pack
@@ -105,8 +105,8 @@ def test_a_batch_lays_spans_end_to_end():
     assert batch.num_logits == 3
 
 
-def sequence(key: int, tokens: int, cached: int, scheduled: int) -> Sequence:
-    made = Sequence(key, list(range(100, 100 + tokens)), tokens, SamplingParams(), 0)
+def sequence(key: int, tokens: int, cached: int, scheduled: int) -> RequestState:
+    made = RequestState(key, list(range(100, 100 + tokens)), tokens, SamplingParams(), 0)
     made.cached, made.scheduled = cached, scheduled
     return made
 
@@ -136,11 +136,11 @@ def test_rolling_back_keeps_the_accepted_path(paths, data):
     end = 6 + len(draft)
     pool.reserve(0, end)
     entries = torch.arange(end, dtype=torch.float32)[:, None, None]
-    pool.write(0, pool.places(0, range(end)), entries, entries)
+    pool.write(0, pool.slot_mapping(0, range(end)), entries, entries)
     pool.advance(0, end)
     roll_back(pool, [who], [draft], [Verdict(path=path, tokens=[0] * accepted)])
     keys, _ = pool.gather(0, torch.tensor(pool.tables[0]))
-    wanted = [*range(6), *[6 + step for step in path[:accepted]]]
-    assert keys.flatten()[: pool.length(0)].tolist() == wanted
-    assert who.cached == pool.length(0) == len(wanted)
+    expected = [*range(6), *[6 + step for step in path[:accepted]]]
+    assert keys.flatten()[: pool.length(0)].tolist() == expected
+    assert who.cached == pool.length(0) == len(expected)
     pool.check()

@@ -42,11 +42,11 @@ def filled(pool: Pool) -> None:
         pool.reserve(span.key, max(length, 1))
         pool.advance(span.key, length)
         if length:
-            places = pool.places(span.key, range(length))
+            slot_mapping = pool.slot_mapping(span.key, range(length))
             for layer, shape in enumerate(pool.layers):
                 k = torch.randn(length, shape.heads, shape.key_dim, generator=generator)
                 v = torch.randn(length, shape.heads, shape.value_dim, generator=generator)
-                pool.write(layer, places, k.to(pool.device), v.to(pool.device))
+                pool.write(layer, slot_mapping, k.to(pool.device), v.to(pool.device))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "page_size", "window", "softcap"), CASES)

@@ -76,11 +76,11 @@ def test_a_tuned_folder_keeps_every_token(folder: Path, model: str, tmp_path: Pa
 
 
 def test_what_a_tuning_leaves(folder: Path) -> None:
-    found = json.loads((folder / "tuned.json").read_text("utf-8"))
-    methods = [row["config"]["method"] for row in found["figures"]]
+    result = json.loads((folder / "tuned.json").read_text("utf-8"))
+    methods = [row["config"]["method"] for row in result["figures"]]
     assert {"none", "ngram", "suffix", "prompt_lookup", "eagle", "merged", "cascade"} == set(methods)
-    assert str(folder / "text.safetensors") in {row["config"].get("datastore") for row in found["figures"]}
-    assert all(row["tokens_per_round"] >= 1 for row in found["figures"])
+    assert str(folder / "text.safetensors") in {row["config"].get("datastore") for row in result["figures"]}
+    assert all(row["tokens_per_round"] >= 1 for row in result["figures"])
     page = (folder / "report.html").read_text("utf-8")
     assert "prompt_lookup" in page
     assert "<script" not in page
@@ -90,9 +90,9 @@ def test_text_alone(model: str, tmp_path: Path) -> None:
     """Nothing is trained: history is compared, with what the model wrote and without."""
     config = TuneConfig(model=model, out=tmp_path / "texts", train=("none",), **QUICK)
     own = stages.tune(config)
-    found = json.loads((own / "tuned.json").read_text("utf-8"))
-    assert {"none", "ngram", "suffix", "prompt_lookup"} == {row["config"]["method"] for row in found["figures"]}
-    assert str(own / "text.safetensors") in {row["config"].get("datastore") for row in found["figures"]}
+    result = json.loads((own / "tuned.json").read_text("utf-8"))
+    assert {"none", "ngram", "suffix", "prompt_lookup"} == {row["config"]["method"] for row in result["figures"]}
+    assert str(own / "text.safetensors") in {row["config"].get("datastore") for row in result["figures"]}
     assert (own / "text.safetensors").stat().st_size > 1000
     assert not (own / "run" / "held").exists() or not any((own / "run" / "held").iterdir())
     with pytest.raises(ConfigError, match="holds a tuning with another training: none, not some"):
@@ -165,11 +165,11 @@ def test_the_commands_take_it(folder: Path, model: str, tmp_path: Path, capsys: 
     own = copied(folder, tmp_path)
     use_head(own, model)
     words = ["generate", "hello", "--model", model, "--json", "--max-tokens", "24", "--ignore-eos"]
-    found = []
+    result = []
     for more in ([], ["--tuned", str(own)]):
         assert main.run([*words, *more]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0]["text"] == found[1]["text"]
+        result.append(json.loads(capsys.readouterr().out))
+    assert result[0]["text"] == result[1]["text"]
     assert main.run([*words, "--tuned", str(own), "--spec-method", "ngram"]) == 2
     assert "--tuned says who drafts" in capsys.readouterr().err
     assert main.run([*words, "--tuned", str(tmp_path)]) == 2
@@ -230,8 +230,8 @@ def test_a_time_too_short_to_train_says_so_and_measures_history(model: str, tmp_
     assert "ngram, suffix, prompt_lookup" in said[0]
     assert "trained does not pay" not in " ".join(said)
     assert not (out / "run" / "text").exists()
-    found = json.loads((out / "tuned.json").read_text("utf-8"))
-    assert {row["config"]["method"] for row in found["figures"]} == {"none", "ngram", "suffix", "prompt_lookup"}
+    result = json.loads((out / "tuned.json").read_text("utf-8"))
+    assert {row["config"]["method"] for row in result["figures"]} == {"none", "ngram", "suffix", "prompt_lookup"}
     assert (out / "report.html").exists()
     stages.tune(TuneConfig(model=model, out=tmp_path, **short), said.append)
     assert said.count(said[0]) == 2
@@ -243,9 +243,9 @@ def test_what_was_chosen_among_others_is_chosen_anew(folder: Path, model: str, t
     """Where a choice names files of a draft that is not asked for, or of another place, it does not stay."""
     shutil.copytree(folder, tmp_path / "moved")
     state = tmp_path / "moved" / "run" / "state.json"
-    found = json.loads(state.read_text("utf-8"))
-    found["results"]["choose"]["chosen"] = {"method": "eagle", "model": str(folder / "eagle")}
-    state.write_text(json.dumps(found), "utf-8")
+    result = json.loads(state.read_text("utf-8"))
+    result["results"]["choose"]["chosen"] = {"method": "eagle", "model": str(folder / "eagle")}
+    state.write_text(json.dumps(result), "utf-8")
     out = stages.tune(TuneConfig(model=model, out=tmp_path / "moved", **QUICK))
     assert str(folder) not in (out / "tuned.json").read_text("utf-8")
 
@@ -256,9 +256,9 @@ def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(
     config = TuneConfig(model=model, out=tmp_path, **QUICK)
     stages.tune(config)
     path = tmp_path / "run" / "state.json"
-    found = json.loads(path.read_text("utf-8"))
-    del found["results"]["write"]
-    path.write_text(json.dumps(found), "utf-8")
+    result = json.loads(path.read_text("utf-8"))
+    del result["results"]["write"]
+    path.write_text(json.dumps(result), "utf-8")
     monkeypatch.setattr(text.Writer, "speed", lambda *_: 1e-9)
     stages.tune(config)
     assert "alone" not in json.loads(path.read_text("utf-8"))["results"]
@@ -277,8 +277,8 @@ def test_norms_that_hold_their_scale_less_one() -> None:
         norm = kind(8)
         torch.nn.init.normal_(norm.weight)
         x = torch.randn(3, 8)
-        wanted = norm(x) * (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() / x
-        assert torch.allclose(scale(norm).expand(3, 8), wanted, atol=1e-3)
+        expected = norm(x) * (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() / x
+        assert torch.allclose(scale(norm).expand(3, 8), expected, atol=1e-3)
 
 
 def test_a_draft_that_cannot_start_is_refused() -> None:
@@ -304,7 +304,9 @@ def test_a_killed_tuning_goes_on(model: str, tmp_path: Path, monkeypatch: pytest
     """Stops once at every stage; what was done before is not done again."""
     wrote: list[int] = []
     part = text.Writer.part
-    monkeypatch.setattr(text.Writer, "part", lambda self, seed, heat: (wrote.append(seed), part(self, seed, heat))[1])
+    monkeypatch.setattr(
+        text.Writer, "part", lambda self, seed, temperature: (wrote.append(seed), part(self, seed, temperature))[1]
+    )
 
     def killed(*_: object, **__: object) -> None:
         raise Kill
@@ -387,9 +389,9 @@ def test_data_of_every_kind(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     (tmp_path / "b.txt").write_text("sentence " * 50 + "\n\nshort", encoding="utf-8")
-    found = data.read(tmp_path)
-    assert found.turns == ["What is rain?", "Hello"]
-    assert [part[:8] for part in found.paragraphs] == ["word wor", "sentence"]
+    result = data.read(tmp_path)
+    assert result.turns == ["What is rain?", "Hello"]
+    assert [part[:8] for part in result.paragraphs] == ["word wor", "sentence"]
 
 
 def test_a_full_disk_is_said(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_a_choice_does_not_follow_what_else_runs(monkeypatch: pytest.MonkeyPatch
         rounds = [Sample((3,), rows[method], brought[method], 0.0, 0.0, 0.0, total) for total in times]
         return Measured(rounds=rounds, tokens=40 * brought[method], seconds=sum(times))
 
-    def found() -> dict[str, float]:
+    def result() -> dict[str, float]:
         ways = [{"method": name} for name in rows]
         measurements = choose._measured(None, ways, [[1]] * 8, 8, 1.0, shown=False)
         return {row["config"]["method"]: row["speedup"] for row in measurements}
@@ -40,21 +40,21 @@ def test_a_choice_does_not_follow_what_else_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(choose, "_engine", lambda llm, config: config)
     quiet = {"none": 1.0, "ngram": 2 / 1.6, "cascade": 2 / 1.825, "eagle": 3 * 40 / (20 + 39 * 1.5)}
     for _ in range(20):
-        assert found() == pytest.approx(quiet, rel=0.2)
+        assert result() == pytest.approx(quiet, rel=0.2)
     disturbed = False
-    assert found() == pytest.approx(quiet)
+    assert result() == pytest.approx(quiet)
 
 
 def test_what_comes_for_a_model_is_used_unless_another_way_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = {"method": "suffix", "datastore": "text", "num_speculative_tokens": 4, "length": "adaptive"}
+    result = {"method": "suffix", "datastore": "text", "num_speculative_tokens": 4, "length": "adaptive"}
     monkeypatch.setattr(tuned, "has_bundled", lambda model: model == "ours")
-    monkeypatch.setattr(tuned, "load", lambda folder, model, lora=None: dict(found))
+    monkeypatch.setattr(tuned, "load", lambda folder, model, lora=None: dict(result))
     ours = {"model": "ours"}
-    assert speculative_config({}, ours) == found
-    assert speculative_config({"spec_tokens": 7}, ours) == {**found, "num_speculative_tokens": 7}
-    assert speculative_config({"length": "fixed"}, ours) == {**found, "length": "fixed"}
+    assert speculative_config({}, ours) == result
+    assert speculative_config({"spec_tokens": 7}, ours) == {**result, "num_speculative_tokens": 7}
+    assert speculative_config({"length": "fixed"}, ours) == {**result, "length": "fixed"}
     assert "datastore" not in speculative_config({"accept": "token"}, ours)
     assert "datastore" not in speculative_config({"spec_method": "suffix"}, ours)
     assert "datastore" not in speculative_config({}, {**ours, "lora": ["folder"]})

@@ -37,11 +37,11 @@ def test_text_that_is_there_is_read_and_none_is_written(folder: Path, model: str
     settings = {**QUICK, "hours": 20 / 3600, "cpu_minutes": 0.03}
     stages.tune(TuneConfig(model=model, out=out, text=folder / "text.safetensors", **settings))
     given = {tuple(answer.tolist()) for answer in datastore.read(folder / "text.safetensors")}
-    found = Features(out / "run" / "text")
-    assert {tuple(answer.tolist()[:-1]) for answer in found.answers()} == {
+    result = Features(out / "run" / "text")
+    assert {tuple(answer.tolist()[:-1]) for answer in result.answers()} == {
         answer for answer in given if len(answer) >= AHEAD
     }
-    part, start, length, prompt = next(found.each())
+    part, start, length, prompt = next(result.each())
     ids = part["tokens"][start : start + length].long()
     assert LLM(model).tokenizer.decode(ids[:prompt]).replace(" ", "") == "u:;a:"
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -75,13 +75,13 @@ def test_a_replay_says_what_the_draft_really_does(temperature: float, options: d
     engine = Engine(llm.model, llm.tokenizer, llm.config, SpeculativeConfig.parse({**config, "length": "fixed"}))
     real = measure(engine, prompts, [params] * 2)
     drafter = engine.router.drafters["draft_model"]
-    found, seconds = replay(drafter, [Answer(p, said, params) for p, said in zip(prompts, real.answers)])
+    result, seconds = replay(drafter, [Answer(p, said, params) for p, said in zip(prompts, real.answers)])
     assert seconds > 0
     threshold = options.get("confidence_threshold")
-    for number, one in enumerate(found):
+    for number, one in enumerate(result):
         _, tokens = on_paper([one], 5, threshold, Price(flat(), 0.0, 0.1))
         assert 48 / tokens == pytest.approx(len(measure(engine, prompts[number : number + 1], [params]).rounds), abs=1)
-    assert sum(sum(one.kept) for one in found) > 20
+    assert sum(sum(one.kept) for one in result) > 20
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +96,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_a_search_leaves(folder: Path) -> None:
-    found = json.loads((folder / "tuned.json").read_text("utf-8"))
-    ways = [row["config"] for row in found["measured"]]
+    result = json.loads((folder / "tuned.json").read_text("utf-8"))
+    ways = [row["config"] for row in result["measured"]]
     assert {"none", "draft_model", "cascade", "suffix"} == {way["method"] for way in ways}
     assert any("tree_nodes" in way for way in ways)
-    assert {(row["temperature"], row["concurrency"]) for row in found["measured"]} == {
-        (heat, count) for heat in (0.0, 0.7) for count in (1, 2)
+    assert {(row["temperature"], row["concurrency"]) for row in result["measured"]} == {
+        (temperature, count) for temperature in (0.0, 0.7) for count in (1, 2)
     }
-    assert "int8_rows" in {row["config"]["quantization"] for row in found["forms"]}
-    assert set(map(int, found["verify_cost"]["1"])) == set(range(1, 18))
-    assert found["check"]["passed"]
-    assert found["check"]["answers"] >= 6
-    chosen = found["speculative_config"]
+    assert "int8_rows" in {row["config"]["quantization"] for row in result["forms"]}
+    assert set(map(int, result["verify_cost"]["1"])) == set(range(1, 18))
+    assert result["check"]["passed"]
+    assert result["check"]["answers"] >= 6
+    chosen = result["speculative_config"]
     assert chosen == {"method": "none"} or chosen["length"] == "adaptive"
     page = (folder / "report.html").read_text("utf-8")
     assert "on paper" in page
@@ -210,9 +210,9 @@ def test_a_plan_searches_as_well_and_writes_nothing(tmp_path: Path, capsys: pyte
     page = tmp_path / "page.html"
     asked = ["plan", "--spec-model", DRAFT, "--minutes", "0.05"]
     assert main.run([*asked, "--json", "--temperature", "0.5", "--html", str(page)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {row["temperature"] for row in found["measured"]} == {0.5}
-    assert found["check"]["passed"]
+    result = json.loads(capsys.readouterr().out)
+    assert {row["temperature"] for row in result["measured"]} == {0.5}
+    assert result["check"]["passed"]
     assert "on paper" in page.read_text("utf-8")
     assert list(tmp_path.iterdir()) == [page]
     for more, said in (

@@ -31,16 +31,16 @@ def writer(tmp_path: Path) -> Writer:
 def asked(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The texts of each call's prompts while a part is written: openings are answered with ``SAID``, others with a
     word."""
-    found: list[list[str]] = []
+    result: list[list[str]] = []
 
     def written(prompts: list[list[int]], *_: Any) -> list[Any]:
-        found.append([writer.llm.tokenizer.decode(prompt) for prompt in prompts])
-        said = SAID if len(found) == 1 else [("stop", "So.")] * len(prompts)
+        result.append([writer.llm.tokenizer.decode(prompt) for prompt in prompts])
+        said = SAID if len(result) == 1 else [("stop", "So.")] * len(prompts)
         return [SimpleNamespace(outputs=[SimpleNamespace(finish_reason=a, text=b, token_ids=[2])]) for a, b in said]
 
     monkeypatch.setattr(writer, "_written", written)
     writer.part(3, 0.0)
-    return found
+    return result
 
 
 def test_half_of_the_conversations_begin_with_a_turn_of_the_models_own(

@@ -39,13 +39,13 @@ def test_what_is_so_anyway_is_accepted_and_changes_nothing(llm, tiny_target):
 
 
 def test_objects_stand_for_their_names(llm, tiny_target):
-    wanted = llm().generate("the cat", COLD)[0].outputs[0]
+    expected = llm().generate("the cat", COLD)[0].outputs[0]
     for habits in (
         {"dtype": torch.float32, "device": torch.device("cpu")},
         {"dtype": None},
         {"tokenizer": Path(tiny_target)},
     ):
-        assert LLM(tiny_target, **habits).generate("the cat", COLD)[0].outputs[0] == wanted
+        assert LLM(tiny_target, **habits).generate("the cat", COLD)[0].outputs[0] == expected
     for habits in ({"dtype": 32}, {"device": []}, {"max_num_seqs": None}):
         with pytest.raises(ConfigError, match="must be"):
             LLM(tiny_target, **habits)
@@ -89,13 +89,13 @@ def test_prefix_caching_by_its_name_there(tiny_target):
 def test_a_revision_and_a_folder_reach_the_download(monkeypatch, tiny_target, tmp_path):
     asked = []
 
-    def download(place, revision, cache):
-        asked.append((place.repository, revision, cache))
+    def download(index, revision, cache):
+        asked.append((index.repository, revision, cache))
         return Path(tiny_target)
 
     monkeypatch.setattr("forerun.models.hub.download", download)
-    found = understood({"model": "someone/something", "revision": "v2", "download_dir": str(tmp_path)})
-    assert found == {"model": tiny_target}
+    result = understood({"model": "someone/something", "revision": "v2", "download_dir": str(tmp_path)})
+    assert result == {"model": tiny_target}
     assert asked == [("someone/something", "v2", str(tmp_path))]
     for here in (tiny_target, "forerun:target"):
         with pytest.raises(ConfigError, match="leave them out"):

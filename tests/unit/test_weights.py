@@ -12,7 +12,7 @@ from forerun import kernels
 from forerun.cli.main import run
 from forerun.measure import bench as bench_run
 from forerun.measure.environment import line, logits, weights
-from forerun.models.formats import int8, streamed
+from forerun.models.formats import int8, tiled
 from forerun.models.formats.base import size
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
@@ -38,8 +38,8 @@ def command(capsys, tiny_target):
 def matrices(folder: str) -> dict[str, int]:
     """Numbers in every matrix of a checkpoint, by transformers' names; a tied head counts as one of its own."""
     model = LlamaForCausalLM.from_pretrained(folder)
-    found = {name: part.numel() for name, part in model.named_parameters() if part.dim() > 1}
-    return found | {"lm_head.weight": model.lm_head.weight.numel()}
+    result = {name: part.numel() for name, part in model.named_parameters() if part.dim() > 1}
+    return result | {"lm_head.weight": model.lm_head.weight.numel()}
 
 
 @pytest.mark.parametrize("path", ["native", "hf"])
@@ -54,7 +54,7 @@ def test_a_model_knows_its_bytes(tiny_target, path, layout, dtype):
     assert info.quantization is None
 
 
-@pytest.mark.parametrize("weights", [*where(streamed.can_stream(torch.bfloat16), ["streamed"]), "plain"])
+@pytest.mark.parametrize("weights", [*where(tiled.can_tile(torch.bfloat16), ["streamed"]), "plain"])
 def test_a_tied_head_is_counted_as_often_as_it_is_held(weights):
     plain = load_model("forerun:draft", model_path="hf", weights="plain").info
     assert plain.weight_bytes == plain.token_bytes
@@ -84,9 +84,9 @@ def test_random_checkpoints_have_their_shape_and_load(tmp_path):
 def test_a_drafters_models_are_found(llm, method):
     target = llm(model="forerun:target")
     engine = bench_run.EngineContender(method, target, {"method": method}, 1).engine
-    found = weights([target.engine, engine, engine], [[5, 6, 7, 8] * 4])
-    drafts = [item["model"] for item in found if item["role"] == "draft"]
-    assert found[0]["role"] == "target"
+    result = weights([target.engine, engine, engine], [[5, 6, 7, 8] * 4])
+    drafts = [item["model"] for item in result if item["role"] == "draft"]
+    assert result[0]["role"] == "target"
     assert drafts == ([] if method == "ngram" else ["forerun:draft"])
 
 
@@ -94,19 +94,19 @@ def test_a_drafters_models_are_found(llm, method):
 def test_the_error_is_that_of_the_logits(tiny_target, llm, quantization):
     prompts = [[(5 * i + 7 * j) % 98 for i in range(20)] for j in range(3)]
     quantized = llm(quantization=quantization)
-    (found,) = weights([quantized.engine], prompts)
+    (result,) = weights([quantized.engine], prompts)
     with torch.no_grad():
-        wanted = torch.cat(list(LlamaForCausalLM.from_pretrained(tiny_target)(torch.tensor(prompts)).logits)).double()
+        expected = torch.cat(list(LlamaForCausalLM.from_pretrained(tiny_target)(torch.tensor(prompts)).logits)).double()
     got = logits(quantized.model, prompts).double()
-    off, scale = (rows - rows.mean(dim=1, keepdim=True) for rows in (got - wanted, wanted))
-    assert 0.001 < found["error"] < 0.1
-    assert found["error"] == pytest.approx((off.square().sum() / scale.square().sum()).sqrt().item(), rel=1e-3)
+    off, scale = (rows - rows.mean(dim=1, keepdim=True) for rows in (got - expected, expected))
+    assert 0.001 < result["error"] < 0.1
+    assert result["error"] == pytest.approx((off.square().sum() / scale.square().sum()).sqrt().item(), rel=1e-3)
     sizes = matrices(tiny_target)
-    assert found["original_bytes"] == 4 * sum(sizes.values())
-    assert found["bytes_per_token"] == size(quantized.model.linears())
-    kept = found["bytes"] - 4 * sizes["model.embed_tokens.weight"]
-    assert found["bytes_per_token"] == kept < 0.4 * 4 * (sum(sizes.values()) - sizes["model.embed_tokens.weight"])
-    assert f"({found['original_dtype']}: 0.1 MB, logits off by {100 * found['error']:.1f}%)" in line(found)
+    assert result["original_bytes"] == 4 * sum(sizes.values())
+    assert result["bytes_per_token"] == size(quantized.model.linears())
+    kept = result["bytes"] - 4 * sizes["model.embed_tokens.weight"]
+    assert result["bytes_per_token"] == kept < 0.4 * 4 * (sum(sizes.values()) - sizes["model.embed_tokens.weight"])
+    assert f"({result['original_dtype']}: 0.1 MB, logits off by {100 * result['error']:.1f}%)" in line(result)
 
 
 @pytest.mark.parametrize("quantization", IN_ROWS)

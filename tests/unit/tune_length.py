@@ -21,7 +21,7 @@ PLAN, DRAFTED, PLAIN = 0.12e-3, 0.015e-3, 0.003e-3
 """Seconds of the policy itself: a plan, a round with drafts, any round."""
 PRICES = {
     "base": 0.34, "per_sequence": 0.045, "per_row": 0.06, "draft": 0.05, "per_level": 0.017, "per_draft_token": 0.0133,
-    "per_token_behind": 0.0025, "chill": 0.12, "thaws": 2.5, "host": 0.03, "jitter": 0.06, "multiple": 1,
+    "per_token_behind": 0.0025, "cold_penalty": 0.12, "thaws": 2.5, "host": 0.03, "jitter": 0.06, "multiple": 1,
 }  # fmt: skip
 USELESS = 300
 """Tokens before drafts become good, where recovery is asked for."""
@@ -57,12 +57,12 @@ def run(policy: str, count: int, rate: float, length: int, seed: int, depth: int
     machine = Machine(**PRICES, slow=lambda seconds: 1.5 if int(seconds / 0.11) % 3 == 1 else 1.0)
     requests = count * (16 if length == 64 else 1 if useless else 4)
     accepts = rates(rate, seed, useless)
-    found = play(machine, policy, count, accepts, depth=depth, length=length, requests=requests, seed=seed)
-    drafted = sum(nodes > 0 for nodes in found.drafted)
-    work = found.work - 1e-3 * machine.host * drafted
+    result = play(machine, policy, count, accepts, depth=depth, length=length, requests=requests, seed=seed)
+    drafted = sum(nodes > 0 for nodes in result.drafted)
+    work = result.work - 1e-3 * machine.host * drafted
     if policy == "adaptive":
-        work += PLAN * plans + DRAFTED * drafted + PLAIN * found.rounds
-    return found.plain_work / work
+        work += PLAN * plans + DRAFTED * drafted + PLAIN * result.rounds
+    return result.plain_work / work
 
 
 def best_fixed(count: int, rate: float, length: int) -> float:
@@ -88,11 +88,11 @@ def main() -> None:
         ideal = best_fixed(count, rate, length if not useless else length - useless)
         if useless:
             ideal = length / (useless + (length - useless) / ideal)
-        found = [run("adaptive", count, rate, length, seed, useless=useless) for seed in range(SEEDS)]
-        regrets.append(1.0 - mean(found) / max(ideal, 1.0))
-        means.append(mean(found))
+        result = [run("adaptive", count, rate, length, seed, useless=useless) for seed in range(SEEDS)]
+        regrets.append(1.0 - mean(result) / max(ideal, 1.0))
+        means.append(mean(result))
         late = "  drafts useless at first" if useless else ""
-        print(f"{length:6} {count:7} {rate:4} {ideal:10.2f} {mean(found):8.3f} {min(found):9.3f}{late}", flush=True)
+        print(f"{length:6} {count:7} {rate:4} {ideal:10.2f} {mean(result):8.3f} {min(result):9.3f}{late}", flush=True)
     low = sum(speed < 0.97 for speed in means)
     print(f"mean regret {mean(regrets):.4f}, lowest mean {min(means):.3f}, below 0.97: {low} of {len(means)}")
 

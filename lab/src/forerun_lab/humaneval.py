@@ -11,7 +11,7 @@ import json
 import re
 import zipfile
 import zlib
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,15 +102,15 @@ class Judge:
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
-    def passed(self, tasks: Seq[Task], answers: Seq[str], chat: bool) -> list[bool]:
+    def passed(self, tasks: Sequence[Task], answers: Sequence[str], chat: bool) -> list[bool]:
         """Whether each answer passes its task's tests."""
-        found = []
+        result = []
         for task, answer in zip(tasks, answers, strict=True):
             program = task.program(answer, chat)
             if program not in self.outcomes:
                 self.outcomes[program] = run(program)
-            found.append(self.outcomes[program].passed)
-        return found
+            result.append(self.outcomes[program].passed)
+        return result
 
     @property
     def offline(self) -> bool | None:

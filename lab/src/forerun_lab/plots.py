@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,7 @@ def _panels(rows: Iterable[Row]) -> dict[tuple[float, int], list[Row]]:
     return panels
 
 
-def _axes(figure_class: Any, count: int, names: Seq[str], width: float) -> tuple[Any, list[Any]]:
+def _axes(figure_class: Any, count: int, names: Sequence[str], width: float) -> tuple[Any, list[Any]]:
     """Panels side by side that share the names on their left, the first on top."""
     figure = figure_class(figsize=(width * count + 1.6, 0.21 * len(names) + 1.15), layout="constrained")
     axes = figure.subplots(1, count, squeeze=False, sharey=True)[0]
@@ -108,10 +107,10 @@ def _axes(figure_class: Any, count: int, names: Seq[str], width: float) -> tuple
 
 def _legend(figure: Any, axes: Iterable[Any]) -> None:
     """One for all panels, below them."""
-    told = {text: handle for each in axes for handle, text in zip(*each.get_legend_handles_labels())}
-    found = {text: told[text] for text in sorted(told)}
-    if found:
-        figure.legend(found.values(), found.keys(), loc="outside lower right", ncols=len(found), fontsize=7)
+    reported = {text: handle for each in axes for handle, text in zip(*each.get_legend_handles_labels())}
+    result = {text: reported[text] for text in sorted(reported)}
+    if result:
+        figure.legend(result.values(), result.keys(), loc="outside lower right", ncols=len(result), fontsize=7)
 
 
 def _title(temperature: float, concurrency: int) -> str:
@@ -124,26 +123,26 @@ def _verdict(row: Row) -> str:
     return FASTER if least > 1 else SLOWER if most < 1 else UNCLEAR
 
 
-def _speed(figure_class: Any, rows: Seq[Row]) -> Any:
+def _speed(figure_class: Any, rows: Sequence[Row]) -> Any:
     """Measured speed-ups as bars with the range of their repeats, predictions as marks; losing rows included. One
     scale for all panels."""
     panels = _panels(rows)
     names = list(dict.fromkeys(label(row) for row in rows))
     figure, axes = _axes(figure_class, len(panels), names, 2.1)
-    for each, (place, members) in zip(axes, panels.items()):
+    for each, (panel, members) in zip(axes, panels.items()):
         each.sharex(axes[0])
         for verdict, color in VERDICTS.items():
-            found = [row for row in members if _verdict(row) == verdict]
-            at = [names.index(label(row)) for row in found]
-            if found:
-                each.barh(at, [row["speedup"] for row in found], color=color, alpha=0.5, height=0.62, label=verdict)
-            for row, y in zip(found, at):
+            result = [row for row in members if _verdict(row) == verdict]
+            at = [names.index(label(row)) for row in result]
+            if result:
+                each.barh(at, [row["speedup"] for row in result], color=color, alpha=0.5, height=0.62, label=verdict)
+            for row, y in zip(result, at):
                 _range(each, row, y, color)
         known = [(row["predicted_speedup"], names.index(label(row))) for row in members if row["predicted_speedup"]]
         if known:
             each.plot(*zip(*known), "d", color=MARK, markersize=4, label="predicted")
         each.axvline(1.0, color=INK, linewidth=0.7)
-        each.set_title(_title(*place))
+        each.set_title(_title(*panel))
         each.set_xlabel("speed over plain decoding")
     _legend(figure, axes)
     return figure
@@ -155,7 +154,7 @@ def _range(each: Any, row: Row, y: float, color: str) -> None:
     each.plot([], [], color=INK, linewidth=1.8, label="range of repeats")
 
 
-def _acceptance(figure_class: Any, rows: Seq[Row]) -> Any:
+def _acceptance(figure_class: Any, rows: Sequence[Row]) -> Any:
     """Per position of the draft, the share of drafts accepted at least so far: a cell each."""
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -163,29 +162,29 @@ def _acceptance(figure_class: Any, rows: Seq[Row]) -> Any:
     panels = _panels(rows)
     names = list(dict.fromkeys(label(row) for row in rows))
     figure, axes = _axes(figure_class, len(panels), names, 2.4)
-    for each, (place, members) in zip(axes, panels.items()):
+    for each, (panel, members) in zip(axes, panels.items()):
         shades = [[float("nan")] * POSITIONS for _ in names]
         for row in members:
             y = names.index(label(row))
-            for x, share in enumerate(row["acceptance_by_position"][:POSITIONS]):
-                shades[y][x] = share
-                each.text(x + 1, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7)
+            for x, fraction in enumerate(row["acceptance_by_position"][:POSITIONS]):
+                shades[y][x] = fraction
+                each.text(x + 1, y, f"{100 * fraction:.0f}", ha="center", va="center", fontsize=7)
         extent = (0.5, POSITIONS + 0.5, len(names) - 0.5, -0.5)
         each.imshow(shades, cmap=fade, vmin=0, vmax=1, aspect="auto", extent=extent, interpolation="nearest")
         each.set_xticks(range(1, POSITIONS + 1))
-        each.set_title(_title(*place))
+        each.set_title(_title(*panel))
         each.set_xlabel("accepted up to this position, % of drafts")
     return figure
 
 
-def _trees(figure_class: Any, rows: Seq[Row], trees: Seq[Row]) -> Any:
+def _trees(figure_class: Any, rows: Sequence[Row], trees: Sequence[Row]) -> Any:
     """Tokens per round and speed of each tree above its chain of the same depth. Panels that show the same quantity
     stand side by side and have one scale; what was timed has its range."""
     panels = _panels(trees)
     names = list(dict.fromkeys(label(row) for row in trees))
     figure, axes = _axes(figure_class, 2 * len(panels), names, 2.0)
     for start, (key, about) in zip((0, len(panels)), TREE_PANELS.items()):
-        for each, (place, members) in zip(axes[start:], panels.items()):
+        for each, (panel, members) in zip(axes[start:], panels.items()):
             each.sharex(axes[start])
             for tree in members:
                 y = names.index(label(tree))
@@ -198,7 +197,7 @@ def _trees(figure_class: Any, rows: Seq[Row], trees: Seq[Row]) -> Any:
                     each.scatter(at, [y - 0.17], s=14, color=MARK, marker="d", zorder=4, label="tree, predicted")
             if key == "speedup":
                 each.axvline(1.0, color=INK, linewidth=0.7)
-            each.set_title(_title(*place))
+            each.set_title(_title(*panel))
             each.set_xlabel(about)
             each.grid(axis="y", color=INK, alpha=0.2, linewidth=0.6)
             each.margins(x=0.12)
@@ -207,6 +206,6 @@ def _trees(figure_class: Any, rows: Seq[Row], trees: Seq[Row]) -> Any:
     return figure
 
 
-def _chain_of(tree: Row, rows: Seq[Row]) -> Row:
+def _chain_of(tree: Row, rows: Sequence[Row]) -> Row:
     same = ("method", "accept", "length", "num_speculative_tokens", "temperature", "concurrency")
     return next(row for row in rows if row["tree"] is None and all(row.get(key) == tree.get(key) for key in same))

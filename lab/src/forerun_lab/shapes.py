@@ -53,14 +53,14 @@ def random_checkpoint(folder: Path, shape: str, *, seed: int = 0, vocabulary: in
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(seed)
-    places: dict[str, str] = {}
+    indices: dict[str, str] = {}
     total = 0
     for number, tensors in enumerate(_shards(config, generator)):
         name = f"model-{number:05d}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, name)
+        indices |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {"metadata": {"total_size": total}, "weight_map": indices}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     _words(vocabulary).save_pretrained(folder)
     return folder

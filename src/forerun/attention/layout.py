@@ -45,12 +45,12 @@ class Where:
 
     page: int = -1
     first: int = 0
-    places: tuple[torch.Tensor, torch.Tensor] | None = None
+    slot_mapping: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def store(self, pool: Pool, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write rows ``k`` and ``v`` ([rows, heads, width]) of one layer."""
-        if self.places is not None:
-            pool.write(layer, self.places, k, v)
+        if self.slot_mapping is not None:
+            pool.write(layer, self.slot_mapping, k, v)
         else:
             pool.write_run(layer, self.page, self.first, k, v)
 
@@ -65,7 +65,7 @@ def where(pool: Pool, batch: Batch) -> Where:
             return Where(table[first // size], first % size)
     pages = [table[entry // size] for table, first, end in runs for entry in range(first, end)]
     offsets = [entry % size for _, first, end in runs for entry in range(first, end)]
-    return Where(places=(torch.tensor(pages, device=pool.device), torch.tensor(offsets, device=pool.device)))
+    return Where(slot_mapping=(torch.tensor(pages, device=pool.device), torch.tensor(offsets, device=pool.device)))
 
 
 @dataclass(slots=True)

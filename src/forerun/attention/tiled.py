@@ -125,12 +125,12 @@ class TiledAttention(Backend[Parts]):
         """float32 [kv heads, BLOCK, width] each, from block ``first`` on."""
         if part.page is not None:
             home = side[part.page]
-            found = [home[:, at * BLOCK : (at + 1) * BLOCK] for at in range(first, part.blocks)]
+            result = [home[:, at * BLOCK : (at + 1) * BLOCK] for at in range(first, part.blocks)]
         else:
             assert part.entries is not None
             pages, offsets = part.entries[:, first * BLOCK :]
-            found = [block.transpose(0, 1).contiguous() for block in side[pages, :, offsets].split(BLOCK)]
-        return [block.float() for block in found]
+            result = [block.transpose(0, 1).contiguous() for block in side[pages, :, offsets].split(BLOCK)]
+        return [block.float() for block in result]
 
     @staticmethod
     def _mask(part: Part, at: int, count: int, first: int, window: int | None) -> torch.Tensor:

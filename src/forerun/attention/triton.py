@@ -25,8 +25,8 @@ WORD = 32
 @triton.jit
 def _entries(side, page, slot, page_stride, head_offset, inside, width, WIDTH: tl.constexpr):
     """One block of keys or values, [keys, width]."""
-    place = side + (page * page_stride + head_offset + slot * WIDTH)[:, None] + width[None, :]
-    return tl.load(place, mask=inside[:, None] & (width < WIDTH)[None, :], other=0.0)
+    index = side + (page * page_stride + head_offset + slot * WIDTH)[:, None] + width[None, :]
+    return tl.load(index, mask=inside[:, None] & (width < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _merge(
 class Tables(Metadata):
     """One forward's metadata on the device, shared by all layers."""
 
-    places: tuple[torch.Tensor, torch.Tensor]
+    slot_mapping: tuple[torch.Tensor, torch.Tensor]
     tables: torch.Tensor
     start: torch.Tensor
     offset: torch.Tensor
@@ -204,7 +204,7 @@ class TritonAttention(Backend[Tables]):
         bits = _pack_bits(spans, nodes) if trees else torch.zeros(1, 1, dtype=torch.int32)
         return Tables(
             batch,
-            places=(ints(pages, torch.long), ints(offsets, torch.long)),
+            slot_mapping=(ints(pages, torch.long), ints(offsets, torch.long)),
             tables=ints([page for table in tables for page in table]).view(len(spans), widest),
             start=ints([span.start for span in spans]),
             offset=ints(batch.offsets),
@@ -229,7 +229,7 @@ class TritonAttention(Backend[Tables]):
     def run(self, query: Query, tables: Tables) -> torch.Tensor:
         batch = tables.batch
         q, rows = query.q, batch.num_rows
-        self.pool.write(query.layer, tables.places, query.k[:rows], query.v[:rows])
+        self.pool.write(query.layer, tables.slot_mapping, query.k[:rows], query.v[:rows])
         keys, values = self.pool.keys[query.layer], self.pool.values[query.layer]
         heads, kv_heads, width, value_width = q.shape[1], keys.shape[1], keys.shape[3], values.shape[3]
         groups = heads // kv_heads

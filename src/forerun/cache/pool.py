@@ -19,7 +19,7 @@ from forerun.core.errors import ForerunError
 if TYPE_CHECKING:
     from forerun.cache.sources import Sources
 
-Places = tuple[torch.Tensor, torch.Tensor]
+SlotMapping = tuple[torch.Tensor, torch.Tensor]
 """(page, offset) of entries, int64."""
 Change = tuple[Any, ...]
 """Which method of a pool changed its entries, and what it was given."""
@@ -88,8 +88,8 @@ class Pages:
     def _missing(self, key: int, length: int) -> int:
         """How many fresh pages ``length`` entries take: new ones, and copies of shared ones that would be written."""
         table = self.tables.get(key, ())
-        wanted, missing = self.pages_for(length), 0
-        for index in range(self.lengths.get(key, 0) // self.page_size, wanted):
+        requested, missing = self.pages_for(length), 0
+        for index in range(self.lengths.get(key, 0) // self.page_size, requested):
             if index >= len(table) or self.refs[table[index]] > 1:
                 missing += 1
         return missing
@@ -324,7 +324,7 @@ class Pool(Pages):
     def bytes_per_token(layers: Sequence[KVShape], dtype: torch.dtype) -> int:
         return sum(s.heads * (s.key_dim + s.value_dim) for s in layers) * dtype.itemsize
 
-    def places(self, key: int, entries: Sequence[int]) -> Places:
+    def slot_mapping(self, key: int, entries: Sequence[int]) -> SlotMapping:
         """(page, offset) int64 tensors of the given entries of ``key``."""
         table = self.tables[key]
         pages = [table[entry // self.page_size] for entry in entries]
@@ -334,9 +334,9 @@ class Pool(Pages):
             torch.tensor(offsets, dtype=torch.long, device=self.device),
         )
 
-    def write(self, layer: int, places: Places, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store rows ``k`` and ``v`` ([rows, heads, width]) of one layer at ``places``."""
-        pages, offsets = places
+    def write(self, layer: int, slot_mapping: SlotMapping, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store rows ``k`` and ``v`` ([rows, heads, width]) of one layer at ``slot_mapping``."""
+        pages, offsets = slot_mapping
         pair, both = self.pairs[layer], adjacent(k, v)
         if pair is not None and both is not None:
             pair[pages, :, offsets] = both
@@ -357,8 +357,8 @@ class Pool(Pages):
         """Keys and values [..., heads, count * page size, width] of page lists [..., count], in order."""
 
         def together(side: torch.Tensor) -> torch.Tensor:
-            found = side.index_select(0, pages.reshape(-1)).view(*pages.shape, *side.shape[1:]).transpose(-4, -3)
-            return found.reshape(*pages.shape[:-1], side.shape[1], -1, side.shape[3])
+            result = side.index_select(0, pages.reshape(-1)).view(*pages.shape, *side.shape[1:]).transpose(-4, -3)
+            return result.reshape(*pages.shape[:-1], side.shape[1], -1, side.shape[3])
 
         pair = self.pairs[layer]
         if pair is None:
@@ -375,18 +375,18 @@ class Pool(Pages):
         """
         moves = [(i, offset) for i, offset in enumerate(offsets) if i != offset]
         if moves:
-            source = self.places(key, [start + offset for _, offset in moves])
+            source = self.slot_mapping(key, [start + offset for _, offset in moves])
             self.lengths[key] = start + moves[0][0]
             if not self.try_reserve(key, start + len(offsets)):
                 offsets, moves = offsets[: moves[0][0]], []
         if moves:
-            target = self.places(key, [start + i for i, _ in moves])
+            target = self.slot_mapping(key, [start + i for i, _ in moves])
             self._move(source, target)
             self.lengths[key] = start + len(offsets)
         self.truncate(key, start + len(offsets))
         return len(offsets)
 
-    def _move(self, source: Places, target: Places) -> None:
+    def _move(self, source: SlotMapping, target: SlotMapping) -> None:
         self._note("move", source, target)
         for pair, *sides in zip(self.pairs, self.keys, self.values):
             for tensor in sides if pair is None else [pair]:

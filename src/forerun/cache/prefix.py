@@ -118,10 +118,10 @@ class PrefixTree:
         """Enter the full pages of what ``key`` has cached of ``tokens[:limit]``, its committed ones."""
         size = self.pages.page_size
         length = min(self.pages.length(key), limit)
-        found = self._end(key, length)
-        if ((found.depth if found is not None else 0) + 1) * size > length:
+        result = self._end(key, length)
+        if ((result.depth if result is not None else 0) + 1) * size > length:
             return
-        node = found or self.roots.setdefault(source, _Node(None, source or (), -1))
+        node = result or self.roots.setdefault(source, _Node(None, source or (), -1))
         table = self.pages.tables[key]
         fresh = []
         while (node.depth + 1) * size <= length:

@@ -31,7 +31,7 @@ class Sources:
         """By sequence."""
         self.counts: Counter[Source] = Counter()
         """Readers of each source; none with 0."""
-        self.places: OrderedDict[Source, int] = OrderedDict()
+        self.keys: OrderedDict[Source, int] = OrderedDict()
         """Its key in the pool; the least recently used first."""
         self._next = 0
 
@@ -48,7 +48,7 @@ class Sources:
             if self.readers.get(span.key) is span.source:
                 continue
             self.release(span.key)
-            if span.source in self.places:
+            if span.source in self.keys:
                 self._read(span.key, span.source)
             else:
                 fresh[span.source] = None
@@ -61,28 +61,28 @@ class Sources:
     def _store(self, sources: list[Source], layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         first = 0
         for source in sources:
-            end, key = first + len(source), self._make_room()
+            end, key = first + len(source), self._evict()
             self.pool.reserve(key, len(source))
             page = self.pool.tables[key][0]
             for layer, (k, v) in enumerate(layers):
                 self.pool.write_run(layer, page, 0, k[first:end], v[first:end])
             self.pool.advance(key, len(source))
-            self.places[source], first = key, end
+            self.keys[source], first = key, end
 
-    def _make_room(self) -> int:
+    def _evict(self) -> int:
         """A key for a new source; the least recently used one that nobody reads makes room where there is none."""
         if not self.pool.num_free:
-            idle = next((source for source in self.places if source not in self.counts), None)
+            idle = next((source for source in self.keys if source not in self.counts), None)
             if idle is None:
                 raise OutOfPages(f"{self.pool.num_pages} encoded sources are in use, and there is room for no more")
-            self.pool.free(self.places.pop(idle))
+            self.pool.free(self.keys.pop(idle))
         self._next += 1
         return self._next
 
     def _read(self, key: int, source: Source) -> None:
         self.readers[key] = source
         self.counts[source] += 1
-        self.places.move_to_end(source)
+        self.keys.move_to_end(source)
 
     def release(self, key: int) -> None:
         """A sequence ended, or lost its pages; unknown ones read nothing."""
@@ -94,18 +94,18 @@ class Sources:
 
     def clear(self) -> None:
         """Forget what nobody reads."""
-        for source in [source for source in self.places if source not in self.counts]:
-            self.pool.free(self.places.pop(source))
+        for source in [source for source in self.keys if source not in self.counts]:
+            self.pool.free(self.keys.pop(source))
 
     def page(self, key: int) -> tuple[int, int]:
         """Which page holds what a sequence reads, and its tokens."""
         source = self.readers[key]
-        return self.pool.tables[self.places[source]][0], len(source)
+        return self.pool.tables[self.keys[source]][0], len(source)
 
     def check(self) -> None:
         """Raise AssertionError unless every reader and every page is accounted for."""
         self.pool.check()
-        if Counter(self.readers.values()) != self.counts or not self.counts.keys() <= self.places.keys():
+        if Counter(self.readers.values()) != self.counts or not self.counts.keys() <= self.keys.keys():
             raise AssertionError("readers of encoded sources are counted wrongly")
-        if sorted(self.places.values()) != sorted(self.pool.tables):
+        if sorted(self.keys.values()) != sorted(self.pool.tables):
             raise AssertionError("encoded sources and their pages disagree")

@@ -28,9 +28,9 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, sparse
             with suppress(OSError):  # a system that has no large pages
                 pages.madvise(mmap.MADV_NOHUGEPAGE)
             return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(*shape)
-        room = np.zeros(size + LINE, np.uint8)
-        first = -room.ctypes.data % LINE
-        return torch.from_numpy(room[first : first + size]).view(dtype).view(*shape)
+        buffer = np.zeros(size + LINE, np.uint8)
+        first = -buffer.ctypes.data % LINE
+        return torch.from_numpy(buffer[first : first + size]).view(dtype).view(*shape)
 
 
 def adjacent(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:

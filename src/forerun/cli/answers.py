@@ -171,8 +171,8 @@ def _pieces(shown: ShownText, update: Update) -> Iterator[tuple[str, str]]:
     if not job.traced or not tokens:
         yield PLAIN, shown.after(tokens, update.finish)
         return
-    for place, (origin, token) in enumerate(zip(job.trace[-1].origins, tokens), start=1):
-        yield origin, shown.after([token], update.finish if place == len(tokens) else None)
+    for index, (origin, token) in enumerate(zip(job.trace[-1].origins, tokens), start=1):
+        yield origin, shown.after([token], update.finish if index == len(tokens) else None)
 
 
 def figures(job: Job, method: str, max_model_len: int) -> str:
@@ -180,15 +180,17 @@ def figures(job: Job, method: str, max_model_len: int) -> str:
     metrics, count = job.metrics, len(job.output_ids)
     rate = metrics.tokens_per_second
     read = min(job.sequence.num_prompt, job.sequence.cached) - metrics.num_cached_tokens
-    found = [f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")]
+    result = [f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")]
     if metrics.num_drafts:
-        found.append(f"mean acceptance length {metrics.mean_acceptance_length:.2f} ({method}, {metrics.rounds} rounds)")
+        result.append(
+            f"mean acceptance length {metrics.mean_acceptance_length:.2f} ({method}, {metrics.rounds} rounds)"
+        )
     else:
-        found.append(f"nothing drafted ({method})")
-    found.append(f"{read} of {job.sequence.num_prompt} prompt tokens read")
+        result.append(f"nothing drafted ({method})")
+    result.append(f"{read} of {job.sequence.num_prompt} prompt tokens read")
     assert job.finish is not None
     if job.finish.reason == LENGTH:
         limit: Any = job.sequence.params.max_tokens
         full = limit is None or count < limit
-        found.append(f"context of {max_model_len} tokens full" if full else f"ended by max_tokens {limit}")
-    return " · ".join(found)
+        result.append(f"context of {max_model_len} tokens full" if full else f"ended by max_tokens {limit}")
+    return " · ".join(result)

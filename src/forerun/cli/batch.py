@@ -89,15 +89,15 @@ def here(engine: Mapping[str, Any], drafters: Any, threads: int | None) -> Itera
 @contextlib.contextmanager
 def by(replicas: int, engine: Mapping[str, Any], drafters: Any, threads: int | None) -> Iterator[Opening]:
     """Replicas on Ray Serve."""
-    wanted = replicated(engine, drafters, replicas, threads, all_threads())
+    requested = replicated(engine, drafters, replicas, threads, all_threads())
     from forerun.scale.cluster import Cluster
     from forerun.scale.front import cluster
 
-    with cluster(wanted) as (handle,):
+    with cluster(requested) as (handle,):
 
         async def opening() -> tuple[Pool, str, int]:
-            pool = await Cluster(handle).pool(wanted.max_queue)
-            return pool, pool.facts.model, pool.places()
+            pool = await Cluster(handle).pool(requested.max_queue)
+            return pool, pool.facts.model, pool.capacity()
 
         yield opening
 
@@ -121,11 +121,11 @@ def opened(file: Path, out: Path) -> Iterator[Answers]:
 def work(file: Path, out: Path, written: Answers, opening: Opening, options: ServerOptions) -> int:
     """Answer the file and say what was done; the command's exit code."""
     from forerun.serve.app import create_app
-    from forerun.serve.batch import asking, run
+    from forerun.serve.batch import requester, run
 
     async def answered() -> Tally:
         answering, name, together = await opening()
-        ask = asking(create_app(answering, options.serving(name)))
+        ask = requester(create_app(answering, options.serving(name)))
         return await run(file, written, ask, together=2 * together)
 
     async def until_stopped() -> Tally | None:

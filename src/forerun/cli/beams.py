@@ -47,9 +47,9 @@ def with_room(engine: Mapping[str, Any], beams: int) -> dict[str, Any]:
 def facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:
     """The figures of a search: each of its steps adds a token to every beam."""
     metrics, rate = answer.metrics, answer.metrics.tokens_per_second
-    found = {"speed": f"{metrics.decode_tokens} beam steps" + (f", {rate:.0f} steps/s" if rate else "")}
+    result = {"speed": f"{metrics.decode_tokens} beam steps" + (f", {rate:.0f} steps/s" if rate else "")}
     if llm.speculative.drafter is not None:
         steps, drafted = metrics.tokens_per_round, metrics.num_draft_tokens
         rounds = f"{metrics.rounds} rounds" + ("" if steps is None else f", {steps:.2f} beam steps a round")
-        found["speculation"] = f"{llm.speculative.method}, {rounds}, {drafted} drafted tokens"
-    return found
+        result["speculation"] = f"{llm.speculative.method}, {rounds}, {drafted} drafted tokens"
+    return result

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -178,13 +177,13 @@ def refuse_batch_size(engine: Mapping[str, Any]) -> None:
 
 
 def with_tuned(
-    tuned: str, engine: Mapping[str, Any], methods: Seq[str], options: Mapping[str, Any]
+    tuned: str, engine: Mapping[str, Any], methods: Sequence[str], options: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
     """The methods and their options with the method of a tuned folder and its own. Raises ConfigError for a folder that
     was made for other weights, and where there are options of that method besides."""
-    found = read_tuned(tuned, engine)
-    method = found.pop("method")
-    own = {key: value for key, value in found.items() if key not in ("accept", "length")}
+    result = read_tuned(tuned, engine)
+    method = result.pop("method")
+    own = {key: value for key, value in result.items() if key not in ("accept", "length")}
     if method in options:
         raise ConfigError(f"options of {method!r} are given twice: in --speculative-config and in the tuned folder")
     return [*methods, *([] if method in methods else [method])], {**options, **({method: own} if own else {})}
@@ -202,7 +201,9 @@ def more_options(speculative_config: str | None, speculative: Mapping[str, Any])
     return shared
 
 
-def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], None] = print_table) -> None:
+def show(
+    result: Mapping[str, Any], write: Callable[[Sequence[str], Sequence[Sequence[str]]], None] = print_table
+) -> None:
     from forerun.measure.environment import TARGET, line
 
     about, rows = result["environment"], result["rows"]
@@ -245,7 +246,9 @@ def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], N
         write(["left out", "because"], list(result["left_out"].items()))
 
 
-def show_categories(rows: Seq[Mapping[str, Any]], write: Callable[[Seq[str], Seq[Seq[str]]], None]) -> None:
+def show_categories(
+    rows: Sequence[Mapping[str, Any]], write: Callable[[Sequence[str], Sequence[Sequence[str]]], None]
+) -> None:
     """Category after category, who drafts in each, or, where answers were tested, everybody; the errors are over the
     conversations."""
     from forerun.measure.methods import FASTEST

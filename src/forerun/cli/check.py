@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -31,8 +30,10 @@ def check(
     max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 24,
     temperature: Annotated[str, typer.Option(help="temperatures")] = "0,0.8",
     layout: Annotated[str, typer.Option(help="cache layouts")] = ",".join(LAYOUTS),
-    accept: Annotated[str, typer.Option(help="lossless rules whose law is tested, or all")] = "coupled,token",
-    samples: Annotated[int, typer.Option(help="answers per test of the output's law; 0: no such test")] = SAMPLES,
+    accept: Annotated[str, typer.Option(help="lossless rules whose distribution is tested, or all")] = "coupled,token",
+    samples: Annotated[
+        int, typer.Option(help="answers per test of the output's distribution; 0: no such test")
+    ] = SAMPLES,
     concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 16,
     prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
     speculative_config: MoreOptions = None,
@@ -84,14 +85,16 @@ def check(
     return 0 if result["passed"] else 1
 
 
-def show(result: Mapping[str, Any], write: Callable[[Seq[str], Seq[Seq[str]]], None] = print_table) -> None:
+def show(
+    result: Mapping[str, Any], write: Callable[[Sequence[str], Sequence[Sequence[str]]], None] = print_table
+) -> None:
     about = result["environment"]
     rows = []
     for item in result["results"]:
-        heat = "-" if item["temperature"] is None else f"{item['temperature']:g}"
+        temperature = "-" if item["temperature"] is None else f"{item['temperature']:g}"
         count = f"{item['good']}/{item['total']} {item['unit']}"
         verdict = "ok" if item["passed"] else "FAILED" if item["tested"] else "not tested"
-        rows.append([verdict, item["check"], item["what"], item["layout"], heat, count, item["detail"]])
+        rows.append([verdict, item["check"], item["what"], item["layout"], temperature, count, item["detail"]])
     write(["", "check", "of", "layout", "T", "good", "detail"], rows)
     if result["left_out"]:
         print()

@@ -10,8 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def print_table(heads: Seq[str], rows: Seq[Seq[str]]) -> None:
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns as wide as their cells, never cut: text to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     words = [not any(re.fullmatch(r"[-+.\d]+%?|-", row[i]) for row in rows) for i in range(len(heads))]
@@ -84,7 +83,7 @@ def print_table(heads: Seq[str], rows: Seq[Seq[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def print_markdown(heads: Seq[str], rows: Seq[Seq[str]]) -> None:
+def print_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """The same as a markdown table, between empty lines."""
     print()
     for row in (heads, ["---"] * len(heads), *rows):

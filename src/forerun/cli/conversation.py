@@ -120,10 +120,10 @@ class Commands:
 
     def show(self, rest: str) -> Reply:
         talk = self.talk
-        found = {**self.facts, "sampling": self._sampling(), "system": talk.system or "none"}
-        found["messages"] = str(len(talk.turns))
-        found["colours"] = "on" if talk.trace else "off"
-        return Reply(table(found))
+        result = {**self.facts, "sampling": self._sampling(), "system": talk.system or "none"}
+        result["messages"] = str(len(talk.turns))
+        result["colours"] = "on" if talk.trace else "off"
+        return Reply(table(result))
 
     def trace(self, rest: str) -> Reply:
         if rest not in ("on", "off"):
@@ -211,20 +211,20 @@ def _path(command: str, text: str) -> Path:
 def read_messages(path: Path) -> list[dict[str, str]]:
     """Messages that ``/save`` wrote. Raises ConfigError for anything else."""
     try:
-        found = json.loads(read_file(path))
+        result = json.loads(read_file(path))
     except json.JSONDecodeError as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    good = isinstance(found, list) and all(
+    good = isinstance(result, list) and all(
         isinstance(item, dict)
         and set(item) == {"role", "content"}
         and item["role"] in (SYSTEM, USER, ASSISTANT)
         and isinstance(item["content"], str)
-        for item in found
+        for item in result
     )
-    roles = [item["role"] for item in found] if good else []
+    roles = [item["role"] for item in result] if good else []
     turns = roles[1:] if roles[:1] == [SYSTEM] else roles
     if not good or turns != [(USER, ASSISTANT)[i % 2] for i in range(len(turns))] or len(turns) % 2:
         raise ConfigError(
             f"{path} is not a saved conversation: a list of messages with role and content, user and assistant by turns"
         )
-    return found
+    return result

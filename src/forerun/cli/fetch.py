@@ -74,13 +74,13 @@ def fetch_command(
 def list_command(json: Json = False) -> None:
     """List the models on this machine: what was fetched, and what the hub's cache holds."""
     from forerun.models.formats.kept import files
-    from forerun.models.shelf import on_disk
+    from forerun.models.inventory import on_disk
 
-    found, kept = on_disk(), sum(path.stat().st_size for path in files())
+    result, kept = on_disk(), sum(path.stat().st_size for path in files())
     if json:
-        print_json({"models": [_entry(each) for each in found], "kept": kept})
-    elif found:
-        print_table(["name", "format", "size"], [[each.name, each.format, megabytes(each.size)] for each in found])
+        print_json({"models": [_entry(each) for each in result], "kept": kept})
+    elif result:
+        print_table(["name", "format", "size"], [[each.name, each.format, megabytes(each.size)] for each in result])
     else:
         print("none yet: forerun fetch lists what it can bring")
     if kept and not json:
@@ -97,26 +97,26 @@ def show_command(
     name: Annotated[str, typer.Argument(help="a name that ls gives, a folder or a GGUF file")], json: Json = False
 ) -> None:
     """Tell what a model on this machine is, and what it can draft with. Nothing is downloaded."""
-    from forerun.models.shelf import describe
+    from forerun.models.inventory import describe
 
-    found = describe(name)
+    result = describe(name)
     if json:
-        print_json(found)
+        print_json(result)
         return
     drafts = [
-        each["name"] if each["here"] else f"{each['name']} (forerun fetch {each['name']})" for each in found["drafts"]
+        each["name"] if each["here"] else f"{each['name']} (forerun fetch {each['name']})" for each in result["drafts"]
     ]
-    count = found["parameters"]
+    count = result["parameters"]
     rows = {
-        "name": found["name"],
-        "architecture": found["architecture"],
+        "name": result["name"],
+        "architecture": result["architecture"],
         "parameters": "packed" if count is None else f"{count / 1e6:,.1f} million",
-        "format": found["format"],
-        "holds": found["held"],
-        "context": f"{found['context']} tokens" if found["context"] else "not stated",
-        "vocabulary": f"{found['vocabulary']} tokens",
-        "size": megabytes(found["size"]),
-        "path": found["path"],
+        "format": result["format"],
+        "holds": result["held"],
+        "context": f"{result['context']} tokens" if result["context"] else "not stated",
+        "vocabulary": f"{result['vocabulary']} tokens",
+        "size": megabytes(result["size"]),
+        "path": result["path"],
         "drafts with": ", ".join([*drafts, "its own text (suffix, ngram)"]),
     }
     for key, value in rows.items():
@@ -129,7 +129,7 @@ def remove_command(
     json: Json = False,
 ) -> None:
     """Remove a model that was fetched, or one of the hub's cache, from this machine."""
-    from forerun.models.shelf import remove
+    from forerun.models.inventory import remove
 
     freed = remove(name)
     if json:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,8 +118,8 @@ def remarks(llm: LLM, answer: RequestOutput, params: SamplingParams | BeamSearch
         yield f"rule {config.accept} is not lossless: drafts may change what the model says"
     elif not (beams or llm.engine.rule.identity or llm.engine.policy.reproducible or _greedy(params)):
         yield (
-            f"rule {config.accept} with {config.length} lengths, which follow the clock: the law is exact, but the "
-            "seed repeats nothing"
+            f"rule {config.accept} with {config.length} lengths, which follow the clock: the distribution is exact, "
+            "but the seed repeats nothing"
         )
     from forerun.engine.stop import LENGTH
 
@@ -151,9 +150,9 @@ def read_prompt(prompt: str | None) -> str:
 
 def as_object(answer: RequestOutput, params: SamplingParams | BeamSearchParams) -> dict[str, Any]:
     """What ``--json`` prints: the first answer's fields, and all answers as ``outputs`` where there are several."""
-    found = answer.metrics.as_dict()
-    metrics = {name: found[name] for name in METRICS}
-    metrics |= {name: found[name] for name in ("draft_error", "synthetic") if found[name]}
+    result = answer.metrics.as_dict()
+    metrics = {name: result[name] for name in METRICS}
+    metrics |= {name: result[name] for name in ("draft_error", "synthetic") if result[name]}
 
     def one(output: CompletionOutput) -> dict[str, Any]:
         given: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids}
@@ -182,24 +181,24 @@ def facts(llm: LLM, answer: RequestOutput, *, named: bool = True) -> dict[str, s
     metrics, count = answer.metrics, sum(len(output.token_ids) for output in answer.outputs)
     mode = "invariant" if llm.model.invariant else "not invariant"
     info = llm.model.info
-    found = {"model": f"{info.name} ({info.path}, {mode}), {megabytes(info.weight_bytes)}"}
+    result = {"model": f"{info.name} ({info.path}, {mode}), {megabytes(info.weight_bytes)}"}
     rate = metrics.tokens_per_second
-    found["speed"] = f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")
+    result["speed"] = f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")
     method = llm.speculative.method + ("" if named else ", as no --spec-method was given")
     if llm.speculative.drafter is not None and not metrics.num_drafts:
-        found["speculation"] = f"{method}: nothing was drafted in {metrics.rounds} rounds"
+        result["speculation"] = f"{method}: nothing was drafted in {metrics.rounds} rounds"
     if metrics.num_drafts:
-        share, alpha = metrics.draft_acceptance_rate or 0.0, metrics.alpha
-        found["speculation"] = (
+        fraction, alpha = metrics.draft_acceptance_rate or 0.0, metrics.alpha
+        result["speculation"] = (
             f"{method}, {metrics.rounds} rounds, mean acceptance length {metrics.mean_acceptance_length:.2f}"
         )
         if metrics.synthetic:
-            found["synthetic"] = "drafts were accepted at given rates: this is not the model's text"
-        found["acceptance"] = (
-            f"{metrics.num_accepted_draft_tokens} of {metrics.num_draft_tokens} drafted tokens ({share:.0%})"
+            result["synthetic"] = "drafts were accepted at given rates: this is not the model's text"
+        result["acceptance"] = (
+            f"{metrics.num_accepted_draft_tokens} of {metrics.num_draft_tokens} drafted tokens ({fraction:.0%})"
             + (f", alpha {alpha:.2f}" if alpha is not None else "")
         )
-    return found
+    return result
 
 
 def show(
@@ -223,14 +222,14 @@ def show(
         if echo and answer.prompt is not None:
             console.file.write(answer.prompt if plain else f"\x1b[2m{answer.prompt}\x1b[0m")
         console.file.write(f"{output.text}\n\n")  # not through rich, which would expand tabs
-    found = facts(llm, answer, named=named)
+    result = facts(llm, answer, named=named)
     if isinstance(params, SamplingParams):
         show_logprobs(console, llm.tokenizer, answer, params)
     else:
-        found |= searching.facts(llm, answer)
-        found.pop("acceptance", None)
-    width = max(map(len, found))
-    for name, value in found.items():
+        result |= searching.facts(llm, answer)
+        result.pop("acceptance", None)
+    width = max(map(len, result))
+    for name, value in result.items():
         console.print(Text(f"{name:<{width}}  {value}"), soft_wrap=True)
     if trace:
         for output in answer.outputs:
@@ -247,12 +246,12 @@ def show(
 
 def show_logprobs(console: Console, tokenizer: Any, answer: RequestOutput, params: SamplingParams) -> None:
     """The prompt's and the answers', as far as they were asked for."""
-    tables: list[tuple[str, Seq[int], Seq[logprobs.Position | None] | None, int | None]]
+    tables: list[tuple[str, Sequence[int], Sequence[logprobs.Position | None] | None, int | None]]
     tables = [("prompt", answer.prompt_token_ids, answer.prompt_logprobs, params.prompt_logprobs)]
     for output in answer.outputs:
         name = "answer" if len(answer.outputs) == 1 else f"answer {output.index + 1}"
         tables.append((name, output.token_ids, output.logprobs, params.logprobs))
-    for name, tokens, found, count in tables:
-        if found is not None:
-            text = "\n".join(logprobs.lines(tokens, found, count or 0, tokenizer))
+    for name, tokens, result, count in tables:
+        if result is not None:
+            text = "\n".join(logprobs.lines(tokens, result, count or 0, tokenizer))
             console.file.write(f"log-probabilities, {name}\n{text}\n\n")

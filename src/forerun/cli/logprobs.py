@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ def likeliest(item: Position, count: int) -> dict[int, Logprob]:
     return dict(pair for pair in ranked if pair[1].rank <= count)
 
 
-def as_objects(tokens: Seq[int], found: Seq[Position | None], count: int) -> list[dict[str, Any] | None]:
+def as_objects(tokens: Sequence[int], result: Sequence[Position | None], count: int) -> list[dict[str, Any] | None]:
     """What ``--json`` prints of them; null for the prompt's first token, which nothing comes before. A token that
     cannot come has ``LOWEST``, as over HTTP."""
 
@@ -31,16 +30,16 @@ def as_objects(tokens: Seq[int], found: Seq[Position | None], count: int) -> lis
         top = [one(*pair) for pair in likeliest(item, count).items()]
         return one(token, item[token]) | {"rank": item[token].rank, "top": top}
 
-    return [None if item is None else whole(token, item) for token, item in zip(tokens, found)]
+    return [None if item is None else whole(token, item) for token, item in zip(tokens, result)]
 
 
-def lines(tokens: Seq[int], found: Seq[Position | None], count: int, tokenizer: Any) -> Iterator[str]:
+def lines(tokens: Sequence[int], result: Sequence[Position | None], count: int, tokenizer: Any) -> Iterator[str]:
     """A token a line: its text, log-probability and rank, and the likeliest ones."""
     from forerun.models.tokenizer import token_text
 
     texts = [repr(token_text(tokenizer, token)) for token in tokens]
     width = max(map(len, texts), default=0)
-    for token, text, item in zip(tokens, texts, found):
+    for token, text, item in zip(tokens, texts, result):
         if item is None:
             yield f"  {text:<{width}}        -"
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from functools import cached_property
 from importlib import import_module, metadata
 from typing import Annotated, Any, NamedTuple
@@ -65,16 +65,16 @@ def load(name: str) -> Any:
     """The command itself: ours, or one that another distribution adds."""
     if name in COMMANDS:
         module, attribute = COMMANDS[name].place.split(":")
-        found = getattr(import_module(f"forerun.cli.{module}"), attribute)
+        result = getattr(import_module(f"forerun.cli.{module}"), attribute)
     else:
         (point,) = metadata.entry_points(group=GROUP, name=name)
-        found = point.load()
-    if isinstance(found, typer.Typer):
-        group = typer.main.get_command(found)
+        result = point.load()
+    if isinstance(result, typer.Typer):
+        group = typer.main.get_command(result)
         group.name = name
         return group
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    alone.command(name, cls=PlainHelp, epilog=keys() if name in WITH_KEYS else None)(found)
+    alone.command(name, cls=PlainHelp, epilog=keys() if name in WITH_KEYS else None)(result)
     return typer.main.get_command(alone)
 
 
@@ -133,7 +133,7 @@ def start(
         print(context.get_help())
 
 
-def run(arguments: Seq[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     quiet()
     watch_loading()

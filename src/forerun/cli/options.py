@@ -8,8 +8,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
@@ -79,7 +78,7 @@ class Flags:
     """A group of flags that reaches a command as one mapping, ``name``, of those that were given."""
 
     name: str
-    flags: Seq[Flag] = field(default_factory=tuple)
+    flags: Sequence[Flag] = field(default_factory=tuple)
 
     def showing(self, **defaults: str) -> Flags:
         """The same for a command that has other defaults."""
@@ -130,12 +129,12 @@ def takes(*groups: Flags) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def flags_of(
-    kind: type, panel: str, *, skip: Seq[str] = (), helps: Mapping[str, str] | None = None, defaults: Mapping = {}
+    kind: type, panel: str, *, skip: Sequence[str] = (), helps: Mapping[str, str] | None = None, defaults: Mapping = {}
 ) -> list[Flag]:
     """One flag per field of the dataclass ``kind``. Help comes from ``helps``, the field's metadata or its comment."""
     hints = typing.get_type_hints(kind)
     comments = field_comments(kind)
-    found = []
+    result = []
     for item in fields(kind):
         if item.name in skip:
             continue
@@ -143,8 +142,8 @@ def flags_of(
         text = (helps or {}).get(item.name) or item.metadata.get("help") or comments.get(item.name, "")
         default = defaults.get(item.name, _default(item))
         shown = None if default is None or default == () else str(default)
-        found.append(Flag(item.name, value, text, shown, panel, is_json))
-    return found
+        result.append(Flag(item.name, value, text, shown, panel, is_json))
+    return result
 
 
 def _default(item: Field) -> Any:
@@ -157,7 +156,7 @@ def option_type(hint: Any) -> tuple[Any, bool]:
     """What typer should parse for a field of this type, and whether it is JSON text."""
     union = isinstance(hint, types.UnionType)
     kinds = [kind for kind in (typing.get_args(hint) if union else (hint,)) if kind is not type(None)]
-    lists = [kind for kind in kinds if typing.get_origin(kind) in (list, tuple, Seq)]
+    lists = [kind for kind in kinds if typing.get_origin(kind) in (list, tuple, Sequence)]
     if lists:
         return list[typing.get_args(lists[0])[0]], False  # type: ignore[misc]
     if typing.get_origin(kinds[0]) is not None:
@@ -167,15 +166,15 @@ def option_type(hint: Any) -> tuple[Any, bool]:
 
 def field_comments(kind: type) -> dict[str, str]:
     """What a dataclass's source says beside or below each of its own and inherited fields."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         lines = inspect.getsource(owner).splitlines()
         for line, below in zip(lines, [*lines[1:], ""]):
             named = re.match(r"    (\w+): [^#]*?(?:\s+# (.*))?$", line)
             text = re.fullmatch(r'    """(.+?)(?:""")?', below)
             if named and (named[2] or text):
-                found[named[1]] = named[2] or text[1]  # type: ignore[index]
-    return found
+                result[named[1]] = named[2] or text[1]  # type: ignore[index]
+    return result
 
 
 def method_options() -> str:

@@ -87,8 +87,8 @@ def plan(
         unused = next((name for name, value in elsewhere.items() if value), None)
         if unused is not None:
             raise ConfigError(f"--minutes searches as tune --draft does: leave --{unused.replace('_', '-')} out")
-        asking = {"temperatures": (temperature,), "concurrency": tuple(loads), "minutes": minutes, "seed": seed}
-        _search({**engine, **asking, "draft": speculative.get("spec_model"), "threads": threads}, page, as_json)
+        workload = {"temperatures": (temperature,), "concurrency": tuple(loads), "minutes": minutes, "seed": seed}
+        _search({**engine, **workload, "draft": speculative.get("spec_model"), "threads": threads}, page, as_json)
         return
     fleets = from_lab(FLEETS, "plan --load") if load else None
     others["prompts"] = prompts != 4
@@ -109,12 +109,12 @@ def plan(
     texts = {"kind": prompt_set, "count": max(prompts, *loads), "length": prompt_tokens, "file": prompts_file}
     settings = {"temperature": temperature, "max_tokens": max_tokens, "longest": longest, "accept": accept}
     settings |= {"layer_trials": layer_trials, "tree_nodes": trees, "seed": seed}
-    found = _plans(engine, options, loads, texts | {"seed": seed}, settings)
+    result = _plans(engine, options, loads, texts | {"seed": seed}, settings)
     if page is not None:
         from forerun.measure.page import report
 
-        page.write_text(report(found), encoding="utf-8")
-    (print_json if as_json else show)(found)
+        page.write_text(report(result), encoding="utf-8")
+    (print_json if as_json else show)(result)
 
 
 def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
@@ -128,14 +128,14 @@ def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
     config = PairConfig(**{"model": EngineConfig.model, **settings, "progress": not as_json})
     set_threads(config.threads)
     _check_page(page)
-    found = search(config, (lambda line: None) if as_json else print)
+    result = search(config, (lambda line: None) if as_json else print)
     if page is not None:
-        page.write_text(pair_page(config.model, found), encoding="utf-8")
+        page.write_text(pair_page(config.model, result), encoding="utf-8")
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
-        print(verdict(found))
-        print(f"recommended: --speculative-config '{json.dumps(found['chosen'])}'")
+        print(verdict(result))
+        print(f"recommended: --speculative-config '{json.dumps(result['chosen'])}'")
 
 
 def _plans(
@@ -154,9 +154,9 @@ def _plans(
         llm = LLM(**engine, speculative_config=None)
         prompts = make_prompts(tokenizer=llm.tokenizer, **texts)
         plans = [run_plan(llm, options, prompts, concurrency=count, step=step, **settings) for count in loads]
-    found = plans[0] | {"loads": [_load(one) for one in plans]}
-    found["environment"] = _about(llm, engine, options, prompts, loads[0])
-    return found
+    result = plans[0] | {"loads": [_load(one) for one in plans]}
+    result["environment"] = _about(llm, engine, options, prompts, loads[0])
+    return result
 
 
 def _check_page(page: Path | None) -> None:
@@ -164,11 +164,11 @@ def _check_page(page: Path | None) -> None:
         raise ConfigError(f"--html: there is no folder {page.absolute().parent}")
 
 
-def _load(found: Mapping[str, Any]) -> dict[str, Any]:
+def _load(result: Mapping[str, Any]) -> dict[str, Any]:
     """A load's plan in short: ``best`` is the best prediction, 1 where plain decoding is."""
-    shapes = [shape for item in found["trees"] for shape in item["fixed"]]
-    best = max((p["speedup"] for p in [*found["predictions"], *shapes]), default=1.0)
-    kept = {name: found[name] for name in ("concurrency", "recommended", "plain_tokens_per_second")}
+    shapes = [shape for item in result["trees"] for shape in item["fixed"]]
+    best = max((p["speedup"] for p in [*result["predictions"], *shapes]), default=1.0)
+    kept = {name: result[name] for name in ("concurrency", "recommended", "plain_tokens_per_second")}
     return kept | {"best": max(best, 1.0)}
 
 
@@ -193,30 +193,30 @@ def _candidates(methods: str, accept: str, shared: dict[str, Any]) -> list[dict[
     if not chosen:
         raise ConfigError(f"--methods must name at least one of {', '.join(drafters)}")
     every = method_configs(chosen, [accept], ["fixed"], (), shared)
-    options = [c for place, c in enumerate(every) if c["method"] != NONE and c not in every[:place]]
+    options = [c for index, c in enumerate(every) if c["method"] != NONE and c not in every[:index]]
     check_options(options)
     return options
 
 
-def show(found: Mapping[str, Any]) -> None:
+def show(result: Mapping[str, Any]) -> None:
     from forerun.measure.environment import line
 
-    lengths = sorted({p["k"] for p in found["predictions"]})
+    lengths = sorted({p["k"] for p in result["predictions"]})
     rows = []
-    for item in found["estimates"]:
-        speeds = [f"{p['speedup']:.2f}" for p in found["predictions"] if p["method"] == item["method"]]
+    for item in result["estimates"]:
+        speeds = [f"{p['speedup']:.2f}" for p in result["predictions"] if p["method"] == item["method"]]
         figures = [f"{item[key]:.2f}" for key in ("alpha", "match_rate", "coverage", "c")]
         rows.append([item["method"], *figures, *speeds])
     if rows:
         print_table(["method", "alpha", "match", "drafts in", "c", *[f"k={k}" for k in lengths]], rows)
-    if found["layers"]:
+    if result["layers"]:
         keys = ("alpha", "match_rate", "c", "speedup")
         table = [
             [", ".join(map(str, item["layers"])), *(f"{item[key]:.2f}" for key in keys), str(item["k"])]
-            for item in found["layers"][:10]
+            for item in result["layers"][:10]
         ]
         print_table(["layerskip with layers", "alpha", "match", "c", "speed-up", "at k"], table)
-    for item in found["trees"]:
+    for item in result["trees"]:
         shapes = [
             [str(row["nodes"]), "-".join(map(str, row["by_depth"])), f"{row['tokens']:.2f}", f"{row['speedup']:.2f}"]
             for row in item["shapes"]
@@ -226,26 +226,26 @@ def show(found: Mapping[str, Any]) -> None:
         print(f"as a setting: tree {list(fixed['tree'])}, {fixed['tokens']:.2f}, {fixed['speedup']:.2f} predicted")
         grown = item["best_first"]
         print(f"measured, grown best first to {grown['nodes']}: {grown['tokens']:.2f}, {grown['speedup']:.2f}")
-    for item in found["reach"]:
+    for item in result["reach"]:
         print(_reach(item))
-    for method in found["silent"]:
+    for method in result["silent"]:
         print(f"{method}: drafted nothing on these prompts")
     print()
-    print("; ".join(map(line, found["environment"]["weights"])))
-    prices = ", ".join(f"{rows} rows {price:.2f}" for rows, price in found["verify_cost"].items())
+    print("; ".join(map(line, result["environment"]["weights"])))
+    prices = ", ".join(f"{rows} rows {price:.2f}" for rows, price in result["verify_cost"].items())
     print(f"verification, in plain forwards: {prices}")
-    print(f"plain decoding: {found['plain_tokens_per_second']:.0f} tokens/s at temperature {found['temperature']:g}")
-    for load in found["loads"] if len(found["loads"]) > 1 else ():
+    print(f"plain decoding: {result['plain_tokens_per_second']:.0f} tokens/s at temperature {result['temperature']:g}")
+    for load in result["loads"] if len(result["loads"]) > 1 else ():
         print(f"{load['concurrency']} at a time: {json.dumps(load['recommended'])}, {load['best']:.2f} predicted")
-    print(f"recommended: --speculative-config '{json.dumps(found['recommended'])}'")
+    print(f"recommended: --speculative-config '{json.dumps(result['recommended'])}'")
 
 
 def _reach(item: Mapping[str, Any]) -> str:
     """The first speed-up that this drafter's chains cannot come to, and what would."""
     out = next((need for need in item["needs"] if need["speedup"] > item["limit"]), None)
-    told = f"{item['method']}: chains come to {item['limit']:.2f}x at most"
+    reported = f"{item['method']}: chains come to {item['limit']:.2f}x at most"
     if out is None:
-        return told
+        return reported
     rate = "no acceptance" if out["rate"] is None else f"acceptance of {out['rate']:.2f}"
     step = "no cheaper step" if out["c"] is None else f"a step at {out['c']:.3f} of a plain forward"
-    return f"{told}; {out['speedup']:g}x takes {rate}, or {step}"
+    return f"{reported}; {out['speedup']:g}x takes {rate}, or {step}"

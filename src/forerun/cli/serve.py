@@ -180,13 +180,13 @@ def _by_replicas(
     """Answer from replicas on Ray Serve."""
     if door.kv_events is not None:
         raise ConfigError("--kv-events tells of one engine's prefixes: not with --replicas, which routes by itself")
-    wanted = replicated(engine, drafters, number, threads, all_but_one(), most=most, max_queue=door.max_queue)
+    requested = replicated(engine, drafters, number, threads, all_but_one(), most=most, max_queue=door.max_queue)
     from forerun.scale.front import run
 
     def tell(facts: Facts) -> None:
         door.tell(options.serving(facts.model).model_name, f"{number} replicas, each with {facts.described}")
 
-    run(wanted, options, door.listener, door.limits, drain_seconds=door.drain_seconds, tell=tell)
+    run(requested, options, door.listener, door.limits, drain_seconds=door.drain_seconds, tell=tell)
 
 
 def replicated(
@@ -199,9 +199,9 @@ def replicated(
     except ModuleNotFoundError as error:
         raise ConfigError(f"--replicas needs {error.name}: pip install 'forerun[ray]'") from None
     ranks = int(engine.get("tensor_parallel_size") or 1)
-    share = max(1, cores // (number * ranks)) if threads is None else threads
+    fraction = max(1, cores // (number * ranks)) if threads is None else threads
     engine = {"page_size": PAGE_SIZE, **engine}
-    return Replicas(engine=engine, speculative=drafters, number=number, threads=share, **others)
+    return Replicas(engine=engine, speculative=drafters, number=number, threads=fraction, **others)
 
 
 def _set_up(connections: int, *, log_requests: bool) -> None:

@@ -89,8 +89,8 @@ class Chat(ABC):
         if job.metrics.draft_error is not None:
             warn(f"the drafter failed, decoding went on without it: {job.metrics.draft_error}")
         stopped_by_user = job.finish is not None and job.finish.reason == ABORT
-        told = figures(job, self.llm.speculative.method, engine.max_model_len)
-        self.note(told + (" · stopped" if stopped_by_user else ""))
+        reported = figures(job, self.llm.speculative.method, engine.max_model_len)
+        self.note(reported + (" · stopped" if stopped_by_user else ""))
 
     @abstractmethod
     def lines(self) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,13 +68,13 @@ def legend(*, plain: bool) -> Text:
     return Text("\n").join(samples)
 
 
-def telling(rounds: Seq[TraceRound]) -> TraceRound | None:
+def telling(rounds: Sequence[TraceRound]) -> TraceRound | None:
     """The round that shows most: with accepted and rejected tokens if there is one, else with most accepted."""
     drafted = [r for r in rounds if r.drafted]
     return max(drafted, key=lambda r: (ACCEPTED in r.origins and bool(r.rejected), len(r.tokens)), default=None)
 
 
-def show(console: Console, rounds: Seq[TraceRound], tokenizer: Any) -> None:
+def show(console: Console, rounds: Sequence[TraceRound], tokenizer: Any) -> None:
     """Every round on a line of its own, and the legend."""
     plain = plain_terminal(console)
     width = len(str(len(rounds)))
@@ -106,34 +106,34 @@ dt { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; } dt span {
 
 
 def span(kind: str, text: str, title: str = "") -> str:
-    told = f' title="{escape(title)}"' if title else ""
-    return f'<span class="{kind}"{told}>{escape(text)}</span>'
+    reported = f' title="{escape(title)}"' if title else ""
+    return f'<span class="{kind}"{reported}>{escape(text)}</span>'
 
 
 def _cells(round_: TraceRound, number: int, tokenizer: Any) -> list[tuple[str, str, str]]:
     """(kind, text, title) of a round's tokens, in the order of ``parts``."""
     kept = round_.origins.count(ACCEPTED)
     ids = [*round_.tokens[:kept], *round_.rejected, *round_.tokens[kept:]]
-    told = zip(parts(round_, tokenizer), ids, strict=True)
-    return [(kind, text, f"{kind} in round {number}, token {token}") for (kind, text), token in told]
+    reported = zip(parts(round_, tokenizer), ids, strict=True)
+    return [(kind, text, f"{kind} in round {number}, token {token}") for (kind, text), token in reported]
 
 
-def page(rounds: Seq[TraceRound], tokenizer: Any, prompt: str, facts: dict[str, str]) -> str:
+def page(rounds: Sequence[TraceRound], tokenizer: Any, prompt: str, facts: dict[str, str]) -> str:
     """A self-contained HTML page: the text, its rounds, the legend and ``facts``; light and dark."""
-    told = [_cells(round_, number, tokenizer) for number, round_ in enumerate(rounds, start=1)]
-    text = "".join(span(*cell) for cells in told for cell in cells if cell[0] != REJECTED)
+    reported = [_cells(round_, number, tokenizer) for number, round_ in enumerate(rounds, start=1)]
+    text = "".join(span(*cell) for cells in reported for cell in cells if cell[0] != REJECTED)
     rows = []
-    for number, (round_, cells) in enumerate(zip(rounds, told), start=1):
+    for number, (round_, cells) in enumerate(zip(rounds, reported), start=1):
         shown = "".join(span(kind, visible(piece_, "\u21b5"), title) for kind, piece_, title in cells)
         count = f"{round_.origins.count(ACCEPTED)} of {round_.drafted}" if round_.drafted else ""
         rows.append(f"<tr><td>{number}</td><td>{count}</td><td>{shown}</td></tr>")
     key = "".join(f"<dt>{span(kind, kind)}</dt><dd>{escape(look.meaning)}</dd>" for kind, look in KINDS.items())
-    told_facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    fact_rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     style = TOKENS.read_text(encoding="utf-8") + STYLE
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Forerun: a traced generation</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head><body>\n'
-        f"<h1>A traced generation</h1><dl>{told_facts}</dl>\n<h2>Colours</h2><dl>{key}</dl>\n"
+        f"<h1>A traced generation</h1><dl>{fact_rows}</dl>\n<h2>Colours</h2><dl>{key}</dl>\n"
         f"<h2>Text</h2><pre>{span('prompt', prompt)}{text}</pre>\n"
         "<h2>Rounds</h2><table><thead><tr><th>round</th><th>accepted</th><th>tokens</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></body></html>\n"

@@ -118,13 +118,13 @@ class Batch:
         )
 
     def _cuts(self, rows: int, logits: int) -> Iterator[int]:
-        wanted = {offset + row for span, offset in zip(self.spans, self.offsets) for row in span.logits}
+        requested = {offset + row for span, offset in zip(self.spans, self.offsets) for row in span.logits}
         first = taken = 0
         for row in range(self.num_rows):
-            if row - first == rows or (row in wanted and taken == logits):
+            if row - first == rows or (row in requested and taken == logits):
                 yield row
                 first, taken = row, 0
-            taken += row in wanted
+            taken += row in requested
 
     def _piece(self, begin: int, end: int) -> Batch:
         spans = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from forerun.core.sequence import Sequence
+    from forerun.core.request import RequestState
 
 
 class Hypothesis(NamedTuple):
@@ -29,7 +29,7 @@ class Beams:
     beams, best first, with their log-probabilities ``logs``.
     """
 
-    root: Sequence
+    root: RequestState
     width: int
     length_penalty: float
     early_stopping: bool | str
@@ -37,7 +37,7 @@ class Beams:
     ends: frozenset[int]
     """Tokens that finish a beam."""
     new_id: Callable[[], int]
-    members: list[Sequence] = field(default_factory=list)
+    members: list[RequestState] = field(default_factory=list)
     logs: list[float] = field(default_factory=list)
     finished: list[Hypothesis] = field(default_factory=list)
     """The best ``width`` that have ended, best first."""
@@ -45,7 +45,7 @@ class Beams:
     error: str | None = None
     steps: int = 0
     """Plain beam steps that the last round took."""
-    dropped: list[Sequence] = field(default_factory=list)
+    dropped: list[RequestState] = field(default_factory=list)
     """Members that the last round ended, whose pages and states are still to be given up."""
 
     @property

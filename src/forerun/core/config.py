@@ -52,6 +52,6 @@ def check_types(kind: type, options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{field.name} must be text, not {shown(value)}")
         if names[0] not in _KINDS or (value is None and "None" in names):
             continue
-        types, wanted = _KINDS[names[0]]
+        types, requested = _KINDS[names[0]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise ConfigError(f"{field.name} must be {wanted}, not {shown(value)}")
+            raise ConfigError(f"{field.name} must be {requested}, not {shown(value)}")

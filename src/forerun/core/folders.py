@@ -27,13 +27,13 @@ def cache_folder() -> Path:
     reason = distrust(named)
     if reason is None:
         return named.resolve()
-    for place in others:
+    for target in others:
         try:
-            found = make_folder(place)
+            result = make_folder(target)
         except OSError:
             continue
-        _warn(f"{reason}, so {named} is not used as the cache folder: {found} is. FORERUN_CACHE names another")
-        return found
+        _warn(f"{reason}, so {named} is not used as the cache folder: {result} is. FORERUN_CACHE names another")
+        return result
     raise PermissionError(errno.EACCES, f"{reason}, and there is no other cache folder", str(named))
 
 
@@ -64,26 +64,26 @@ def distrust(path: Path) -> str | None:
     root. Counts who owns it and the folders above, and who may write there; in a folder above, a sticky bit helps."""
     if not POSIX:
         return None
-    place = path.resolve()
-    for part in (place, *place.parents):
+    target = path.resolve()
+    for part in (target, *target.parents):
         try:
-            found = part.lstat()
+            result = part.lstat()
         except OSError:  # not there yet
             continue
-        if found.st_uid not in (0, os.geteuid()):
-            return f"{part} belongs to {_name(found.st_uid)}"
-        if _others_write(found) and (part == place or not found.st_mode & stat.S_ISVTX):
+        if result.st_uid not in (0, os.geteuid()):
+            return f"{part} belongs to {_name(result.st_uid)}"
+        if _others_write(result) and (part == target or not result.st_mode & stat.S_ISVTX):
             return f"others may write to {part}"
     return None
 
 
-def _others_write(found: os.stat_result) -> bool:
+def _others_write(result: os.stat_result) -> bool:
     import grp
 
-    if not found.st_mode & stat.S_IWGRP or found.st_mode & stat.S_IWOTH:
-        return bool(found.st_mode & stat.S_IWOTH)
+    if not result.st_mode & stat.S_IWGRP or result.st_mode & stat.S_IWOTH:
+        return bool(result.st_mode & stat.S_IWOTH)
     try:
-        group, owner = grp.getgrgid(found.st_gid), _name(found.st_uid)
+        group, owner = grp.getgrgid(result.st_gid), _name(result.st_uid)
     except KeyError:
         return True
     return group.gr_name != owner or not set(group.gr_mem) <= {owner}  # a user's own group has the user's name

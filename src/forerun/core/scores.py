@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 
 
@@ -21,7 +21,7 @@ class Scores:
     ``warped`` [rows, vocabulary] those of the sampled distribution (banned tokens at -inf).
     """
 
-    sequences: list[Sequence]
+    sequences: list[RequestState]
     drafts: list[Draft]
     first: list[int]
     warped: torch.Tensor
@@ -33,18 +33,18 @@ class Scores:
         """Row that predicts what follows ``node`` (-1: the root) of the index-th sequence."""
         return self.first[index] + 1 + node
 
-    def of(self, places: Seq[int]) -> Scores:
+    def of(self, indices: Sequence[int]) -> Scores:
         """Those of some of its sequences; itself where these are all."""
-        if len(places) == len(self.sequences):
+        if len(indices) == len(self.sequences):
             return self
         first: list[int] = []
         rows: list[int] = []
-        for place in places:
+        for index in indices:
             first.append(len(rows))
-            rows.extend(range(self.first[place], self.first[place] + 1 + len(self.drafts[place])))
+            rows.extend(range(self.first[index], self.first[index] + 1 + len(self.drafts[index])))
         return Scores(
-            [self.sequences[place] for place in places],
-            [self.drafts[place] for place in places],
+            [self.sequences[index] for index in indices],
+            [self.drafts[index] for index in indices],
             first,
             self.warped[rows],
             None if self.raw is None else self.raw[rows],

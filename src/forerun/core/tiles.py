@@ -29,18 +29,18 @@ Groups = list[list[int]]
 def compare(sizes: Sequence[int], run: Callable[[int], torch.Tensor]) -> Groups:
     """``run(size)`` gives the results [size, ...] of one row repeated; which sizes agree. A size whose places disagree
     is in no group."""
-    found: list[tuple[torch.Tensor, list[int]]] = []
+    result: list[tuple[torch.Tensor, list[int]]] = []
     for size in sizes:
         rows = run(size)
         if not bool((rows == rows[:1]).all()):
             continue
-        for row, group in found:
+        for row, group in result:
             if torch.equal(row, rows[0]):
                 group.append(size)
                 break
         else:
-            found.append((rows[0].clone(), [size]))
-    return [group for _, group in found]
+            result.append((rows[0].clone(), [size]))
+    return [group for _, group in result]
 
 
 def common(groups: Groups, others: Groups) -> Groups:
@@ -89,11 +89,11 @@ def remembered(what: str, find: Callable[[], T], good: Callable[[object], T | No
     """``find()``, or what it found here before: kept in the cache folder, by ``what`` and the circumstances, and taken
     as ``good`` has it, which is None for what ``find`` cannot have returned."""
     record = Record("tiles", what, *circumstances())
-    found = good(record.read())
-    if found is None:
-        found = find()
-        record.write(found)
-    return found
+    result = good(record.read())
+    if result is None:
+        result = find()
+        record.write(result)
+    return result
 
 
 def groups_of(value: object) -> Groups | None:

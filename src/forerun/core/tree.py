@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,7 +42,7 @@ class Draft:
         return len(self.tokens)
 
     @classmethod
-    def chain(cls, tokens: Seq[int], q: torch.Tensor | None = None, rows: Seq[int] | None = None) -> Draft:
+    def chain(cls, tokens: Sequence[int], q: torch.Tensor | None = None, rows: Sequence[int] | None = None) -> Draft:
         """One branch. ``rows[i]`` is the row of ``q`` that token i was drawn from (None: point masses)."""
         count = len(tokens)
         rows = rows if rows is not None else [POINT_MASS] * count
@@ -51,7 +51,7 @@ class Draft:
         return cls(list(tokens), list(range(-1, count - 1)), trials, q)
 
     @classmethod
-    def tree(cls, tokens: Seq[int], parents: Seq[int]) -> Draft:
+    def tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> Draft:
         """Point-mass trials in node order; nodes must be distinct among siblings."""
         draft = cls()
         for token, parent in zip(tokens, parents, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ AROUND = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_t
 
 
 @dataclass(frozen=True)
-class Entrance:
+class Validator:
     """What a model takes; ``sources`` are those of an encoder-decoder."""
 
     info: ModelInfo
@@ -32,8 +32,12 @@ class Entrance:
         return self.max_model_len - 1 if self.sources is None else min(self.sources.longest, self.max_model_len)
 
     def admit(
-        self, prompt: Seq[int], decoder_prompt: Seq[int] | None, params: SamplingParams, committed: Seq[int] = ()
-    ) -> tuple[tuple[int, ...] | None, Seq[int], Seq[int], SamplingParams]:
+        self,
+        prompt: Sequence[int],
+        decoder_prompt: Sequence[int] | None,
+        params: SamplingParams,
+        committed: Sequence[int] = (),
+    ) -> tuple[tuple[int, ...] | None, Sequence[int], Sequence[int], SamplingParams]:
         """What the encoder reads, if there is one, what the decoder goes on behind, ``committed``, which comes behind
         that, and the options. Raises RequestError."""
         prompt = self._truncated(token_ids(prompt), params)
@@ -53,14 +57,14 @@ class Entrance:
         check_length([*prompt, *committed], self.max_model_len)
         return source, prompt, committed, known(params, self.info.vocab_size, self.tokenizer)
 
-    def check_length(self, prompt: Seq[int]) -> None:
+    def check_length(self, prompt: Sequence[int]) -> None:
         """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
         if self.info.encoder is None:
             check_length(prompt, self.max_model_len)
         else:
             check_source(prompt, self.longest)
 
-    def _check_given(self, prompt: Seq[int]) -> None:
+    def _check_given(self, prompt: Sequence[int]) -> None:
         empty, given = not len(prompt), "prompt"
         if self.info.encoder is not None:
             given, empty = "source", {*prompt} <= {getattr(self.tokenizer, name, None) for name in AROUND}
@@ -68,13 +72,13 @@ class Entrance:
             raise RequestError(f"the {given} is empty: give at least one token", param="prompt")
         self._check_ids(prompt)
 
-    def _check_ids(self, tokens: Seq[int]) -> None:
+    def _check_ids(self, tokens: Sequence[int]) -> None:
         size = self.info.vocab_size
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
                 raise RequestError(f"token id {shown(token)} is outside the vocabulary of {size}", param="prompt")
 
-    def _begin(self, given: Seq[int] | None, start: tuple[int, ...]) -> list[int]:
+    def _begin(self, given: Sequence[int] | None, start: tuple[int, ...]) -> list[int]:
         """What the decoder goes on behind: ``given``, behind the token that every answer begins with."""
         tokens = list(start) if given is None else token_ids(given)
         self._check_ids(tokens)
@@ -84,7 +88,7 @@ class Entrance:
             raise ContextLengthError(message, param="prompt")
         return tokens
 
-    def _truncated(self, prompt: Seq[int], params: SamplingParams) -> Seq[int]:
+    def _truncated(self, prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
         """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""
         count = params.truncate_prompt_tokens
         if count == -1:
@@ -120,24 +124,24 @@ def known(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingPa
     return replace(params, bad_words_ids=banned, top_k=top_k)
 
 
-def check_length(prompt: Seq[int], max_model_len: int) -> None:
+def check_length(prompt: Sequence[int], max_model_len: int) -> None:
     """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
     if len(prompt) >= max_model_len:
-        room = f"max_model_len {max_model_len} leaves no room"
-        raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {room}", param="prompt")
+        reason = f"max_model_len {max_model_len} leaves no room"
+        raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {reason}", param="prompt")
 
 
-def check_source(source: Seq[int], longest: int) -> None:
+def check_source(source: Sequence[int], longest: int) -> None:
     """Raise ContextLengthError if ``source`` is more than an encoder reads."""
     if len(source) > longest:
         reads = f"the encoder reads at most {longest}"
         raise ContextLengthError(f"the prompt has {len(source)} tokens; {reads}", param="prompt")
 
 
-def _bad_words(words: Seq[str], tokenizer: Any) -> set[tuple[int, ...]]:
+def _bad_words(words: Sequence[str], tokenizer: Any) -> set[tuple[int, ...]]:
     """Token sequences of each word: as it is, and with and without a space before it (as vLLM)."""
     if tokenizer is None:
         raise RequestError("bad_words need a tokenizer")
     texts = {text for word in words for text in (word, word.lstrip(" "), " " + word.lstrip(" "))}
-    found = (tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts)
-    return {ids for ids in found if ids}
+    result = (tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts)
+    return {ids for ids in result if ids}

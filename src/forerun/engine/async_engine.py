@@ -12,8 +12,7 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Set
-from collections.abc import Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -77,7 +76,7 @@ class AsyncEngine:
         self.max_queue = max_queue
         self.max_backlog = max_backlog
         self.max_delay = max_delay
-        self.on_deltas: Callable[[Stream, Seq[Delta]], None] | None = None
+        self.on_deltas: Callable[[Stream, Sequence[Delta]], None] | None = None
         self.on_forget: Callable[[Stream], None] | None = None
         self.streams: set[Stream] = set()
         self.draining = False
@@ -119,17 +118,17 @@ class AsyncEngine:
     def clock(self) -> float:
         return self.engine.clock()
 
-    def check_length(self, prompt: Seq[int]) -> None:
+    def check_length(self, prompt: Sequence[int]) -> None:
         """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
         self.engine.check_length(prompt)
 
-    def room_taken(self, prompt: Seq[int]) -> int:
+    def prompt_tokens_computed(self, prompt: Sequence[int]) -> int:
         """How many of the ``max_model_len`` tokens a prompt takes: a source takes none."""
         return len(self.engine.model.info.begin(prompt)[0])
 
-    def compile(self, wanted: StructuredOutputsParams) -> None:
+    def compile(self, requested: StructuredOutputsParams) -> None:
         """Make what ``submit`` needs for structured output, which may take a second; in any thread."""
-        self.engine.grammars.compile(wanted)
+        self.engine.grammars.compile(requested)
 
     def snapshot(self) -> Snapshot:
         """How the engine stands. Sequences that are set aside for their readers to catch up wait."""
@@ -147,7 +146,7 @@ class AsyncEngine:
 
     async def submit(
         self,
-        prompt: Seq[int],
+        prompt: Sequence[int],
         params: SamplingParams | BeamSearchParams,
         *,
         timeout: float | None = None,
@@ -160,10 +159,10 @@ class AsyncEngine:
         if self.draining:
             raise ClosedError("the server is shutting down and takes no new requests")
         ahead = sum(stream._unfinished for stream in list(self.streams))
-        places = self.engine.config.max_num_seqs
-        if ahead and ahead + params.n > places + self.max_queue:
+        slots = self.engine.config.max_num_seqs
+        if ahead and ahead + params.n > slots + self.max_queue:
             raise QueueFullError(
-                f"{max(0, ahead - places)} sequences wait already; at most {self.max_queue} may: try again later"
+                f"{max(0, ahead - slots)} sequences wait already; at most {self.max_queue} may: try again later"
             )
         loop = asyncio.get_running_loop()
         stream = Stream(self, loop)
@@ -183,7 +182,7 @@ class AsyncEngine:
         return stream
 
     async def generate(
-        self, prompt: Seq[int], params: SamplingParams | BeamSearchParams, **choices: Any
+        self, prompt: Sequence[int], params: SamplingParams | BeamSearchParams, **choices: Any
     ) -> AsyncIterator[Delta]:
         """``submit`` and read; leaving the loop early, by ``aclose`` or cancellation, aborts the request."""
         stream = await self.submit(prompt, params, **choices)
@@ -262,7 +261,7 @@ class AsyncEngine:
             return self.engine.fail(f"the engine failed in this request's round: {type(error).__name__}: {error}")
 
     def _add(
-        self, stream: Stream, prompt: Seq[int], params: SamplingParams | BeamSearchParams, choices: dict[str, Any]
+        self, stream: Stream, prompt: Sequence[int], params: SamplingParams | BeamSearchParams, choices: dict[str, Any]
     ) -> None:
         if stream not in self.streams:  # it ended before its turn, and whoever submitted it knows
             return
@@ -282,7 +281,7 @@ class AsyncEngine:
             self._by_job.pop(job.sequence.id, None)
             self.engine.abort(job)
 
-    def _publish(self, updates: Seq[Update]) -> None:
+    def _publish(self, updates: Sequence[Update]) -> None:
         """Note what a round gave every reader, and whether it should not wait for the next round's."""
         held, now = self._held, self.engine.clock()
         urgent = False

@@ -12,7 +12,7 @@ from forerun.core.folders import Record
 from forerun.core.tiles import circumstances
 from forerun.engine import tuned
 from forerun.engine.engine import Engine
-from forerun.models.shelf import known_draft
+from forerun.models.inventory import known_draft
 from forerun.speculate.length.adaptive import Adaptive
 from forerun.speculate.names import KEYS, rules
 

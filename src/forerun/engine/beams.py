@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.core.beams import Beams, Hypothesis
 from forerun.core.errors import RequestError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.engine.jobs import Job, Update
 from forerun.engine.metrics import RequestMetrics
@@ -81,7 +81,7 @@ def attach(job: Job, before: list[Job], params: BeamSearchParams, new_id: Callab
     return True
 
 
-def parts(sequence: Sequence) -> list[Sequence]:
+def parts(sequence: RequestState) -> list[RequestState]:
     """A request's sequence and all that drafters and policies know of besides: its beams."""
     group = sequence.group
     return [sequence] if group is None else [*group.members, *group.dropped, sequence]
@@ -104,18 +104,18 @@ def publish(engine: Engine, group: Beams, prefilling: set[int], result: Round, n
     if not group.done:
         return []
     return [
-        _answer(engine, peer, found, group.error, now)
-        for peer, found in zip_longest(job.peers, group.finished[: len(job.peers)])
+        _answer(engine, peer, results, group.error, now)
+        for peer, results in zip_longest(job.peers, group.finished[: len(job.peers)])
     ]
 
 
-def _answer(engine: Engine, job: Job, found: Hypothesis | None, error: str | None, now: float) -> Update:
+def _answer(engine: Engine, job: Job, result: Hypothesis | None, error: str | None, now: float) -> Update:
     tokens: list[int] = []
     finish = Finish(ERROR, error or NO_TOKEN)
-    if found is not None and error is None:
-        job.beam, tokens = found, found.tokens
+    if result is not None and error is None:
+        job.beam, tokens = result, result.tokens
         keep = job.sequence.params.include_stop_str_in_output
-        finish = Finish(STOP, silent=not keep) if found.ended else Finish(LENGTH)
+        finish = Finish(STOP, silent=not keep) if result.ended else Finish(LENGTH)
         job.sequence.tokens.extend(tokens)
         if job.detokenizer is not None:
             job.detokenizer.add(finish.spoken(tokens))
@@ -125,12 +125,12 @@ def _answer(engine: Engine, job: Job, found: Hypothesis | None, error: str | Non
 
 def output(tokenizer: Any, jobs: list[Job]) -> BeamSearchOutput:
     """The answers of one finished search. Raises RequestError if it failed."""
-    found = []
+    result = []
     for job in jobs:
         assert job.finish is not None
         if job.beam is None:
             raise RequestError(f"the beam search failed: {job.finish.stopped_by}")
         tokens = [*job.sequence.tokens[: job.sequence.num_prompt], *job.finish.spoken(job.output_ids)]
         text = "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        found.append(BeamSearchSequence(tokens, job.beam.logprob, text, job.finish.reason, job.beam.score))
-    return BeamSearchOutput(found, jobs[0].metrics)
+        result.append(BeamSearchSequence(tokens, job.beam.logprob, text, job.finish.reason, job.beam.score))
+    return BeamSearchOutput(result, jobs[0].metrics)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -120,15 +119,15 @@ class SpeculativeConfig:
 
     @classmethod
     def parse_all(
-        cls, options: Mapping[str, Any] | SpeculativeConfig | Seq[Mapping[str, Any] | SpeculativeConfig] | None
+        cls, options: Mapping[str, Any] | SpeculativeConfig | Sequence[Mapping[str, Any] | SpeculativeConfig] | None
     ) -> tuple[SpeculativeConfig, ...]:
         """One config, or several whose drafters share an engine; requests choose by method, the first by default.
 
         Those that name no length policy share the others'. Raises ConfigError unless the methods differ and rule and
         length policy are the same throughout.
         """
-        several = isinstance(options, Seq) and not isinstance(options, str)
-        items: Seq[Any] = options if several else [options]  # type: ignore
+        several = isinstance(options, Sequence) and not isinstance(options, str)
+        items: Sequence[Any] = options if several else [options]  # type: ignore
         configs = tuple(cls.parse(item) for item in items)
         silent = [isinstance(item, Mapping) and "length" not in item for item in items]
         said = [config.length for config, quiet in zip(configs, silent) if not quiet]
@@ -173,7 +172,7 @@ class EngineConfig:
     tensor_parallel_size: int = field(
         default=1, metadata={"help": "processes that share each of the target's layers (see docs/scale.md)"}
     )
-    lora: Seq[str] | str | None = field(
+    lora: Sequence[str] | str | None = field(
         default=None, metadata={"help": "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT (repeatable)"}
     )
     max_model_len: int | None = field(default=None, metadata={"help": "longest prompt plus output, in tokens"})
@@ -229,10 +228,10 @@ class EngineConfig:
             )
         if self.kv_cache_memory is not None and self.num_pages is not None:
             raise ConfigError("kv_cache_memory and num_pages both size the KV caches: give one of them")
-        share = self.gpu_memory_utilization
-        if share is not None and not 0.0 < share <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
-        if share is not None and (self.kv_cache_memory is not None or self.num_pages is not None):
+        fraction = self.gpu_memory_utilization
+        if fraction is not None and not 0.0 < fraction <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {fraction!r}")
+        if fraction is not None and (self.kv_cache_memory is not None or self.num_pages is not None):
             raise ConfigError("gpu_memory_utilization sizes the KV caches, as kv_cache_memory or num_pages: give one")
         if self.prefix_caching and self.page_size is None:
             raise ConfigError("prefix_caching shares pages: set page_size, to 16 for example")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -14,17 +13,17 @@ from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.inference import inference
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.engine import beams
-from forerun.engine.admission import Entrance
+from forerun.engine.admission import Validator
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job, Update
 from forerun.engine.logprobs import emitted_logprobs, prompt_logprobs
 from forerun.engine.memory import budget, share
 from forerun.engine.metrics import EngineStats, RequestMetrics
-from forerun.engine.scheduler import Pace, Scheduler
+from forerun.engine.scheduler import PrefillBudget, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
 from forerun.engine.trace import TraceRound
 from forerun.models.base import Model, new_attention
@@ -49,7 +48,7 @@ class Engine:
         model: Model,
         tokenizer: Any = None,
         config: EngineConfig | None = None,
-        speculative: SpeculativeConfig | Seq[SpeculativeConfig] | None = None,
+        speculative: SpeculativeConfig | Sequence[SpeculativeConfig] | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.config = config or EngineConfig()
@@ -81,14 +80,14 @@ class Engine:
         share([attention.pool, *self.router.pools()], memory, self.config.num_pages, self.config.tensor_parallel_size)
         if self.config.max_model_len is None:
             self.max_model_len = min(self.max_model_len, attention.pool.num_tokens)
-        self.entrance = Entrance(model.info, tokenizer, self.max_model_len, attention.pool.sources)
+        self.validator = Validator(model.info, tokenizer, self.max_model_len, attention.pool.sources)
         self.target = Target(model, attention, self.router.hidden)
         self.scheduler = Scheduler(
             attention.pool,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             draft_rows=self.policy.longest_nodes,
-            pace=Pace(self.config.max_prefill_tokens),
+            prefill_budget=PrefillBudget(self.config.max_prefill_tokens),
             tree=PrefixTree(attention.pool) if self.config.caches_prefixes else None,
             reusable=self._reusable,
             on_admit=self._admitted,
@@ -101,7 +100,7 @@ class Engine:
         self.on_close: list[Callable[[], object]] = []
         self._ids = itertools.count()
 
-    def _drafters(self, configs: Seq[SpeculativeConfig]) -> dict[str, Any]:
+    def _drafters(self, configs: Sequence[SpeculativeConfig]) -> dict[str, Any]:
         context = DraftContext(
             target=self.model,
             sampler=self.sampler,
@@ -122,16 +121,16 @@ class Engine:
 
     def add(
         self,
-        prompt: Seq[int],
+        prompt: Sequence[int],
         params: SamplingParams | BeamSearchParams,
         *,
-        decoder_prompt: Seq[int] | None = None,
+        decoder_prompt: Sequence[int] | None = None,
         speculate: bool = True,
         method: str | None = None,
         max_draft: int | None = None,
         trace: bool = False,
         priority: int = 0,
-        committed: Seq[int] = (),
+        committed: Sequence[int] = (),
     ) -> list[Job]:
         """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run. The answers of a
         beam search, best first, come together at its end.
@@ -145,15 +144,15 @@ class Engine:
         if search is not None:
             params = beams.admit(search, self.model.info, trace)
         assert isinstance(params, SamplingParams)
-        source, prompt, committed, params = self.entrance.admit(prompt, decoder_prompt, params, committed)
+        source, prompt, committed, params = self.validator.admit(prompt, decoder_prompt, params, committed)
         drafter = self._choose(method, max_draft) if speculate else None
-        wanted = params.grammar
+        requested = params.grammar
         seed = params.seed if params.seed is not None else self.config.seed
         seed = seed if seed is not None else secrets.randbits(63)
         limit = min(self.max_model_len, len(prompt) + (params.max_tokens or self.max_model_len))
         jobs: list[Job] = []
         for index in range(params.n if search is None else search.n):
-            sequence = Sequence(
+            sequence = RequestState(
                 id=next(self._ids),
                 tokens=[*prompt, *committed],
                 num_prompt=len(prompt),
@@ -163,7 +162,7 @@ class Engine:
                 max_tokens=limit,
                 drafter=drafter,
                 max_draft=max_draft,
-                constraint=self.grammars.start(wanted) if wanted is not None else None,
+                constraint=self.grammars.start(requested) if requested is not None else None,
                 priority=priority,
                 source=source,
             )
@@ -204,9 +203,9 @@ class Engine:
             )
         return method
 
-    def check_length(self, prompt: Seq[int]) -> None:
+    def check_length(self, prompt: Sequence[int]) -> None:
         """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
-        self.entrance.check_length(prompt)
+        self.validator.check_length(prompt)
 
     def abort(self, job: Job) -> None:
         """End a request now and free everything it holds."""
@@ -259,12 +258,12 @@ class Engine:
             self.on_round(result)
         return updates
 
-    def _clip(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
+    def _clip(self, sequence: RequestState, draft: Draft, verdict: Verdict) -> list[int]:
         if sequence.group is not None:  # its search looks for ends
             return verdict.decided(draft)
         return self.jobs[sequence.id].stopper.clip(draft, verdict)
 
-    def _publish(self, sequences: Seq[Sequence], prefilling: set[int], result: Round) -> list[Update]:
+    def _publish(self, sequences: Sequence[RequestState], prefilling: set[int], result: Round) -> list[Update]:
         now = self.clock()
         updates = [update for group in result.groups for update in beams.publish(self, group, prefilling, result, now)]
         for index, (sequence, draft, verdict) in enumerate(zip(sequences, result.drafts, result.verdicts)):
@@ -308,14 +307,14 @@ class Engine:
             self.forget(part)
         del self.jobs[job.sequence.id]
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: RequestState) -> None:
         """Give up all that is known of a sequence that has ended and its pages."""
         self.target.attention.pool.free(sequence.id)
         self._release(sequence)
         self.policy.release(sequence)
         self.router.failures.pop(sequence.id, None)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: RequestState) -> None:
         """Let drafters forget a sequence; a NaN of theirs does not stay for whoever gets its pages."""
         pools = self.router.pools()
         spoilt = any(pool.has_nan(sequence.id) for pool in pools)
@@ -323,20 +322,20 @@ class Engine:
         for pool in pools if spoilt else ():
             pool.scrub()
 
-    def _reusable(self, sequence: Sequence) -> int:
+    def _reusable(self, sequence: RequestState) -> int:
         """How many leading tokens may come from the prefix cache: prompt logprobs need every logit."""
         if sequence.params.prompt_logprobs is not None and not sequence.num_output:
             return 0
         return self.router.reusable(sequence)
 
-    def _admitted(self, sequence: Sequence, reused: int) -> None:
+    def _admitted(self, sequence: RequestState, reused: int) -> None:
         metrics = self.jobs[sequence.id].metrics
         if self.config.caches_prefixes and not metrics.preemptions:
             metrics.num_cached_tokens = reused
             self.stats.prefix_queries += len(sequence.tokens)
             self.stats.prefix_hits += reused
 
-    def _preempted(self, sequence: Sequence) -> None:
+    def _preempted(self, sequence: RequestState) -> None:
         for part in beams.parts(sequence):
             self._release(part)
         if sequence.group is not None:

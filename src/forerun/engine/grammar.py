@@ -11,8 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from forerun.core.errors import ConfigError, RequestError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.engine.integers import COMPACT, grammars
 from forerun.models.reasoning import Boundary
 from forerun.sampling.params import StructuredOutputsParams
@@ -82,7 +81,7 @@ class Constraint:
     def _matcher(self) -> Any:
         return self._start.deep_copy()
 
-    def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
+    def allowed(self, sequence: RequestState, path: Sequence[int]) -> torch.Tensor | None:
         """Bits [ceil(vocabulary / 32)] int32 of the tokens that may follow ``path``, the lowest bit being the lowest
         id. None: ``path`` itself is not permitted, so that nothing follows it."""
         path = self._catch_up(sequence) + tuple(path)
@@ -96,24 +95,24 @@ class Constraint:
                 self._faults[path] = f"the grammar: {broken}"
         return self._masks[path]
 
-    def _look(self, sequence: Sequence, path: Seq[int]) -> tuple[torch.Tensor | None, str | None]:
+    def _look(self, sequence: RequestState, path: Sequence[int]) -> tuple[torch.Tensor | None, str | None]:
         """The mask behind ``path``, None if that is not permitted; and what is broken there."""
         consumed = 0 if self._matcher.is_stopped() else self._matcher.try_consume_tokens(list(path))
         mask, broken = None, None
         if consumed == len(path) or self._over(path[consumed:]):
             mask, broken = permitted(self._matcher, self._ends)
         else:  # the path is not permitted, or there is no room to follow it, which only a mask tells
-            _, found = permitted(self._matcher, self._ends)
-            broken = found if found is not None and FULL in found else None
+            _, result = permitted(self._matcher, self._ends)
+            broken = result if result is not None and FULL in result else None
         self._undo(sequence, consumed)
         return mask, broken
 
-    def _renew(self, sequence: Sequence) -> None:
+    def _renew(self, sequence: RequestState) -> None:
         self._start = self._compiler.compile(self._options, instead_of=self._start)
         self._dead = False
         self._follow(sequence)
 
-    def _follow(self, sequence: Sequence) -> None:
+    def _follow(self, sequence: RequestState) -> None:
         """A new copy, at the end of the committed tokens."""
         self._matcher = self._start.deep_copy()
         self._take(sequence.tokens[sequence.num_prompt :][: self._fed])
@@ -127,30 +126,30 @@ class Constraint:
                 self._take(tokens[consumed + 1 :])
         self._dead = self._matcher.is_error()
 
-    def _over(self, tokens: Seq[int]) -> bool:
+    def _over(self, tokens: Sequence[int]) -> bool:
         """Whether the text has ended before these tokens, which end it again."""
         return self._matcher.is_stopped() and all(token in self._compiler.eos_ids for token in tokens)
 
-    def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
+    def fault(self, sequence: RequestState, path: Sequence[int]) -> str | None:
         """What breaks the grammar behind ``path``; None: nothing does."""
         self.allowed(sequence, path)
         return self._faults.get(self._catch_up(sequence) + tuple(path))
 
-    def forced(self, sequence: Sequence, count: int) -> list[int]:
+    def forced(self, sequence: RequestState, count: int) -> list[int]:
         """Up to ``count`` tokens that the grammar leaves no choice about, in the tokenizer's own spelling."""
         consumed = 0
-        found = list(self._catch_up(sequence))
-        tentative = len(found)
-        if found:
-            consumed = self._matcher.try_consume_tokens(found)
-        while consumed == len(found) and len(found) - tentative < count:
+        result = list(self._catch_up(sequence))
+        tentative = len(result)
+        if result:
+            consumed = self._matcher.try_consume_tokens(result)
+        while consumed == len(result) and len(result) - tentative < count:
             more = self._matcher.compute_ff_tokens() or self._single()
             if not more:
                 break
-            found += more
+            result += more
             consumed += self._matcher.try_consume_tokens(more)
         self._undo(sequence, consumed)
-        return found[tentative : tentative + count]
+        return result[tentative : tentative + count]
 
     def _single(self) -> list[int]:
         """The permitted token, if there is only one."""
@@ -161,7 +160,7 @@ class Constraint:
         word = int(mask[words[0]]) & 0xFFFFFFFF
         return [32 * words[0] + word.bit_length() - 1] if word & (word - 1) == 0 else []
 
-    def _catch_up(self, sequence: Sequence) -> tuple[int, ...]:
+    def _catch_up(self, sequence: RequestState) -> tuple[int, ...]:
         """Follow the committed tokens; returns those at the end that may still be taken back."""
         committed = len(sequence.tokens) - sequence.tentative
         fresh = sequence.tokens[sequence.num_prompt + self._fed : committed]
@@ -172,7 +171,7 @@ class Constraint:
             self._take(fresh)
         return tuple(sequence.tokens[committed:])
 
-    def _undo(self, sequence: Sequence, consumed: int) -> None:
+    def _undo(self, sequence: RequestState, consumed: int) -> None:
         """Take back so many tokens that are not committed, and whatever else broke the matcher."""
         if not self._matcher.is_error():
             self._matcher.rollback(consumed)
@@ -195,7 +194,7 @@ class AfterThoughts:
         self._seen = 0
         """Committed output tokens that were searched for the end of the thoughts."""
 
-    def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
+    def allowed(self, sequence: RequestState, path: Sequence[int]) -> torch.Tensor | None:
         inner, path, choice = self._inside(sequence, path)
         if inner is None:
             return self._free
@@ -207,15 +206,15 @@ class AfterThoughts:
         mask[start // 32] |= _bit(start)
         return mask
 
-    def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
+    def fault(self, sequence: RequestState, path: Sequence[int]) -> str | None:
         inner, path, choice = self._inside(sequence, path)
         return None if inner is None or choice else self._grammar.fault(inner, path)  # type: ignore[arg-type]
 
-    def forced(self, sequence: Sequence, count: int) -> list[int]:
+    def forced(self, sequence: RequestState, count: int) -> list[int]:
         inner, path, choice = self._inside(sequence, ())
         return [] if inner is None or path or choice else self._grammar.forced(inner, count)  # type: ignore[arg-type]
 
-    def _inside(self, sequence: Sequence, path: Seq[int]) -> tuple[_View | None, Seq[int], bool]:
+    def _inside(self, sequence: RequestState, path: Sequence[int]) -> tuple[_View | None, Sequence[int], bool]:
         """The sequence as the grammar sees it and the drafted path behind it; None within the thoughts. And whether
         the answer may still choose to think."""
         first, tokens = sequence.num_prompt, sequence.tokens

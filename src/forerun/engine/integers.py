@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -134,9 +133,9 @@ class _Rules:
         if set(required) - set(named):
             raise ValueError("integers beyond 2^53 are not kept beside required properties without a schema")
         pairs = [(f"{_quoted(_json(key) + ': ')} {self._node(each)}", key in required) for key, each in named.items()]
-        must = next((place for place, (_, needed) in enumerate(pairs) if needed), None)
+        must = next((index for index, (_, needed) in enumerate(pairs) if needed), None)
         if must is None:
-            begun = [f"{pair} {_more(pairs[place + 1 :])}" for place, (pair, _) in enumerate(pairs)]
+            begun = [f"{pair} {_more(pairs[index + 1 :])}" for index, (pair, _) in enumerate(pairs)]
             return f'"{{" ({" | ".join(begun)})? "}}"'
         before = " ".join(f'({pair} ", ")?' for pair, _ in pairs[:must])
         return f'"{{" {before} {pairs[must][0]} {_more(pairs[must + 1 :])} "}}"'
@@ -150,7 +149,7 @@ def _get(schema: dict[str, Any], key: str, absent: Any) -> Any:
     return value
 
 
-def _more(pairs: Seq[tuple[str, bool]]) -> str:
+def _more(pairs: Sequence[tuple[str, bool]]) -> str:
     return " ".join(f'(", " {pair}){"" if needed else "?"}' for pair, needed in pairs)
 
 
@@ -174,7 +173,7 @@ def _large(key: str, value: Any) -> bool:
     return not -WIDE < value < WIDE or int(float(value)) != value
 
 
-def _literals(values: Seq[Any], kind: Any) -> list[str]:
+def _literals(values: Sequence[Any], kind: Any) -> list[str]:
     kinds = [kind] if isinstance(kind, str) else kind or []
     fits = [value for value in values if not kinds or any(_is(value, each) for each in kinds)]
     if not fits:
@@ -190,7 +189,7 @@ def _is(value: Any, kind: str) -> bool:
 
 def _bound(schema: dict[str, Any], keys: tuple[str, str], step: int) -> int | None:
     """The least or the largest integer that is permitted; None: there is none."""
-    found = []
+    result = []
     for key in keys:
         value = schema.get(key)
         if value is None:
@@ -198,8 +197,8 @@ def _bound(schema: dict[str, Any], keys: tuple[str, str], step: int) -> int | No
         if type(value) is not int and not (isinstance(value, float) and math.isfinite(value)):
             raise ValueError(f"integers beyond 2^53 need {key} as a number")
         whole = math.ceil(value) if step > 0 else math.floor(value)
-        found.append(whole + step if key == keys[1] and whole == value else whole)
-    return (max if step > 0 else min)(found) if found else None
+        result.append(whole + step if key == keys[1] and whole == value else whole)
+    return (max if step > 0 else min)(result) if result else None
 
 
 def _range(low: int | None, high: int | None) -> str:
@@ -244,7 +243,7 @@ def _digits(low: str, high: str) -> str:
     return f"({'|'.join(parts)})"
 
 
-def _either(options: Seq[str]) -> str:
+def _either(options: Sequence[str]) -> str:
     return f"({' | '.join(options)})"
 
 

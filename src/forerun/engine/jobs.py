@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forerun.core.beams import Hypothesis
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.stop import Finish, Stopper
@@ -17,7 +17,7 @@ from forerun.models.tokenizer import Detokenizer
 class Job:
     """One sequence in flight, and everything about it that is not tokens."""
 
-    sequence: Sequence
+    sequence: RequestState
     stopper: Stopper
     detokenizer: Detokenizer | None
     metrics: RequestMetrics

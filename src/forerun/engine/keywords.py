@@ -58,7 +58,7 @@ def understood(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of ``EngineConfig`` for keywords of ``LLM``, vLLM's among them. With a ``revision`` or a
     ``download_dir``, ``model`` becomes the folder of the download. Raises ConfigError for what cannot be honoured,
     ModelError for a download that fails."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in options.items():
         if name in SAID:
             accepted, instead = SAID[name]
@@ -68,12 +68,12 @@ def understood(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in INSTEAD:
             raise ConfigError(f"{name} is not an option here; instead: {INSTEAD[name]}")
         name = RENAMED.get(name, name)
-        if name in found:
-            raise ConfigError(f"{name} is given twice, once by vLLM's name: {found[name]!r} and {value!r}")
-        found[name] = value
-    if found.get("prefix_caching") is True and "enable_prefix_caching" in options:
-        found.setdefault("page_size", BLOCK_SIZE)
-    revision, folder = found.pop("revision", None), found.pop("download_dir", None)
+        if name in result:
+            raise ConfigError(f"{name} is given twice, once by vLLM's name: {result[name]!r} and {value!r}")
+        result[name] = value
+    if result.get("prefix_caching") is True and "enable_prefix_caching" in options:
+        result.setdefault("page_size", BLOCK_SIZE)
+    revision, folder = result.pop("revision", None), result.pop("download_dir", None)
     if revision is not None or folder is not None:
-        found["model"] = str(resolve(found["model"], revision=revision, download_dir=folder))
-    return found
+        result["model"] = str(resolve(result["model"], revision=revision, download_dir=folder))
+    return result

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from forerun.models.tokenizer import encode, load_tokenizer, with_end
 from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.params import SamplingParams
 
-Prompt = str | Mapping[str, Any] | Seq[int]
+Prompt = str | Mapping[str, Any] | Sequence[int]
 Params = SamplingParams | BeamSearchParams
 
 
@@ -91,7 +90,11 @@ class LLM:
         self,
         model: str = "forerun:target",
         *,
-        speculative_config: Mapping[str, Any] | SpeculativeConfig | Seq[Mapping[str, Any]] | str | None = auto.AUTO,
+        speculative_config: Mapping[str, Any]
+        | SpeculativeConfig
+        | Sequence[Mapping[str, Any]]
+        | str
+        | None = auto.AUTO,
         tuned: str | Path | bool | None = None,
         **options: Any,
     ) -> None:
@@ -167,7 +170,7 @@ class LLM:
         sampling_params: Params | Iterable[Params] | None = None,
         use_tqdm: bool | None = None,
         *,
-        priority: Seq[int] | None = None,
+        priority: Sequence[int] | None = None,
         speculate: bool = True,
         on_update: Callable[[Update], None] | None = None,
     ) -> list[RequestOutput]:
@@ -204,7 +207,7 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         given: Params | Iterable[Params] | None,
         use_tqdm: bool | None,
-        priority: Seq[int] | None,
+        priority: Sequence[int] | None,
         speculate: bool,
         on_update: Callable[[Update], None] | None,
     ) -> list[tuple[str | None, list[Job]]]:
@@ -238,14 +241,14 @@ class LLM:
 
     def chat(
         self,
-        messages: Seq[Message] | Seq[Seq[Message]],
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Seq[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         speculate: bool = True,
         on_update: Callable[[Update], None] | None = None,
         use_tqdm: bool | None = None,
@@ -335,13 +338,13 @@ class LLM:
         )
 
 
-def _cumulative(job: Job, logprobs: Seq[TokenLogprobs] | None) -> float | None:
+def _cumulative(job: Job, logprobs: Sequence[TokenLogprobs] | None) -> float | None:
     if job.beam is not None:
         return job.beam.logprob
     return None if logprobs is None else sum(item.logprob for item in logprobs)
 
 
-def _priorities(given: Seq[int] | None, count: int) -> list[int]:
+def _priorities(given: Sequence[int] | None, count: int) -> list[int]:
     several = [0] * count if given is None else list(given)
     if len(several) != count or any(not isinstance(value, int) for value in several):
         raise ConfigError(f"priority must list one integer for each of the {count} prompts, not {given!r}")
@@ -357,19 +360,19 @@ def _batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
         raise RequestError(f"give a prompt or a list of prompts, not {type(prompts).__name__}")
     batch = [as_python(prompt) for prompt in prompts]
     single = bool(batch) and isinstance(batch[0], int)
-    return [cast(Seq[int], batch)] if single else cast(list[Prompt], batch)
+    return [cast(Sequence[int], batch)] if single else cast(list[Prompt], batch)
 
 
 def _ids(prompt: Any) -> list[int]:
     prompt = as_python(prompt)
-    if isinstance(prompt, Seq) and not isinstance(prompt, (str, bytes, bytearray, memoryview)):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray, memoryview)):
         return token_ids(prompt)
     kind = type(prompt).__name__
     raise RequestError(f"a prompt is a string, a list of token ids or a mapping, not {kind}", param="prompt")
 
 
 @torch.inference_mode(False)
-def _tell(on_update: Callable[[Update], None], updates: Seq[Update], interrupts: Interrupts) -> None:
+def _tell(on_update: Callable[[Update], None], updates: Sequence[Update], interrupts: Interrupts) -> None:
     for update in updates:
         with interrupts.allowed():
             on_update(update)

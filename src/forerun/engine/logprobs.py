@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Verdict
 from forerun.models.tokenizer import Detokenizer, token_text
 from forerun.speculate.verify.score import Verification
@@ -40,7 +40,7 @@ class Logprob:
     decoded_token: str
 
 
-def by_token(items: Seq[TokenLogprobs], tokenizer: Any, before: Seq[int]) -> list[dict[int, Logprob]]:
+def by_token(items: Sequence[TokenLogprobs], tokenizer: Any, before: Sequence[int]) -> list[dict[int, Logprob]]:
     """Positions as vLLM gives them: by id, the token itself first, then the likeliest ones. The tokens come after
     ``before``, and their texts together are the text: a token that ends inside a character has none of it yet."""
     spelled = Detokenizer(tokenizer, before, skip_special_tokens=False)
@@ -80,21 +80,21 @@ def emitted_logprobs(result: Verification, index: int, verdict: Verdict, mode: s
     """Of the tokens that a round emitted for the index-th sequence; ``raw_logprobs`` are the model's own,
     ``processed_logprobs`` those of the distribution that was sampled."""
     scores = result.scores
-    place = result.deciding.index(index)
+    slot = result.deciding.index(index)
     nodes = [-1, *verdict.path][: len(verdict.tokens)]
-    rows = [scores.row(place, node) for node in nodes]
+    rows = [scores.row(slot, node) for node in nodes]
     source = scores.warped if mode == "processed_logprobs" or scores.raw is None else scores.raw
-    count = scores.sequences[place].params.logprobs
+    count = scores.sequences[slot].params.logprobs
     return _describe(source[rows], verdict.tokens, count)
 
 
-def prompt_logprobs(job: Job, result: Verification, index: int, sequence: Sequence) -> None:
+def prompt_logprobs(job: Job, result: Verification, index: int, sequence: RequestState) -> None:
     """Append those of the prompt tokens whose logits this prefill chunk produced (the first has none)."""
     span = result.batch.spans[index]
-    found: list[TokenLogprobs | None] = job.prompt_logprobs if job.prompt_logprobs is not None else [None]
+    results: list[TokenLogprobs | None] = job.prompt_logprobs if job.prompt_logprobs is not None else [None]
     first = result.logit_first[index]
     following = sequence.tokens[span.start + 1 : min(span.start + span.count + 1, sequence.num_prompt)]
     rows = result.output.logits[first : first + len(following)]
-    if following and len(found) == span.start + 1:
-        found.extend(_describe(rows, following, sequence.params.prompt_logprobs))
-    job.prompt_logprobs = found
+    if following and len(results) == span.start + 1:
+        results.extend(_describe(rows, following, sequence.params.prompt_logprobs))
+    job.prompt_logprobs = results

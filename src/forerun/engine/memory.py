@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,10 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
     """Bytes of a number or a text such as ``2GiB``, ``512 MB`` or ``1.5GiB``. Raises ConfigError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if found is None or found[2].upper() not in UNITS or isinstance(size, bool):
+    result = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if result is None or result[2].upper() not in UNITS or isinstance(size, bool):
         raise ConfigError(f"{name} must be bytes or a size such as '2GiB', not {size!r}")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(result[1]) * UNITS[result[2].upper()])
 
 
 def megabytes(count: int) -> str:
@@ -40,10 +40,10 @@ def spare_bytes(device: torch.device) -> int | None:
 
         return int(0.8 * torch.cuda.mem_get_info(device)[0])
     try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+        result = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     except OSError:
         return None
-    return int(found[1]) * 1024 // 2 if found is not None else None
+    return int(result[1]) * 1024 // 2 if result is not None else None
 
 
 def budget(given: int | None, utilization: float | None, device: torch.device) -> int | None:
@@ -63,7 +63,7 @@ def budget(given: int | None, utilization: float | None, device: torch.device) -
     return max(0, int(utilization * total) - (total - free))
 
 
-def share(pools: Seq[Pool], budget: int | None, num_pages: int | None, processes: int = 1) -> None:
+def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, processes: int = 1) -> None:
     """Give every pool the same number of pages, hence of tokens: ``num_pages``, or as many as ``budget`` bytes (None:
     ``spare_bytes``) pay for in all of them, once encoders' sources have their room; none gets more than it has, which
     is enough for everybody. The first one is in each of so many ``processes``. Raises ConfigError if that is none.

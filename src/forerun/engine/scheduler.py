@@ -8,7 +8,7 @@ from collections.abc import Callable
 from forerun.cache.pool import Pages
 from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import RequestError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 
 PATIENCE = 256
 """How many rounds later a request is served for the first step of ``priority``; for further ones, ever fewer."""
@@ -22,7 +22,7 @@ DEPTH_SPREAD = 30.0
 """Depths that differ by less tell little of what depth costs."""
 
 
-class Pace:
+class PrefillBudget:
     """How many prompt tokens may ride in a round with decoding sequences, so that it takes at most about twice as
     long as rounds did before the prompt came.
 
@@ -65,8 +65,8 @@ class Pace:
         if plain is None:
             return 0
         price = self.price(depth)
-        wanted = 0 if price is None else int(((self.LIMIT - 1) * plain - self.growth) / price)
-        self._given = max(least, min(wanted, 2 * self._given))
+        requested = 0 if price is None else int(((self.LIMIT - 1) * plain - self.growth) / price)
+        self._given = max(least, min(requested, 2 * self._given))
         return self._given
 
     def price(self, depth: float) -> float | None:
@@ -112,9 +112,9 @@ class Scheduler:
 
     A sequence ranks by its turn: its arrival, moved by less than ``LONGEST_WAIT`` rounds for its ``priority``. Lower
     values go first, and nobody waits for requests that come more than twice as many rounds later. In every round each
-    running sequence that decodes gets its row; prompts are read in rank order, as many tokens as ``pace`` allows;
-    drafts get the rows and pages that are left. A sequence is admitted when the pages of all its tokens are there; when
-    pages run out later, the last-ranked one is preempted and recomputed, without a changed token.
+    running sequence that decodes gets its row; prompts are read in rank order, as many tokens as ``prefill_budget``
+    allows; drafts get the rows and pages that are left. A sequence is admitted when the pages of all its tokens are
+    there; when pages run out later, the last-ranked one is preempted and recomputed, without a changed token.
 
     ``draft_rows`` says how many rows a decoding sequence's draft may add; ``reusable`` how many of a new one's
     tokens may come from ``tree``. ``on_admit`` learns how many did, ``on_preempt`` who lost their pages.
@@ -126,29 +126,29 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        draft_rows: Callable[[Sequence], int] = lambda sequence: 0,
-        pace: Pace | None = None,
+        draft_rows: Callable[[RequestState], int] = lambda sequence: 0,
+        prefill_budget: PrefillBudget | None = None,
         tree: PrefixTree | None = None,
-        reusable: Callable[[Sequence], int] = lambda sequence: len(sequence.tokens),
-        on_admit: Callable[[Sequence, int], None] = lambda sequence, reused: None,
-        on_preempt: Callable[[Sequence], None] = lambda sequence: None,
+        reusable: Callable[[RequestState], int] = lambda sequence: len(sequence.tokens),
+        on_admit: Callable[[RequestState, int], None] = lambda sequence, reused: None,
+        on_preempt: Callable[[RequestState], None] = lambda sequence: None,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_rows = max_num_batched_tokens
         self.draft_rows = draft_rows
-        self.pace = pace or Pace()
+        self.prefill_budget = prefill_budget or PrefillBudget()
         self.tree = tree
         self.reusable = reusable
         self.on_admit = on_admit
         self.on_preempt = on_preempt
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[RequestState] = []
+        self.running: list[RequestState] = []
         self.clock = 0
         self._decoding = self._prompt_tokens = 0
         self._depth = 0.0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RequestState) -> None:
         """Queue a sequence. Raises RequestError if it could never fit."""
         beams = "" if sequence.group is None else f" for each of {sequence.seats} beams"
         if sequence.seats > self.max_num_seqs:
@@ -166,7 +166,7 @@ class Scheduler:
         sequence.rank = (self.clock + moved, sequence.id)
         insort(self.waiting, sequence, key=_rank)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: RequestState) -> None:
         """Drop a finished or aborted sequence and free its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
@@ -175,13 +175,13 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._free(sequence)
 
-    def _commit(self, sequence: Sequence) -> None:
+    def _commit(self, sequence: RequestState) -> None:
         """Enter what it has computed, all its beams, among the known prefixes."""
         for part in sequence.parts if self.tree is not None else ():
             assert self.tree is not None
             self.tree.commit(part.id, part.tokens, len(part.tokens), source=part.source)
 
-    def _free(self, sequence: Sequence) -> None:
+    def _free(self, sequence: RequestState) -> None:
         for part in sequence.parts:
             self.pool.free(part.id)
 
@@ -189,8 +189,8 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self) -> list[Sequence]:
-        """Set ``scheduled`` and ``room`` on every sequence of the next round and return them."""
+    def schedule(self) -> list[RequestState]:
+        """Set ``scheduled`` and ``draft_budget`` on every sequence of the next round and return them."""
         self.clock += 1
         for sequence in list(self.running):
             self._secure(sequence)
@@ -198,7 +198,7 @@ class Scheduler:
         for sequence in decoding:
             sequence.scheduled = _missing(sequence)
         rows = max(0, self.max_rows - sum(sequence.scheduled for sequence in decoding))
-        prompts: list[Sequence] = []
+        prompts: list[RequestState] = []
         self._decoding, self._prompt_tokens, self._depth = len(decoding), 0, 0.0
         if any(map(_reads, self.running)) or self._has_seats():
             prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
@@ -210,30 +210,30 @@ class Scheduler:
 
     def observe(self, seconds: float) -> None:
         """A round is over: its committed tokens are cached, and it took so long."""
-        self.pace.observe(self._decoding, self._prompt_tokens, seconds, self._depth)
+        self.prefill_budget.observe(self._decoding, self._prompt_tokens, seconds, self._depth)
         if self.tree is not None:
             for sequence in self.running:
                 self._commit(sequence)
 
-    def _allowance(self, decoding: list[Sequence], rows: int) -> int:
+    def _allowance(self, decoding: list[RequestState], rows: int) -> int:
         """Prompt tokens beside decoding sequences: not at the cost of drafts, but always some."""
         drafts = sum(self.draft_rows(sequence) for sequence in decoding)
         least = fewest(sum(map(_reads, self.running)) + len(self.waiting), len(decoding))
         depth = next((sequence.cached for sequence in self.running if _reads(sequence)), 0)
-        return min(rows, self.pace.allowance(len(decoding), depth, least), max(SMALLEST_CHUNK, rows - drafts))
+        return min(rows, self.prefill_budget.allowance(len(decoding), depth, least), max(SMALLEST_CHUNK, rows - drafts))
 
-    def _secure(self, sequence: Sequence) -> None:
+    def _secure(self, sequence: RequestState) -> None:
         """Reserve entries for all tokens of a running sequence; the last ones are preempted where it needs pages."""
         for part in sequence.parts:
-            part.scheduled, part.room = 0, None
+            part.scheduled, part.draft_budget = 0, None
         while sequence in self.running:
             if all(self.pool.try_reserve(part.id, len(part.tokens)) for part in sequence.parts):
                 return
             self.preempt(self.running[-1])
 
-    def _read_prompts(self, rows: int) -> list[Sequence]:
+    def _read_prompts(self, rows: int) -> list[RequestState]:
         """Chunks for those who lack more than one token, then for as many of the waiting as fit."""
-        chosen: list[Sequence] = []
+        chosen: list[RequestState] = []
         for sequence in self.running:
             if _reads(sequence):
                 rows -= self._read(sequence, rows, chosen)
@@ -250,29 +250,29 @@ class Scheduler:
         return bool(self.waiting) and taken + self.waiting[0].seats <= self.max_num_seqs
 
     @staticmethod
-    def _read(sequence: Sequence, rows: int, chosen: list[Sequence]) -> int:
-        sequence.scheduled, sequence.room = min(rows, _missing(sequence)), 0
+    def _read(sequence: RequestState, rows: int, chosen: list[RequestState]) -> int:
+        sequence.scheduled, sequence.draft_budget = min(rows, _missing(sequence)), 0
         if sequence.scheduled:
             chosen.append(sequence)
         return sequence.scheduled
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: RequestState) -> bool:
         """Take the head of the queue in if the pages of all its tokens are there, cached ones included, and nobody
         is computing them now."""
-        pool, wanted = self.pool, len(sequence.tokens)
+        pool, requested = self.pool, len(sequence.tokens)
         reused = 0
         if self.tree is not None:
             # The last token is always fed: its logits are what a new token is drawn from.
-            limit = min(self.reusable(sequence), wanted - 1)
+            limit = min(self.reusable(sequence), requested - 1)
             reused = self.tree.start(sequence.id, sequence.tokens, limit, source=sequence.source)
             if self._being_read(sequence, reused, limit):
                 pool.free(sequence.id)
                 return False
-            if not pool.can_reserve(sequence.id, wanted):
+            if not pool.can_reserve(sequence.id, requested):
                 # Copying a page that is reused in part takes one more page than reading its tokens again.
                 pool.free(sequence.id)
                 reused = self.tree.start(sequence.id, sequence.tokens, limit, partial=False, source=sequence.source)
-        if not pool.try_reserve(sequence.id, wanted):
+        if not pool.try_reserve(sequence.id, requested):
             pool.free(sequence.id)
             return False
         sequence.cached = reused
@@ -281,7 +281,7 @@ class Scheduler:
         self.on_admit(sequence, reused)
         return True
 
-    def _being_read(self, sequence: Sequence, reused: int, limit: int) -> bool:
+    def _being_read(self, sequence: RequestState, reused: int, limit: int) -> bool:
         """Whether a running sequence is about to compute the next page that this one needs: better wait for it."""
         end = (reused // self.pool.page_size + 1) * self.pool.page_size
         return end <= limit and any(
@@ -289,26 +289,26 @@ class Scheduler:
             for other in self.running
         )
 
-    def _draft(self, decoding: list[Sequence], rows: int) -> None:
+    def _draft(self, decoding: list[RequestState], rows: int) -> None:
         """Rows and pages for drafts, where there are enough for whole ones."""
         for sequence in decoding:
-            wanted = self.draft_rows(sequence)
-            sequence.room = 0
-            if not 0 < wanted <= rows:
+            requested = self.draft_rows(sequence)
+            sequence.draft_budget = 0
+            if not 0 < requested <= rows:
                 continue
-            for room in dict.fromkeys((wanted * sequence.spread, wanted)):
+            for draft_budget in dict.fromkeys((requested * sequence.spread, requested)):
                 # A group's drafts may all be behind one beam, as far as that takes no page that none of them has alone.
-                end, most = len(sequence.tokens) + room, self.pool.pages_for(sequence.max_tokens + wanted)
+                end, most = len(sequence.tokens) + draft_budget, self.pool.pages_for(sequence.max_tokens + requested)
                 if self.pool.pages_for(end) <= most and self.pool.try_reserve(sequence.id, end):
-                    sequence.room = room
-                    rows -= wanted
+                    sequence.draft_budget = draft_budget
+                    rows -= requested
                     break
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: RequestState) -> None:
         """Take a sequence's pages back; it waits in its old rank and is recomputed."""
         self.running.remove(sequence)
         self._free(sequence)
-        sequence.cached = sequence.scheduled = sequence.room = 0
+        sequence.cached = sequence.scheduled = sequence.draft_budget = 0
         insort(self.waiting, sequence, key=_rank)
         self.on_preempt(sequence)
 
@@ -318,15 +318,15 @@ def fewest(prompts: int, decoding: int) -> int:
     return min(SMALLEST_CHUNK, max(FEWEST_TOKENS, SMALLEST_CHUNK * prompts // decoding))
 
 
-def _missing(sequence: Sequence) -> int:
+def _missing(sequence: RequestState) -> int:
     return len(sequence.tokens) - sequence.cached
 
 
-def _reads(sequence: Sequence) -> bool:
+def _reads(sequence: RequestState) -> bool:
     """Whether it has still to read, so that it does not decode."""
     beams = sequence.group is not None and bool(sequence.group.members)
     return not beams and (not sequence.num_output or _missing(sequence) != 1)
 
 
-def _rank(sequence: Sequence) -> tuple[float, int]:
+def _rank(sequence: RequestState) -> tuple[float, int]:
     return sequence.rank

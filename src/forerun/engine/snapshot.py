@@ -49,13 +49,13 @@ def _add(total: EngineStats, part: EngineStats) -> None:
         ours, theirs = getattr(total, item.name), getattr(part, item.name)
         if isinstance(ours, list):
             ours.extend([0] * (len(theirs) - len(ours)))
-            for place, count in enumerate(theirs):
-                ours[place] += count
+            for index, count in enumerate(theirs):
+                ours[index] += count
         elif isinstance(ours, dict):
             for key, counts in theirs.items():
                 known = ours.setdefault(key, [0] * len(counts))
-                for place, count in enumerate(counts):
-                    known[place] += count
+                for index, count in enumerate(counts):
+                    known[index] += count
         elif isinstance(ours, bool):
             setattr(total, item.name, ours or theirs)
         else:

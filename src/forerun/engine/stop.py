@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.models.tokenizer import Detokenizer
 from forerun.sampling.params import SamplingParams
@@ -23,7 +23,7 @@ class Finish:
     cut: int | None = None
     silent: bool = False
 
-    def spoken(self, tokens: Seq[int]) -> Seq[int]:
+    def spoken(self, tokens: Sequence[int]) -> Sequence[int]:
         """Those of an answer's last tokens that are part of its text."""
         return tokens[:-1] if self.silent else tokens
 
@@ -31,7 +31,7 @@ class Finish:
 class Stopper:
     """Watches one sequence's new tokens. Their text is looked at only where it may hold a stop string."""
 
-    def __init__(self, sequence: Sequence, detokenizer: Detokenizer | None) -> None:
+    def __init__(self, sequence: RequestState, detokenizer: Detokenizer | None) -> None:
         self.sequence = sequence
         self.detokenizer = detokenizer
         params = sequence.params
@@ -60,28 +60,28 @@ class Stopper:
     def _check(self, token: int, num_output: int) -> Finish | None:
         params = self.sequence.params
         may_stop = num_output >= params.min_tokens
-        found = None
+        result = None
         if token in self.ends and (may_stop or self.sequence.constraint is not None):
             listed = token in params.stop_token_ids
             keep = params.include_stop_str_in_output and listed
-            found = Finish(STOP, token if listed else None, silent=not keep)
-        if params.stop and self.detokenizer is not None and (found is None or not found.silent):
+            result = Finish(STOP, token if listed else None, silent=not keep)
+        if params.stop and self.detokenizer is not None and (result is None or not result.silent):
             fresh = self.detokenizer.push([token])
-            if found is None and may_stop:
-                found = self._find(self.detokenizer.text, len(fresh))
-        if found is None and self.sequence.num_prompt + num_output >= self.sequence.max_tokens:
+            if result is None and may_stop:
+                result = self._find(self.detokenizer.text, len(fresh))
+        if result is None and self.sequence.num_prompt + num_output >= self.sequence.max_tokens:
             return Finish(LENGTH)
-        return found
+        return result
 
     def _find(self, text: str, fresh: int) -> Finish | None:
         """The first stop string that ends among the last ``fresh`` characters."""
         params = self.sequence.params
         known = len(text) - fresh
-        found = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in params.stop]
-        found = [(at, stop) for at, stop in found if at >= 0]
-        if not found:
+        result = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in params.stop]
+        result = [(at, stop) for at, stop in result if at >= 0]
+        if not result:
             return None
-        at, stop = min(found)
+        at, stop = min(result)
         return Finish(STOP, stop, at + len(stop) if params.include_stop_str_in_output else at)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from collections.abc import Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,7 +59,7 @@ class ShownText:
         self.detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=self.params.skip_special_tokens)
         self.shown = 0
 
-    def after(self, tokens: Seq[int], finish: Finish | None) -> str:
+    def after(self, tokens: Sequence[int], finish: Finish | None) -> str:
         """What can be shown once ``tokens`` have come."""
         if finish is None:
             fresh = self.detokenizer.push(tokens)
@@ -144,7 +143,7 @@ class Stream:
             await self._reader
         return True
 
-    def _taken(self, deltas: Seq[Delta]) -> list[Delta]:
+    def _taken(self, deltas: Sequence[Delta]) -> list[Delta]:
         """The deltas with their text, joined where they can be."""
         joined: list[Delta] = []
         latest: dict[int, Delta] = {}
@@ -173,7 +172,7 @@ class Stream:
         """End the request, if it has not ended; everything it holds is free before the next round."""
         self._owner.forget(self)
 
-    def _deliver(self, deltas: Seq[Delta]) -> None:
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
         self._deltas.extend(deltas)
         self._unfinished -= sum(delta.finish is not None for delta in deltas)
         if not self._unfinished:

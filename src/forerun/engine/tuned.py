@@ -19,8 +19,8 @@ from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.models.checkpoint import read_object
 from forerun.models.fingerprint import fingerprint
+from forerun.models.inventory import here, known_draft
 from forerun.models.load import resolve
-from forerun.models.shelf import here, known_draft
 from forerun.speculate.names import KEYS
 
 FILE = "tuned.json"
@@ -78,11 +78,11 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
         raise ConfigError(
             f"{folder}: {FILE} or a file that it names was changed after forerun tune wrote it; make it anew"
         )
-    found = fingerprint(resolve(model), lora)
-    if content["fingerprint"] != found:
+    result = fingerprint(resolve(model), lora)
+    if content["fingerprint"] != result:
         raise ConfigError(
             f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), and the weights of "
-            f"{model} are others ({found}): tune it for them"
+            f"{model} are others ({result}): tune it for them"
         )
     return placed(content["speculative_config"], folder, _draft(content, folder, model))
 
@@ -105,11 +105,11 @@ def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, st
         if known is None:
             raise ConfigError(f"{folder} was tuned with the draft {shown(name)}: {one_line(error)}") from error
         path = known
-    found = fingerprint(path)
-    if found != said["fingerprint"]:
+    result = fingerprint(path)
+    if result != said["fingerprint"]:
         raise ConfigError(
             f"{folder} was tuned with the draft {shown(name)} (fingerprint {said['fingerprint']}), and {path} is "
-            f"another ({found}): tune it anew"
+            f"another ({result}): tune it anew"
         )
     return {name: str(path)}
 
@@ -141,23 +141,23 @@ def placed(config: Any, folder: Path, drafts: Mapping[str, str] = MappingProxyTy
     for key in WRITTEN:
         if config.get(key) is not None:
             raise ConfigError(f"{folder} names a place to write ({key}), which only you may do: it is not used")
-    found = {}
+    result = {}
     for key, value in config.items():
         if key == "model" and isinstance(value, str) and value in drafts:
-            found[key] = drafts[value]
+            result[key] = drafts[value]
         elif key in READ and isinstance(value, str):
-            found[key] = str(_inside(value, folder))
+            result[key] = str(_inside(value, folder))
         else:
-            found[key] = placed(value, folder, drafts)
-    return found
+            result[key] = placed(value, folder, drafts)
+    return result
 
 
 def _inside(name: str, folder: Path) -> Path:
     """A file or folder of ``folder``, all of whose parts are really there. Raises ConfigError for any other."""
     try:
-        place, within = (folder / name).resolve(), folder.resolve()
-        if place.is_relative_to(within) and all(part.resolve().is_relative_to(within) for part in place.rglob("*")):
-            return place
+        target, within = (folder / name).resolve(), folder.resolve()
+        if target.is_relative_to(within) and all(part.resolve().is_relative_to(within) for part in target.rglob("*")):
+            return target
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{folder} names {shown(name)}, which cannot be used: {one_line(error)}") from error
     raise ConfigError(f"{folder} names {shown(name)}, which leads out of it: it is not used")

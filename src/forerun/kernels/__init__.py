@@ -80,7 +80,7 @@ _BY_TYPE = {
     "gate": (_N, _P, _P, _N, _N),
     "mix": (_P, _P, _P, _N, _I),
     "attend": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _N, _F, _F, _I),
-    "turn": (_P, _N, _P, _N, _N, _N),
+    "apply_rotary": (_P, _N, _P, _N, _N, _N),
     "decode": (_P, _P, _P),
     "draft": (_P, _P, _P, _P),
 }
@@ -88,7 +88,7 @@ SUM = ctypes.CFUNCTYPE(_I, _P, _N, _P, _N)
 """``Sum`` in ``structs.h``."""
 SIGNATURES = {
     "advise": (_P, _N),
-    "ask": (_N, _N, _N),
+    "set_prefetch": (_N, _N, _N),
     "softcap": (_P, _N, _F),
     "gumbel": (_U, _P, _P, _N),
     "choose": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _I),
@@ -192,22 +192,22 @@ def _carried() -> ctypes.CDLL | None:
     try:
         if not _whole(path):
             raise OSError(f"{path} is damaged")
-        found = ctypes.CDLL(str(path))
-        _bind(found)
+        result = ctypes.CDLL(str(path))
+        _bind(result)
     except (OSError, RuntimeError, AttributeError) as error:
         log.warning("the kernels of this installation cannot be loaded, they are compiled instead: %s", error)
         return None
-    return found
+    return result
 
 
 def _serves() -> bool:
     """Whether this processor has what the kernels are written in."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
-    found = _units()
-    if not found:  # not Linux
+    result = _units()
+    if not result:  # not Linux
         return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return found >= NEEDED
+    return result >= NEEDED
 
 
 def _switched_on(name: str = "FORERUN_KERNELS", without: str = "kernels of our own") -> bool:
@@ -222,22 +222,22 @@ def _flags() -> tuple[str, ...]:
     return (*FLAGS, *SANITIZE) if os.environ.get("FORERUN_SANITIZE") == "1" else FLAGS
 
 
-def _bind(found: ctypes.CDLL) -> None:
+def _bind(result: ctypes.CDLL) -> None:
     """Give every kernel its name, its argument types, and an error for arguments that it refuses. Raises RuntimeError
     where the library has other structs than ``structs.py``."""
-    found.forerun_layout.restype = found.forerun_words.restype = ctypes.c_char_p
-    found.tiles = bool(found.forerun_tiles())  # type: ignore[attr-defined]
-    if (layout := found.forerun_layout().decode()) != structs.LAYOUT:
+    result.forerun_layout.restype = result.forerun_words.restype = ctypes.c_char_p
+    result.tiles = bool(result.forerun_tiles())  # type: ignore[attr-defined]
+    if (layout := result.forerun_layout().decode()) != structs.LAYOUT:
         raise RuntimeError(f"structs.h and structs.py differ: {layout!r}, {structs.LAYOUT!r}")
 
     def check(complaint: int) -> None:
         if complaint:
-            raise KernelError(f"a kernel was called wrongly: {found.forerun_words(complaint).decode()}")
+            raise KernelError(f"a kernel was called wrongly: {result.forerun_words(complaint).decode()}")
 
     for name, arguments in SIGNATURES.items():
-        function = getattr(found, f"forerun_{name}")
+        function = getattr(result, f"forerun_{name}")
         function.argtypes, function.restype = arguments, check
-        setattr(found, name, function)
+        setattr(result, name, function)
 
 
 @cache
@@ -261,20 +261,20 @@ def library() -> ctypes.CDLL | None:
         path = folder / f"kernels-{_key([*_written(), compiler, *_flags(), processor()])}.so"
         if not path.is_file() or distrust(path) or not _whole(path):
             _compile(compiler, path)
-        found = ctypes.CDLL(str(path))
-        _bind(found)
+        result = ctypes.CDLL(str(path))
+        _bind(result)
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         said = [line for line in said if "error" in line] or said
         log.warning("no CPU kernels of our own, torch's serve instead: %s", said[0] if said else error)
         return None
-    return found
+    return result
 
 
 def has(name: str) -> bool:
     """Whether kernel ``name`` can be called here."""
-    found = library()
-    return found is not None and hasattr(found, name)
+    result = library()
+    return result is not None and hasattr(result, name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

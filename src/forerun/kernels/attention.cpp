@@ -49,9 +49,9 @@ struct State {
     }
     const Floats largest = broadcast(top);
     for (int64_t lane = low; lane < end; lane += LANES) {
-      const Floats found = exponential(load(scores + lane) - largest);
-      sum = select(used(lane), sum + found, sum);
-      store(scores + lane, found);
+      const Floats result = exponential(load(scores + lane) - largest);
+      sum = select(used(lane), sum + result, sum);
+      store(scores + lane, result);
     }
     total = sum;
     return shrink;
@@ -71,7 +71,7 @@ struct Queries {
   using N = Numbers<T>;
   using Asked = typename N::Asked;
   static constexpr bool AS_THEY_ARE = std::is_same_v<T, Asked>;
-  int64_t width, room;  // a head's numbers, and whole vectors of them
+  int64_t width, padded;  // a head's numbers, and whole vectors of them
   std::vector<const Asked *> queries;
   std::vector<Asked> converted;
   std::vector<float> sums, scores, shrink;
@@ -80,10 +80,10 @@ struct Queries {
 
   void clear(int64_t count, int64_t numbers) {
     width = WIDTH > 0 ? WIDTH : numbers;
-    room = (width + N::SIZE - 1) / N::SIZE * N::SIZE;
+    padded = (width + N::SIZE - 1) / N::SIZE * N::SIZE;
     queries.resize(count);
-    if (!AS_THEY_ARE) converted.resize(room * count);
-    sums.assign(room * count, 0);
+    if (!AS_THEY_ARE) converted.resize(padded * count);
+    sums.assign(padded * count, 0);
     scores.resize(BLOCK * count);
     shrink.resize(count);
     states.assign(count, State());
@@ -94,7 +94,7 @@ struct Queries {
     if constexpr (AS_THEY_ARE) {
       queries[index] = query;
     } else {
-      Asked *const to = converted.data() + room * index;
+      Asked *const to = converted.data() + padded * index;
       for (int64_t i = 0; i < width; i += LANES) store(to + i, load(query + i, first(width - i)));
       queries[index] = to;
     }
@@ -134,13 +134,13 @@ struct Queries {
     runs<4>([&](const Task *task, auto count) {
       const int64_t at = task->query, least = task->end;
       const float *const weights = scores.data() + BLOCK * at;
-      block.template gather<WIDTH, count>(sums.data() + room * at, room, shrink.data() + at, weights, task->begin,
+      block.template gather<WIDTH, count>(sums.data() + padded * at, padded, shrink.data() + at, weights, task->begin,
                                           least, next, width);
       next = nullptr;
       const float all = 1;
       for (int64_t q = 0; q < count; q++)
         if (task[q].end > least)
-          block.template gather<WIDTH, 1>(sums.data() + room * (at + q), room, &all, weights + BLOCK * q, least,
+          block.template gather<WIDTH, 1>(sums.data() + padded * (at + q), padded, &all, weights + BLOCK * q, least,
                                           task[q].end, nullptr, width);
     });
     tasks.clear();
@@ -188,12 +188,12 @@ struct Attention {
   int64_t reach;
 
   Item item(const Span &span, int64_t from, int64_t head) const {
-    Item found{span, from, std::min(from + TILE, span.rows), head, std::numeric_limits<int64_t>::max(), 0};
-    for (int64_t row = from; row < found.to; row++) {
-      found.low = std::min(found.low, first_seen(span, row));
-      found.high = std::max(found.high, plan.seen(span, row));
+    Item result{span, from, std::min(from + TILE, span.rows), head, std::numeric_limits<int64_t>::max(), 0};
+    for (int64_t row = from; row < result.to; row++) {
+      result.low = std::min(result.low, first_seen(span, row));
+      result.high = std::max(result.high, plan.seen(span, row));
     }
-    return found;
+    return result;
   }
 
   int64_t first_seen(const Span &span, int64_t row) const {
@@ -252,7 +252,7 @@ struct Attention {
       for (int64_t i = 0; i < width; i += Numbers<T>::SIZE) {
         Floats parts[Numbers<T>::PARTS];
         for (int p = 0; p < Numbers<T>::PARTS; p++)
-          parts[p] = load(queries.sums.data() + queries.room * index + i + LANES * p) * share;
+          parts[p] = load(queries.sums.data() + queries.padded * index + i + LANES * p) * share;
         Numbers<T>::put(to_row + i, parts, width - i);
       }
     }
@@ -323,7 +323,7 @@ void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, cons
 }
 
 template <class T>
-void turn(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {
+void apply_rotary(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {
   for (int64_t row = 0; row < rows; row++)
     for (int64_t head = 0; head < heads; head++)
       for (int64_t i = 0; i < width; i += LANES) {
@@ -337,5 +337,5 @@ void turn(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads
 #define INSTANTIATE(KIND, T)                                                                                          \
   template void attend(const T *, const T *, const T *, T *, T *, T *, const Pool &, const Heads &, const Plan &,     \
                        float, float, int);                                                                            \
-  template void turn(T *, int64_t, const float *, int64_t, int64_t, int64_t);
+  template void apply_rotary(T *, int64_t, const float *, int64_t, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

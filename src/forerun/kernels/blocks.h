@@ -104,7 +104,7 @@ struct Block {
   }
 
   template <int WIDTH>
-  static void ask(const T *at, int64_t width) {
+  static void prefetch(const T *at, int64_t width) {
     constexpr int LINE = 64 / sizeof(T);
     if constexpr (WIDTH > 0) {
 #pragma GCC unroll 16
@@ -125,7 +125,7 @@ struct Block {
         Floats sums[COUNT][4];
 #pragma GCC unroll 4
         for (int k = 0; k < 4; k++) {
-          if (fresh) ask<WIDTH>(values[lane + 4 * i + k], width);
+          if (fresh) prefetch<WIDTH>(values[lane + 4 * i + k], width);
           const T *const from = keys[lane + 4 * i + k];
           if constexpr (WIDTH > 0) {
 #pragma GCC unroll 16
@@ -191,7 +191,7 @@ struct Block {
 #pragma GCC unroll 4
       for (int i = 0; i < PARTS; i++) out[q][i] = load(sums + apart * q + LANES * i) * broadcast(shrink[q]);
     for (int64_t j = begin; j < end; j++) {
-      if (next) ask<WIDTH>(next->keys[j] + from, left);
+      if (next) prefetch<WIDTH>(next->keys[j] + from, left);
 #pragma GCC unroll 4
       for (int i = 0; i < PARTS; i++) {
         const int at = i / N::PARTS * N::SIZE;

@@ -11,7 +11,7 @@ namespace {
 
 enum Complaint : int {
   FINE, NULL_POINTER, SIZE, HEADS_SIZE, SPAN_RANGE, PAGE_TABLE, PAGE_INDEX, PATH_RANGE, PATH_ENTRY, TOKEN_RANGE,
-  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, ROOM_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY, STOPPED,
+  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, WORKSPACE_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY, STOPPED,
   UNKNOWN,
 };
 const char *const WORDS[] = {
@@ -28,7 +28,7 @@ const char *const WORDS[] = {
     "a position has no angles",
     "a layer is out of range",
     "a row is out of range or out of order",
-    "the working room is too small",
+    "the working workspace is too small",
     "a drafted chain is out of range",
     "a layer is of an unknown kind or has too many parts",
     "out of memory",
@@ -195,11 +195,11 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
 template <class T>
 Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_which, 0, m.layers), SIZE);
-  REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.room, c.sides, c.pool, c.plan), NULL_POINTER);
+  REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.workspace, c.sides, c.pool, c.plan), NULL_POINTER);
   REQUIRE((!m.mix.weight && has_words(m)) || c.given, NULL_POINTER);
   for (int64_t table = 0; table < m.rotaries; table++) REQUIRE(c.angles[table], NULL_POINTER);
   REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);
-  REQUIRE(room_wanted(m, layers, c.rows, c.num_out) <= c.room_size, ROOM_SIZE);
+  REQUIRE(workspace_needed(m, layers, c.rows, c.num_out) <= c.workspace_size, WORKSPACE_SIZE);
   REQUIRE(!c.num_which || c.which, NULL_POINTER);
   for (int64_t i = 0; i < c.num_which; i++) REQUIRE(within(c.which[i], 0, m.layers - 1), LAYER_RANGE);
   for (int64_t row = 0; row < c.rows; row++) {
@@ -222,14 +222,14 @@ template <class T>
 Complaint chains_fit(const Model<T> &m, const Call<T> &c, const Chains<T> &d) {
   REQUIRE(d.sequences == c.num_out && d.sequences >= 1 && within(d.longest, 1, MOST), CHAIN_RANGE);
   REQUIRE(m.head.weight && has_words(m) && !c.sum, NULL_POINTER);
-  REQUIRE(given(d.depths, d.starts, d.tables, d.heats, d.shares, d.top_ks, d.words, d.tokens), NULL_POINTER);
-  REQUIRE(!d.feeds || m.hidden <= c.room_size, ROOM_SIZE);
+  REQUIRE(given(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.words, d.tokens), NULL_POINTER);
+  REQUIRE(!d.feeds || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
   REQUIRE(d.names || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
   for (int64_t i = 0; d.names && i < m.head.outputs; i++) REQUIRE(within(d.names[i], 0, m.known - 1), TOKEN_RANGE);
   for (int64_t i = 0; i < d.sequences; i++) {
     REQUIRE(within(d.depths[i], 1, d.longest) && within(d.starts[i], 0, MOST), CHAIN_RANGE);
-    REQUIRE(d.heats[i] == 0 || d.keys || d.spots, NULL_POINTER);
-    REQUIRE(d.heats[i] == 0 || d.keys || d.q, NULL_POINTER);
+    REQUIRE(d.temperatures[i] == 0 || d.keys || d.quantiles, NULL_POINTER);
+    REQUIRE(d.temperatures[i] == 0 || d.keys || d.q, NULL_POINTER);
     const int64_t fed = d.starts[i] + d.depths[i] - 1;
     REQUIRE(fed <= c.num_angles, POSITION_RANGE);
     if (const Complaint wrong = pages_fit(*c.plan, *c.pool, d.tables[i], fed)) return wrong;
@@ -285,10 +285,10 @@ int forerun_advise(char *at, int64_t bytes) {
 
 int forerun_tiles() { return tiles_serve(); }
 
-int forerun_ask(int64_t kind, int64_t rows, int64_t how) {
+int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
   REQUIRE(within(kind, 0, KINDS - 1), LAYER_KIND);
-  REQUIRE(within(rows, 1, MOST_ASKING) && within(how, NOTHING, tiles_serve() ? TILED : FAR), SIZE);
-  habits.by_rows[kind][rows] = static_cast<Asking>(how);
+  REQUIRE(within(rows, 1, MAX_PREFETCH_ROWS) && within(how, NOTHING, tiles_serve() ? TILED : FAR), SIZE);
+  habits.by_rows[kind][rows] = static_cast<Prefetch>(how);
   return FINE;
 }
 
@@ -344,11 +344,11 @@ int forerun_ask(int64_t kind, int64_t rows, int64_t how) {
     REQUIRE(!rows || total, NULL_POINTER);                                                                           \
     return guarded([=] { mix(*experts, x, total, rows, threads); });                                                 \
   }                                                                                                                  \
-  int forerun_turn_##KIND(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {   \
+  int forerun_apply_rotary_##KIND(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {\
     CHECK(rows_fit(x, rows, width));                                                                                 \
     REQUIRE(width % 2 == 0 && within(heads, 1, MOST) && stride >= 0, HEADS_SIZE);                                    \
     REQUIRE(!rows || angles, NULL_POINTER);                                                                          \
-    turn(x, stride, angles, rows, heads, width);                                                                     \
+    apply_rotary(x, stride, angles, rows, heads, width);                                                             \
     return FINE;                                                                                                     \
   }                                                                                                                  \
   int forerun_attend_##KIND(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool *pool,        \
@@ -368,8 +368,8 @@ int forerun_ask(int64_t kind, int64_t rows, int64_t how) {
     CHECK(model_fits(*model, layers));                                                                               \
     CHECK(call_fits(*model, layers, *call));                                                                         \
     bool whole = true;                                                                                               \
-    const int told = guarded([&] { whole = decode(*model, layers, *call); });                                        \
-    return whole ? told : STOPPED;                                                                                   \
+    const int status = guarded([&] { whole = decode(*model, layers, *call); });                                      \
+    return whole ? status : STOPPED;                                                                                 \
   }                                                                                                                  \
   int forerun_draft_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call,                          \
                            const Chains<T> *chains) {                                                                \
@@ -395,18 +395,18 @@ int forerun_gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
 }
 
 int forerun_choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
-                   const int64_t *noisy, float *tops, int64_t *places, float *softmax, int threads) {
+                   const int64_t *noisy, float *tops, int64_t *best, float *softmax, int threads) {
   CHECK(rows_fit(scores, rows, size));
   REQUIRE(threads_fit(threads), SIZE);
-  REQUIRE(!rows || given(ids, keys, noisy, places, tops), NULL_POINTER);
-  choose(scores, rows, size, ids, keys, noisy, tops, places, softmax, threads);
+  REQUIRE(!rows || given(ids, keys, noisy, best, tops), NULL_POINTER);
+  choose(scores, rows, size, ids, keys, noisy, tops, best, softmax, threads);
   return FINE;
 }
 
-int forerun_draw(const float *weights, int64_t rows, int64_t size, const double *spots, int64_t *out) {
+int forerun_draw(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out) {
   CHECK(rows_fit(weights, rows, size));
-  REQUIRE(!rows || given(spots, out), NULL_POINTER);
-  return guarded([=] { draw(weights, rows, size, spots, out); });
+  REQUIRE(!rows || given(quantiles, out), NULL_POINTER);
+  return guarded([=] { draw(weights, rows, size, quantiles, out); });
 }
 
 int forerun_weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials,
@@ -444,12 +444,12 @@ int forerun_overlaps(const float *scores, int64_t rows, int64_t size, int64_t tr
   return guarded([=] { overlaps(scores, size, trials, at, qs, tokens, out, threads); });
 }
 
-int forerun_restrict_rows(float *rows, int64_t count, int64_t size, const float *heats, const float *shares,
+int forerun_restrict_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
                           const int64_t *top_ks, int threads) {
   CHECK(rows_fit(rows, count, size));
   REQUIRE(threads_fit(threads), SIZE);
-  REQUIRE(!count || given(heats, shares, top_ks), NULL_POINTER);
-  return guarded([=] { restrict_rows(rows, count, size, heats, shares, top_ks, threads); });
+  REQUIRE(!count || given(temperatures, thresholds, top_ks), NULL_POINTER);
+  return guarded([=] { restrict_rows(rows, count, size, temperatures, thresholds, top_ks, threads); });
 }
 
 int forerun_penalise(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,

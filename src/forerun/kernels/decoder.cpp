@@ -26,11 +26,11 @@ class Decoder {
   Decoder(const Model<T> &model, const Layer *layers, const Call<T> &call)
       : m(model), layers(layers), c(call), eps(static_cast<float>(model.eps)), threads(static_cast<int>(call.threads)) {
     qkv_width = (m.heads + 2 * m.kv_heads) * m.width;
-    T *at = c.room;
+    T *at = c.workspace;
     const auto take = [&at](int64_t numbers) {
-      T *found = at;
+      T *result = at;
       at += rounded(numbers);
-      return found;
+      return result;
     };
     x = take(c.rows * m.hidden);
     normed = take(c.rows * widest_input(m, layers));
@@ -153,14 +153,14 @@ class Decoder {
     } else {
       multiply(layer.qkv, read(layer.norm_attention, c.rows), qkv, nullptr, c.rows);
     }
-    const int64_t turned = m.heads + m.kv_heads, queries = m.heads * m.width, shared = m.kv_heads * m.width;
+    const int64_t rotated = m.heads + m.kv_heads, queries = m.heads * m.width, shared = m.kv_heads * m.width;
     for (int64_t row = 0; row < c.rows; row++) {
       T *const q = qkv + row * qkv_width;
-      if (layer.norm_qk) normalise(q, layer.norm_qk, q, turned, turned, m.width);
+      if (layer.norm_qk) normalise(q, layer.norm_qk, q, rotated, rotated, m.width);
       if (layer.norm_query) normalise(q, layer.norm_query, q, 1, 1, queries);
       if (layer.norm_key) normalise(q + queries, layer.norm_key, q + queries, 1, 1, shared);
     }
-    if (layer.rotary >= 0) turn(qkv, qkv_width, angles + layer.rotary * c.rows * m.width, c.rows, turned, m.width);
+    if (layer.rotary >= 0) apply_rotary(qkv, qkv_width, angles + layer.rotary * c.rows * m.width, c.rows, rotated, m.width);
     const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0};
     T *const k = qkv + queries, *const v = k + shared;
     attend(qkv, k, v, attended, c.sides[2 * index], c.sides[2 * index + 1], *c.pool, heads, *c.plan,
@@ -235,17 +235,17 @@ class Drafting {
   void choose_token(int64_t step, int64_t sequence, float *row) {
     doubt(sequence, row);
     const int64_t at = step * d.sequences + sequence;
-    const float heat = d.heats[sequence];
-    const int64_t noisy = heat != 0 && d.keys;
+    const float temperature = d.temperatures[sequence];
+    const int64_t noisy = temperature != 0 && d.keys;
     const uint64_t key = d.keys ? d.keys[at] : 0;
-    float *const law = heat != 0 && d.q ? d.q + at * size : nullptr;
-    if (heat != 0)
-      restrict_row(row, size, heat, d.shares[2 * sequence], d.top_ks[sequence], d.shares[2 * sequence + 1]);
+    float *const softmax_row = temperature != 0 && d.q ? d.q + at * size : nullptr;
+    if (temperature != 0)
+      restrict_row(row, size, temperature, d.thresholds[2 * sequence], d.top_ks[sequence], d.thresholds[2 * sequence + 1]);
     float top;
     int64_t place;
-    choose(row, 1, size, d.words, &key, &noisy, &top, &place, law, 1);
+    choose(row, 1, size, d.words, &key, &noisy, &top, &place, softmax_row, 1);
     if (!(top > -std::numeric_limits<float>::infinity())) return;
-    if (law && d.spots) draw(law, 1, size, d.spots + at, &place);
+    if (softmax_row && d.quantiles) draw(softmax_row, 1, size, d.quantiles + at, &place);
     d.tokens[at] = d.names ? d.names[place] : place;
   }
 
@@ -256,7 +256,7 @@ class Drafting {
       const int64_t sequence = active[row], token = d.tokens[step * d.sequences + sequence];
       if (token < 0 || d.depths[sequence] <= step + 1 || !(sure[sequence] >= d.floor)) continue;
       const int64_t n = on.size(), start = d.starts[sequence];
-      if (d.feeds) std::memcpy(&states[n * model.hidden], first.room + row * model.hidden, model.hidden * sizeof(T));
+      if (d.feeds) std::memcpy(&states[n * model.hidden], first.workspace + row * model.hidden, model.hidden * sizeof(T));
       ids[n] = token;
       positions[n] = start + step;
       spans[n] = {n, 1, start, start + step, d.tables[sequence], -1};
@@ -305,7 +305,7 @@ void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, cons
 }
 
 template <class T>
-int64_t room_wanted(const Model<T> &m, const Layer *layers, int64_t rows, int64_t num_out) {
+int64_t workspace_needed(const Model<T> &m, const Layer *layers, int64_t rows, int64_t num_out) {
   int64_t numbers = num_out * m.head.outputs;
   for (int64_t width : {m.hidden, widest_input(m, layers), (m.heads + 2 * m.kv_heads) * m.width, m.heads * m.width,
                         2 * m.inner, m.inner, m.rotaries * m.width * FLOATS<T>})
@@ -316,5 +316,5 @@ int64_t room_wanted(const Model<T> &m, const Layer *layers, int64_t rows, int64_
 #define INSTANTIATE(KIND, T)                                                                \
   template bool decode(const Model<T> &, const Layer *, const Call<T> &);                   \
   template void draft(const Model<T> &, const Layer *, const Call<T> &, const Chains<T> &); \
-  template int64_t room_wanted(const Model<T> &, const Layer *, int64_t, int64_t);
+  template int64_t workspace_needed(const Model<T> &, const Layer *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

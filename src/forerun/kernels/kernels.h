@@ -6,7 +6,7 @@
 #define FOR_EACH_TYPE(F) F(float32, float) F(bfloat16, Bfloat16) F(float16, Float16)
 
 constexpr int64_t WIDEST = 512;     // numbers in a head
-constexpr int64_t ROUND_UP = 32;    // numbers to which a piece of a decoder's working room is rounded up
+constexpr int64_t ROUND_UP = 32;    // numbers to which a piece of a decoder's workspace is rounded up
 
 // Rows of y and ``add`` are ``stride`` numbers apart.
 template <class T>
@@ -33,7 +33,7 @@ void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, in
 template <class T>
 void gate(int64_t activation, const T *x, T *y, int64_t rows, int64_t width);
 template <class T>
-void turn(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width);
+void apply_rotary(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width);
 // Stores k and v of the plan's rows, unless they are null, and attends.
 template <class T>
 void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool &pool, const Heads &heads,
@@ -47,14 +47,14 @@ bool decode(const Model<T> &model, const Layer *layers, const Call<T> &call);
 template <class T>
 void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, const Chains<T> &chains);
 template <class T>
-int64_t room_wanted(const Model<T> &model, const Layer *layers, int64_t rows, int64_t num_out);
+int64_t workspace_needed(const Model<T> &model, const Layer *layers, int64_t rows, int64_t num_out);
 
 void advise(char *at, int64_t bytes);
 void softcap(float *numbers, int64_t count, float cap);
 void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size);
 void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
-            const int64_t *noisy, float *tops, int64_t *places, float *softmax, int threads);
-void draw(const float *weights, int64_t rows, int64_t size, const double *spots, int64_t *out);
+            const int64_t *noisy, float *tops, int64_t *best, float *softmax, int threads);
+void draw(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out);
 void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials, const int64_t *at,
            const int64_t *tokens, const float *const *qs, const int64_t *follows, float lenience, float *residual,
            float *tops, float *weights, float *left, float *shared);
@@ -62,8 +62,8 @@ void rank(const float *scores, int64_t size, int64_t trials, const int64_t *at, 
           int32_t *ids, float *logs);
 void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *rows, const float *const *qs,
               const int64_t *tokens, float *out, int threads);
-void restrict_row(float *row, int64_t size, float heat, float min_p, int64_t top_k, float top_p);
-void restrict_rows(float *rows, int64_t count, int64_t size, const float *heats, const float *shares,
+void restrict_row(float *row, int64_t size, float temperature, float min_p, int64_t top_k, float top_p);
+void restrict_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
                    const int64_t *top_ks, int threads);
 void penalise(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,
               float frequency, float presence);

@@ -185,13 +185,13 @@ LANES_INLINE Floats mantissa(Floats v) {
 
 // For each mask of eight lanes, the lanes in it, a byte each.
 constexpr std::array<uint64_t, 256> lanes_in_masks() {
-  std::array<uint64_t, 256> found{};
+  std::array<uint64_t, 256> result{};
   for (unsigned mask = 0; mask < 256; mask++) {
     int count = 0;
     for (uint64_t lane = 0; lane < 8; lane++)
-      if (mask >> lane & 1) found[mask] |= lane << 8 * count++;
+      if (mask >> lane & 1) result[mask] |= lane << 8 * count++;
   }
-  return found;
+  return result;
 }
 inline constexpr std::array<uint64_t, 256> LANES_IN = lanes_in_masks();
 
@@ -214,10 +214,10 @@ LANES_INLINE __m256i load_some(const uint16_t *at, First lanes) {
   if (lanes.count >= 16) return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at));
   const int32_t pairs = static_cast<int32_t>(lanes.count / 2);
   const __m256i count = _mm256_set1_epi32(pairs), index = places().a;
-  const __m256i found = _mm256_maskload_epi32(reinterpret_cast<const int *>(at), _mm256_cmpgt_epi32(count, index));
-  if (lanes.count % 2 == 0) return found;
+  const __m256i result = _mm256_maskload_epi32(reinterpret_cast<const int *>(at), _mm256_cmpgt_epi32(count, index));
+  if (lanes.count % 2 == 0) return result;
   const __m256i last = _mm256_set1_epi32(at[lanes.count - 1]);
-  return _mm256_or_si256(found, _mm256_and_si256(last, _mm256_cmpeq_epi32(count, index)));
+  return _mm256_or_si256(result, _mm256_and_si256(last, _mm256_cmpeq_epi32(count, index)));
 }
 LANES_INLINE void store_some(uint16_t *at, First lanes, __m256i v) {
   if (lanes.count >= 16) return _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), v);

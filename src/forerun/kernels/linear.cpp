@@ -139,15 +139,15 @@ struct Int8 {
 
 // HALVES: of a tile.
 template <class K, int ROWS, int HALVES>
-void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums, bool fresh, Ask ask) {
+void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums, bool fresh, Prefetcher prefetcher) {
   typename K::Sum s[ROWS][HALVES];
   for (int r = 0; r < ROWS; r++)
     for (int h = 0; h < HALVES; h++) s[r][h] = fresh ? K::zero() : sums[2 * r + h];
   for (int64_t g = 0; g < groups; g++, w += GROUP_BYTES, x += K::STEP) {
-    if (ask.step) {
-      ask.line(0);
-      if (HALVES == 2) ask.line(HALF);
-      ask.at += ask.step;
+    if (prefetcher.step) {
+      prefetcher.line(0);
+      if (HALVES == 2) prefetcher.line(HALF);
+      prefetcher.at += prefetcher.step;
     }
     typename K::Weights weights[HALVES];
     for (int h = 0; h < HALVES; h++) weights[h] = K::get(w + HALF * h);
@@ -162,13 +162,13 @@ void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename
 
 template <class K, int HALVES, int ROWS>
 void passes(int64_t rows, const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums,
-            bool fresh, Ask ask) {
-  if (rows == ROWS) return pass<K, ROWS, HALVES>(w, x, stride, groups, sums, fresh, ask);
-  if constexpr (ROWS > 1) passes<K, HALVES, ROWS - 1>(rows, w, x, stride, groups, sums, fresh, ask);
+            bool fresh, Prefetcher prefetcher) {
+  if (rows == ROWS) return pass<K, ROWS, HALVES>(w, x, stride, groups, sums, fresh, prefetcher);
+  if constexpr (ROWS > 1) passes<K, HALVES, ROWS - 1>(rows, w, x, stride, groups, sums, fresh, prefetcher);
 }
 
 template <class K>
-void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums, Asking how) {
+void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums, Prefetch how) {
   if (rows <= K::WHOLE)
     return passes<K, 2, K::WHOLE>(rows, w, x, stride, groups, sums, true, {w, AHEAD, GROUP_BYTES, how});
   constexpr int HALVES = NARROW ? 1 : 2;
@@ -180,8 +180,8 @@ void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t gr
       const int64_t count = rows / turns + (turn < rows % turns);
       const char *const from = x + row * stride + at * K::STEP;
       for (int64_t h = 0; h < 2; h += HALVES, part++) {
-        const Ask wanted{w + part * some * GROUP_BYTES / parts, AHEAD, GROUP_BYTES / parts, part < parts ? how : NOTHING};
-        passes<K, HALVES, K::TOGETHER>(count, w + HALF * h, from, stride, some, sums + 2 * row + h, at == 0, wanted);
+        const Prefetcher ahead{w + part * some * GROUP_BYTES / parts, AHEAD, GROUP_BYTES / parts, part < parts ? how : NOTHING};
+        passes<K, HALVES, K::TOGETHER>(count, w + HALF * h, from, stride, some, sums + 2 * row + h, at == 0, ahead);
       }
       row += count;
     }
@@ -225,16 +225,16 @@ void add_groups(const char *w, const char *x, int64_t stride, int64_t rows) {
 
 template <class K, bool TWO>
 void tile_by_tiles(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums,
-                   Ask ask) {
+                   Prefetcher prefetcher) {
   clear_tile<0>();
   clear_tile<1>();
   if constexpr (TWO) clear_tile<2>();
   if constexpr (TWO) clear_tile<3>();
   for (; groups >= TILE_ROWS; groups -= TILE_ROWS, w += TILE_ROWS * GROUP_BYTES, x += TILE_BYTES) {
-    if (ask.step)
-      for (int64_t i = 0; i < TILE_ROWS; i++, ask.at += ask.step) {
-        ask.line(0);
-        ask.line(HALF);
+    if (prefetcher.step)
+      for (int64_t i = 0; i < TILE_ROWS; i++, prefetcher.at += prefetcher.step) {
+        prefetcher.line(0);
+        prefetcher.line(HALF);
       }
     add_groups<K, TWO>(w, x, stride, rows);
   }
@@ -256,7 +256,7 @@ void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_
               Write write) {
   if (!rows) return;
   const int64_t tiles = (outputs + TILE - 1) / TILE;
-  const Asking how = habits.of(K::KIND, rows);
+  const Prefetch how = habits.of(K::KIND, rows);
   const Matrices matrices(rows);
   const bool tiled = BY_TILES<K> && (how == TILED || K::KIND == KIND_own) && tiles_serve();
   const int64_t block = tiled ? 2 * matrices.rows : BLOCK;
@@ -269,17 +269,17 @@ void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_
       for (int64_t from = 0; from < rows; from += block) {
         const int64_t some = rows - from < block ? rows - from : block;
         const char *const weights = w + t * groups * GROUP_BYTES, *const inputs = x + from * stride;
-        const Asking asking = from ? NOTHING : how;
+        const Prefetch prefetch = from ? NOTHING : how;
         if constexpr (BY_TILES<K>) {
-          const Ask ask{weights, AHEAD, GROUP_BYTES, asking};
+          const Prefetcher prefetcher{weights, AHEAD, GROUP_BYTES, prefetch};
           if (!tiled)
-            tile<K>(weights, inputs, stride, some, groups, sums, asking);
+            tile<K>(weights, inputs, stride, some, groups, sums, prefetch);
           else if (some > matrices.rows)
-            tile_by_tiles<K, true>(weights, inputs, stride, matrices.rows, groups, sums, ask);
+            tile_by_tiles<K, true>(weights, inputs, stride, matrices.rows, groups, sums, prefetcher);
           else
-            tile_by_tiles<K, false>(weights, inputs, stride, matrices.rows, groups, sums, ask);
+            tile_by_tiles<K, false>(weights, inputs, stride, matrices.rows, groups, sums, prefetcher);
         } else {
-          tile<K>(weights, inputs, stride, some, groups, sums, asking);
+          tile<K>(weights, inputs, stride, some, groups, sums, prefetch);
         }
         for (int64_t r = 0; r < some; r++)
           for (int64_t h = 0; h < 2; h++) {
@@ -316,7 +316,7 @@ void multiply_rows(const char *w, const T *x, T *y, const T *add, const float *b
   int64_t stride = groups * K::STEP;
   if (WIDEN || rows > 2 || inputs % GROUP) {
     stride = apart(stride);
-    char *to = room(with_added(rows) * stride);
+    char *to = workspace(with_added(rows) * stride);
     for (int64_t r = 0; r < rows; r++) bring<WIDEN>(x + r * inputs, to + r * stride, inputs, groups * GROUP);
     from = to;
   }
@@ -385,7 +385,7 @@ template <class T>
 void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bias, const float *scales,
                  const int32_t *offsets, int64_t rows, int64_t outputs, int64_t inputs, int64_t stride, int threads) {
   const int64_t groups = (inputs + 3) / 4, bytes = apart(4 * groups);
-  char *kept = room(with_added(rows) * bytes + 4 * rows);
+  char *kept = workspace(with_added(rows) * bytes + 4 * rows);
   auto levels = reinterpret_cast<uint8_t *>(kept);
   auto steps = reinterpret_cast<float *>(kept + with_added(rows) * bytes);
   for (int64_t r = 0; r < rows; r++) steps[r] = quantize(x + r * inputs, inputs, levels + r * bytes, 4 * groups);

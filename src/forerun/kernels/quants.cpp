@@ -204,7 +204,7 @@ struct Total<true> {
 
 // Outputs of one tile for so many rows.
 template <class K, int ROWS>
-void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Ask ask) {
+void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetcher prefetcher) {
   const int8_t *at = x.levels;
   const Side<K> *sides = x.sides;
   typename Total<K::WHOLE>::Number sums[ROWS];
@@ -213,11 +213,11 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Ask ask)
   for (int64_t record = 0; record < records; record++) {
     const char *const head = w;
     w += K::HEAD;
-    ask.at += K::HEAD;
+    prefetcher.at += K::HEAD;
     for (int64_t block = record * K::BLOCKS, end = block + K::BLOCKS; block < end; block++, w += K::BLOCK) {
-      if (ask.step) {
-        for (int64_t i = 0; i < K::BLOCK; i += 64) ask.line(i);
-        ask.at += ask.step;
+      if (prefetcher.step) {
+        for (int64_t i = 0; i < K::BLOCK; i += 64) prefetcher.line(i);
+        prefetcher.at += prefetcher.step;
       }
       Ints levels[8];
 #pragma GCC unroll 4
@@ -240,9 +240,9 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Ask ask)
 }
 
 template <class K, int ROWS>
-void passes(int64_t rows, const char *w, const Rows<K> &x, int64_t records, float *out, Ask ask) {
-  if (rows == ROWS) return pass<K, ROWS>(w, x, records, out, ask);
-  if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, records, out, ask);
+void passes(int64_t rows, const char *w, const Rows<K> &x, int64_t records, float *out, Prefetcher prefetcher) {
+  if (rows == ROWS) return pass<K, ROWS>(w, x, records, out, prefetcher);
+  if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, records, out, prefetcher);
 }
 
 // Bytes of a row's levels that the matrix unit takes at a time: half a block, a block, or two.
@@ -337,8 +337,8 @@ struct Kept {
 
   Kept(int64_t rows, int64_t blocks)
       : groups(rows), lines((blocks + 1) / 2), sides(blocks * INPUTS / SPAN<K>), count(groups.most()),
-        at(reinterpret_cast<int8_t *>(aligned(room(groups.count * count * place(blocks) + 63)))) {}
-  static char *aligned(char *room) { return room + -reinterpret_cast<uintptr_t>(room) % 64; }
+        at(reinterpret_cast<int8_t *>(aligned(workspace(groups.count * count * place(blocks) + 63)))) {}
+  static char *aligned(char *workspace) { return workspace + -reinterpret_cast<uintptr_t>(workspace) % 64; }
   static int64_t place(int64_t blocks) {
     return (blocks + 1) / 2 * 2 * INPUTS + blocks * INPUTS / SPAN<K> * static_cast<int64_t>(sizeof(Side<K>));
   }
@@ -391,8 +391,8 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
   const auto unpack = [&](int64_t block) HERE {
     if (!fresh || block >= to) return;
     const char *const at = block_at<K>(w, block);
-    const Ask ask{at, TILES_AHEAD, K::BLOCK, FAR, TILES_AHEAD};
-    for (int64_t line = 0; line < K::BLOCK; line += 64) ask.line(line);
+    const Prefetcher prefetcher{at, TILES_AHEAD, K::BLOCK, FAR, TILES_AHEAD};
+    for (int64_t line = 0; line < K::BLOCK; line += 64) prefetcher.line(line);
     if constexpr (K::LEVELS != UNPACKED) {
       char *const levels = unpacked[block % kept];
 #pragma GCC unroll 4
@@ -488,8 +488,8 @@ struct ByRecords {
     for (int i = 0; i < 2; i++) {
       const int block = 2 * step + i;
       const char *const at = block_at<K>(w, record * K::BLOCKS + block);
-      const Ask ask{at, TILES_AHEAD, K::BLOCK, FAR, TILES_AHEAD};
-      for (int64_t line = 0; line < K::BLOCK; line += 64) ask.line(line);
+      const Prefetcher prefetcher{at, TILES_AHEAD, K::BLOCK, FAR, TILES_AHEAD};
+      for (int64_t line = 0; line < K::BLOCK; line += 64) prefetcher.line(line);
       const Ints part = broadcast_int(0x00070007), scale = twice(K::scale(at));
       const Ints parts[2] = {bit_and(scale, part), bit_and(shift_right<LOW>(scale), part)};
 #pragma GCC unroll 4
@@ -595,7 +595,7 @@ void pass_by_tiles(const char *w, const Kept<K> &kept, int64_t records, float *o
 }
 
 template <class K, class T>
-void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads, Asking how) {
+void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads, Prefetch how) {
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), blocks = records * K::BLOCKS;
   const int64_t tiles = (out.outputs + OUTPUTS - 1) / OUTPUTS;
   const int64_t fit = CACHED / Kept<K>::place(blocks) / TOGETHER;

@@ -12,7 +12,7 @@ constexpr float LEAST = 1e-30f;  // what is smaller counts as 0 in 8 bits: steps
 // Rows an odd number of cache lines apart: at a power of two they would push each other out of the cache.
 inline int64_t apart(int64_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
 
-inline char *room(int64_t bytes) {
+inline char *workspace(int64_t bytes) {
   static thread_local std::vector<char> kept;
   if (static_cast<int64_t>(kept.size()) < bytes) kept.resize(bytes);
   return kept.data();
@@ -21,25 +21,25 @@ inline char *room(int64_t bytes) {
 // How a kind of weights is asked for ahead of its use, by rows. NEAR: into the L1 cache; what is on its way there holds up
 // what is in use, where arithmetic takes longer than memory. FAR: into the L2 cache; of that a processor forgets some
 // where memory takes longer. TILED: NEAR, for rows that the matrix unit multiplies, if there is one and no bits change.
-enum Asking : uint8_t { NOTHING, NEAR, FAR, TILED };
-constexpr int64_t MOST_ASKING = 32;  // more rows ask as these do
+enum Prefetch : uint8_t { NOTHING, NEAR, FAR, TILED };
+constexpr int64_t MAX_PREFETCH_ROWS = 32;  // more rows ask as these do
 constexpr int64_t FAR_AHEAD = 1 << 15;  // bytes from a weight that is used to the one asked for
 
 struct Habits {
-  Asking by_rows[KINDS][MOST_ASKING + 1];
+  Prefetch by_rows[KINDS][MAX_PREFETCH_ROWS + 1];
   constexpr Habits() : by_rows() {  // as measured on AMD Zen 4
     for (int64_t kind = 0; kind < KINDS; kind++)
-      for (int64_t rows = 1; rows <= MOST_ASKING; rows++) by_rows[kind][rows] = rows > 5 ? FAR : NEAR;
+      for (int64_t rows = 1; rows <= MAX_PREFETCH_ROWS; rows++) by_rows[kind][rows] = rows > 5 ? FAR : NEAR;
   }
-  Asking of(int64_t kind, int64_t rows) const { return by_rows[kind][rows < MOST_ASKING ? rows : MOST_ASKING]; }
+  Prefetch of(int64_t kind, int64_t rows) const { return by_rows[kind][rows < MAX_PREFETCH_ROWS ? rows : MAX_PREFETCH_ROWS]; }
 };
 inline Habits habits;
 
-struct Ask {
+struct Prefetcher {
   const char *at;
   int64_t step;  // bytes for each group of weights that is used; 0: nothing is asked for
   bool far;
-  Ask(const char *used, int64_t near, int64_t step, Asking how, int64_t distance = FAR_AHEAD)
+  Prefetcher(const char *used, int64_t near, int64_t step, Prefetch how, int64_t distance = FAR_AHEAD)
       : at(used + (how == FAR ? distance : near)), step(how == NOTHING ? 0 : step), far(how == FAR) {}
   void line(int64_t offset) const {
     if (far)

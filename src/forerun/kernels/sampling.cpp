@@ -121,7 +121,7 @@ struct Softmax {
 
 // The first id whose cumulative weight exceeds its share of the sum; never one of weight 0, unless all are. The sum runs
 // over blocks in double precision, so that rounding can at most leave the search at the end of the right block.
-int64_t invert(const float *weights, int64_t size, double spot) {
+int64_t invert(const float *weights, int64_t size, double quantile) {
   constexpr int64_t STEP = 128;
   static thread_local std::vector<double> reach;
   reach.clear();
@@ -135,26 +135,26 @@ int64_t invert(const float *weights, int64_t size, double spot) {
     total += reduce_sum(sum);
     reach.push_back(total);
   }
-  const double goal = total * (spot < 1 - 0x1p-40 ? spot : 1 - 0x1p-40);
+  const double goal = total * (quantile < 1 - 0x1p-40 ? quantile : 1 - 0x1p-40);
   size_t block = 0;
   while (block < reach.size() && !(reach[block] > goal)) block++;
   if (block == reach.size()) return size - 1;  // nothing, or NaN
   double sum = block ? reach[block - 1] : 0;
-  int64_t found = size - 1;
+  int64_t result = size - 1;
   for (int64_t i = block * STEP; i < (static_cast<int64_t>(block) + 1) * STEP && i < size; i++)
     if (weights[i] > 0) {
-      found = i;
+      result = i;
       sum += weights[i];
       if (sum > goal) break;
     }
-  return found;
+  return result;
 }
 
 }  // namespace
 
-// Per row of weights, the id at which its share ``spots`` of the sum is passed.
-void draw(const float *weights, int64_t rows, int64_t size, const double *spots, int64_t *out) {
-  for (int64_t r = 0; r < rows; r++) out[r] = invert(weights + r * size, size, spots[r]);
+// Per row of weights, the id at which its share ``quantiles`` of the sum is passed.
+void draw(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out) {
+  for (int64_t r = 0; r < rows; r++) out[r] = invert(weights + r * size, size, quantiles[r]);
 }
 
 void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
@@ -183,8 +183,8 @@ void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids,
     }
     best.end(tops + r, places + r);
     if (!softmax) continue;
-    const Softmax law(row, size, softmax + r * size);
-    for (int64_t i = 0; i < size; i += 16) store(law.powers + i, first(size - i), law(i, first(size - i)));
+    const Softmax softmax_row(row, size, softmax + r * size);
+    for (int64_t i = 0; i < size; i += 16) store(softmax_row.powers + i, first(size - i), softmax_row(i, first(size - i)));
   }
 }
 
@@ -195,17 +195,17 @@ void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids,
 void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials, const int64_t *at,
            const int64_t *tokens, const float *const *qs, const int64_t *follows, float lenience, float *residual,
            float *tops, float *weights, float *left, float *shared) {
-  static thread_local std::vector<float> room;
-  if (static_cast<int64_t>(room.size()) < size) room.resize(size);
+  static thread_local std::vector<float> workspace;
+  if (static_cast<int64_t>(workspace.size()) < size) workspace.resize(size);
   for (int64_t r = 0; r < rows; r++) {
     float *const out = residual + r * size;
-    const Softmax law(scores + r * size, size, out);
+    const Softmax softmax_row(scores + r * size, size, out);
     Best best;
     int64_t place;
     for (int64_t i = 0; i < size; i += 16) {
       const First mask = first(size - i);
       best.see(load(scores + r * size + i, mask), mask, i);
-      store(out + i, mask, greedy[r] ? zeros() : law(i, mask));
+      store(out + i, mask, greedy[r] ? zeros() : softmax_row(i, mask));
     }
     best.end(tops + r, &place);
     if (greedy[r]) out[place] = 1;
@@ -223,14 +223,14 @@ void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greed
       const First mask = first(size - i);
       const Floats a = load(row + i, mask), b = q ? load(q + i, mask) : none;
       const Floats more = max(fms(times, a, b), none);
-      store(room.data() + i, mask, more);
+      store(workspace.data() + i, mask, more);
       sum = sum + more;
       common = common + min(a, b);
     }
     left[t] = reduce_sum(sum);
     shared[t] = q ? reduce_sum(common) : kept;
     if (!q) row[tokens[t]] = kept;
-    if (left[t] > 0) std::memcpy(row, room.data(), size * sizeof(float));
+    if (left[t] > 0) std::memcpy(row, workspace.data(), size * sizeof(float));
   }
 }
 
@@ -253,16 +253,16 @@ void rank(const float *scores, int64_t size, int64_t trials, const int64_t *at, 
       uint32_t better = bits(greater(v, floor));
       while (better) {
         const int lane = __builtin_ctz(better);
-        const float found = row[i + lane];
+        const float result = row[i + lane];
         better &= better - 1;
-        if (!(found > value[count - 1])) continue;
+        if (!(result > value[count - 1])) continue;
         int64_t place = count - 1;
-        for (; place > 0 && found > value[place - 1]; place--) value[place] = value[place - 1], id[place] = id[place - 1];
-        value[place] = found;
+        for (; place > 0 && result > value[place - 1]; place--) value[place] = value[place - 1], id[place] = id[place - 1];
+        value[place] = result;
         id[place] = static_cast<int32_t>(i + lane);
         floor = broadcast(value[count - 1]);
         if (place) continue;
-        const Floats top = broadcast(found);
+        const Floats top = broadcast(result);
         sum = sum * exponential(base - top);
         base = top;
       }
@@ -280,18 +280,18 @@ void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *
               const int64_t *tokens, float *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && static_cast<double>(trials) * size > PARALLEL)
   for (int64_t t = 0; t < trials; t++) {
-    static thread_local std::vector<float> room;
-    if (static_cast<int64_t>(room.size()) < size) room.resize(size);
-    const Softmax law(scores + rows[t] * size, size, room.data());
+    static thread_local std::vector<float> workspace;
+    if (static_cast<int64_t>(workspace.size()) < size) workspace.resize(size);
+    const Softmax softmax_row(scores + rows[t] * size, size, workspace.data());
     const float *const q = qs[t];
     if (!q) {
-      out[t] = law.powers[tokens[t]] * law.share;
+      out[t] = softmax_row.powers[tokens[t]] * softmax_row.share;
       continue;
     }
     Floats sum = zeros();
     for (int64_t i = 0; i < size; i += 16) {
       const First mask = first(size - i);
-      sum = sum + min(law(i, mask), load(q + i, mask));
+      sum = sum + min(softmax_row(i, mask), load(q + i, mask));
     }
     out[t] = reduce_sum(sum);
   }

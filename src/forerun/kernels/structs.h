@@ -122,8 +122,8 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(T *const *, keep) /* for each where its input goes, or null; then for the output, normed and as it is */        \
   F(const int64_t *, rows_out) /* the rows whose logits are wanted, ascending; read if they are not all */          \
   F(int64_t, num_out)                                                                                               \
-  F(T *, room)                                                                                                      \
-  F(int64_t, room_size)                                                                                             \
+  F(T *, workspace)                                                                                                 \
+  F(int64_t, workspace_size)                                                                                        \
   F(float *, logits)   /* [num_out, vocabulary]; null where the model has no head */                                \
   F(T *const *, sides) /* keys and values of every layer */                                                         \
   F(const Pool *, pool)                                                                                             \
@@ -136,13 +136,13 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(const int64_t *, depths)  /* [sequences] tokens wanted */                                                           \
   F(const int64_t *, starts)  /* [sequences] entries of the cache before the first drafted token's */                   \
   F(const int64_t *, tables)  /* [sequences] where its pages begin in the plan's tables */                              \
-  F(const float *, heats)     /* [sequences] its temperature; 0: the likeliest token */                                 \
-  F(const float *, shares)    /* [sequences, 2] its min-p and top-p */                                                  \
+  F(const float *, temperatures)     /* [sequences] its temperature; 0: the likeliest token */                          \
+  F(const float *, thresholds)    /* [sequences, 2] its min-p and top-p */                                              \
   F(const int64_t *, top_ks)  /* [sequences] */                                                                         \
   F(const int32_t *, words)   /* [vocabulary] for noise */                                                                       \
   F(const int64_t *, names)   /* [vocabulary] the token that each row of the output layer stands for; null: its number */ \
   F(const uint64_t *, keys)   /* [longest, sequences] of each choice's noise, or null: drawn from the softmax */        \
-  F(const double *, spots)    /* [longest, sequences] where in its cumulative sum */                                    \
+  F(const double *, quantiles)    /* [longest, sequences] where in its cumulative sum */                                \
   F(int64_t *, tokens)        /* [longest, sequences] what was chosen; -1: nothing, as no id is permitted or one is NaN */ \
   F(float *, q)               /* [longest, sequences, vocabulary] softmax of each row with a temperature, or null */    \
   F(int64_t, feeds)           /* whether the output before the last norm is the next input, beside the token (EAGLE) */ \

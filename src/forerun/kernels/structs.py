@@ -120,8 +120,8 @@ class Call(NamedTuple):
     keep: int
     rows_out: int
     num_out: int
-    room: int
-    room_size: int
+    workspace: int
+    workspace_size: int
     logits: int
     sides: int
     pool: int
@@ -135,13 +135,13 @@ class Chains(NamedTuple):
     depths: int
     starts: int
     tables: int
-    heats: int
-    shares: int
+    temperatures: int
+    thresholds: int
     top_ks: int
     words: int
     names: int
     keys: int
-    spots: int
+    quantiles: int
     tokens: int
     q: int
     feeds: int

@@ -54,7 +54,7 @@ class Largest {
     for (float depth : {2.0f, 6.0f, 18.0f, INF})
       if (gather(std::max(floor, top - depth)) >= goal) break;
     const int32_t *const at = bins.data();
-    const float *const value = values.data(), *const weight = shares.data();
+    const float *const value = values.data(), *const weight = probabilities.data();
     for (auto &way : sums) std::fill(way, way + BINS, 0.0);
     for (int64_t i = 0; i < near; i++) sums[i % WAYS][at[i]] += weight[i];  // one way would wait for its own sums
     double before = 0;
@@ -69,19 +69,19 @@ class Largest {
     for (int64_t i = 0; i < near; i++)
       if (at[i] == reaching) inside.push_back({value[i], weight[i]});
     std::sort(inside.begin(), inside.end(), [](const Entry &a, const Entry &b) { return a.value > b.value; });
-    float found = -INF;
+    float result = -INF;
     for (const Entry &entry : inside) {
-      found = entry.value;
+      result = entry.value;
       before += entry.weight;
       if (before >= goal) break;
     }
-    return found;
+    return result;
   }
 
   // Collects the entries that are not below ``least``, and returns the sum of their weights.
   double gather(float least) {
     if (static_cast<int64_t>(values.size()) < size + 16)
-      values.resize(size + 16), shares.resize(size + 16), bins.resize(size + 16);
+      values.resize(size + 16), probabilities.resize(size + 16), bins.resize(size + 16);
     near = 0;
     Doubles sum = zero_doubles();
     for (int64_t i = 0; i < size; i += 16) {
@@ -94,7 +94,7 @@ class Largest {
       const Floats bin = min(below * broadcast(PER_NAT), broadcast(BINS - 1));
       store(values.data() + near, value);
       store(bins.data() + near, truncate(bin));
-      store(shares.data() + near, weight);
+      store(probabilities.data() + near, weight);
       near += __builtin_popcount(bits(in));
       sum = add_lanes(sum, weight);
     }
@@ -108,7 +108,7 @@ class Largest {
   const float *const row;
   const int64_t size;
   int64_t near = 0;  // entries in values and shares
-  inline static thread_local std::vector<float> weights, values, shares;
+  inline static thread_local std::vector<float> weights, values, probabilities;
   inline static thread_local std::vector<int32_t> bins;
   inline static thread_local std::vector<Entry> inside;
   double sums[WAYS][BINS];
@@ -118,10 +118,10 @@ class Largest {
 
 // Divides a row by its temperature and bans what min-p, then top-k, then top-p leave out; 0, 0 and 1 leave all. Ties with
 // the last entry that stays, stay.
-void restrict_row(float *row, int64_t size, float heat, float min_p, int64_t top_k, float top_p) {
-  const Floats heats = broadcast(heat), banned = broadcast(-INF);
-  for (int64_t i = 0; heat != 1 && i < size; i += 16)
-    store(row + i, first(size - i), load(row + i, first(size - i)) / heats);
+void restrict_row(float *row, int64_t size, float temperature, float min_p, int64_t top_k, float top_p) {
+  const Floats temperatures = broadcast(temperature), banned = broadcast(-INF);
+  for (int64_t i = 0; temperature != 1 && i < size; i += 16)
+    store(row + i, first(size - i), load(row + i, first(size - i)) / temperatures);
   const bool counts = top_k > 0 && top_k < size;
   if (!(min_p > 0) && !counts && !(top_p < 1)) return;
   Largest largest(row, size);
@@ -137,12 +137,12 @@ void restrict_row(float *row, int64_t size, float heat, float min_p, int64_t top
   }
 }
 
-// The same for rows whose ``heats`` are not 0; ``shares`` holds min-p and top-p of each.
-void restrict_rows(float *rows, int64_t count, int64_t size, const float *heats, const float *shares,
+// The same for rows whose ``temperatures`` are not 0; ``thresholds`` holds min-p and top-p of each.
+void restrict_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
                    const int64_t *top_ks, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && static_cast<double>(count) * size > PARALLEL)
   for (int64_t r = 0; r < count; r++)
-    if (heats[r] != 0) restrict_row(rows + r * size, size, heats[r], shares[2 * r], top_ks[r], shares[2 * r + 1]);
+    if (temperatures[r] != 0) restrict_row(rows + r * size, size, temperatures[r], thresholds[2 * r], top_ks[r], thresholds[2 * r + 1]);
 }
 
 // Repetition penalty for every token of a text whose output begins at ``output``; frequency and presence penalties for

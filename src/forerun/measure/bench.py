@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import comb
 from pathlib import Path
@@ -26,7 +25,7 @@ from forerun.measure.conversations import Texts, make_texts, read_set, stops
 from forerun.measure.environment import environment, read_bandwidth, weights
 from forerun.measure.methods import FASTEST, Contender, EngineContender, labels, method_configs, runnable, with_trees
 from forerun.measure.prompts import repetition_rate
-from forerun.measure.rounds import Costs, Measured, in_turns, shares
+from forerun.measure.rounds import Costs, Measured, interleave, shares
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept.synthetic import LENGTH, RATES
 
@@ -99,7 +98,7 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
             progress(f"temperature {temperature:g}, concurrency {concurrency}")
             gc.collect()
             gc.freeze()  # a full collection visits all that torch and transformers made: 0.2 s, in whoever's turn
-            runs = take_turns(contenders, prompts, config, temperature, concurrency)
+            runs = run_interleaved(contenders, prompts, config, temperature, concurrency)
             gc.unfreeze()
             rows += table(contenders, runs, prompts, temperature, concurrency)
             categories += by_category(contenders, runs, texts, temperature, concurrency, llm.tokenizer, judge)
@@ -111,7 +110,7 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     return {"environment": about, "rows": rows, "categories": categories, "left_out": left_out}
 
 
-def _synthetic(options: Seq[Mapping[str, Any]]) -> Any:
+def _synthetic(options: Sequence[Mapping[str, Any]]) -> Any:
     """At which rates or lengths some methods' drafts are accepted: None, what all of those have, or a list."""
     asked: list[Any] = []
     for option in options:
@@ -119,7 +118,7 @@ def _synthetic(options: Seq[Mapping[str, Any]]) -> Any:
     return asked if len(asked) > 1 else next(iter(asked), None)
 
 
-def _with_stops(config: BenchConfig, texts: Seq[str]) -> BenchConfig:
+def _with_stops(config: BenchConfig, texts: Sequence[str]) -> BenchConfig:
     """The same; answers end at one of ``texts``. Raises ConfigError with peers, which know no such ends."""
     if not texts:
         return config
@@ -129,7 +128,7 @@ def _with_stops(config: BenchConfig, texts: Seq[str]) -> BenchConfig:
 
 
 def _about(
-    llm: LLM, config: BenchConfig, texts: Texts, rows: Seq[dict[str, Any]], held: Seq[dict[str, Any]]
+    llm: LLM, config: BenchConfig, texts: Texts, rows: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """What was measured, on what, with which prompts."""
     about = environment(llm, config.engine)
@@ -154,8 +153,12 @@ def _about(
     }
 
 
-def take_turns(
-    contenders: Seq[Contender], prompts: Seq[list[int]], config: BenchConfig, temperature: float, concurrency: int
+def run_interleaved(
+    contenders: Sequence[Contender],
+    prompts: Sequence[list[int]],
+    config: BenchConfig,
+    temperature: float,
+    concurrency: int,
 ) -> list[list[Measured]]:
     """Per contender, one measurement per repeat, each by a drafter that has not seen the prompts. The turn passes after
     every ``concurrency`` prompts, or, where engines alone answer several or count as a whole, after
@@ -170,15 +173,15 @@ def take_turns(
     others = [prompt[::-1] for prompt in prompts[:concurrency]]
     runs: list[list[Measured]] = [[] for _ in contenders]
     for repeat in range(config.repeats):
-        for contender, found in zip(contenders, runs):
-            found.append(Measured())
+        for contender, result in zip(contenders, runs):
+            result.append(Measured())
             if isinstance(contender, EngineContender):
                 contender.renew(fresh=config.fresh)
             contender.run(others, params(0, concurrency, min(WARM_UP_TOKENS, config.max_tokens)))
         engines = [contender for contender in contenders if isinstance(contender, EngineContender)]
         if config.whole or (concurrency > 1 and len(engines) == len(contenders)):
-            found = [each[-1] for each in runs]
-            side_by_side(engines, prompts, params(0, len(prompts), config.max_tokens), found, repeat)
+            result = [each[-1] for each in runs]
+            side_by_side(engines, prompts, params(0, len(prompts), config.max_tokens), result, repeat)
             continue
         for first in range(0, len(prompts), concurrency):
             group = prompts[first : first + concurrency]
@@ -188,40 +191,40 @@ def take_turns(
 
 
 def side_by_side(
-    contenders: Seq[EngineContender],
-    prompts: Seq[list[int]],
-    params: Seq[SamplingParams],
-    found: Seq[Measured],
+    contenders: Sequence[EngineContender],
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    result: Sequence[Measured],
     begin: int = 0,
 ) -> None:
     """All contenders at once, in turns."""
-    in_turns([contenders[i].rounds(prompts, params, found[i]) for i in _order(len(contenders), begin)])
+    interleave([contenders[i].rounds(prompts, params, result[i]) for i in _order(len(contenders), begin)])
 
 
 def _order(count: int, begin: int) -> list[int]:
     return [(begin + index) % count for index in range(count)]
 
 
-def _bandwidth(llm: LLM, rows: Seq[dict[str, Any]]) -> dict[str, Any]:
+def _bandwidth(llm: LLM, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Bytes that a plain token reads, as they are held, and the bandwidth measured beside it; adds each plain row's
     share of it.
 
     Only for weights that no cache holds.
     """
     size = llm.model.info.token_bytes
-    found: dict[str, Any] = {"weight_bytes_per_token": size, "read_bandwidth": None}
+    result: dict[str, Any] = {"weight_bytes_per_token": size, "read_bandwidth": None}
     if size >= OUT_OF_CACHE:
-        found["read_bandwidth"] = read_bandwidth(llm.model.info.device)
+        result["read_bandwidth"] = read_bandwidth(llm.model.info.device)
         for row in rows:
             if row["method"] in (NONE, FASTEST) and row["concurrency"] == 1:
-                row["bandwidth_share"] = size * row["tokens_per_second"] / found["read_bandwidth"]
-    return found
+                row["bandwidth_share"] = size * row["tokens_per_second"] / result["read_bandwidth"]
+    return result
 
 
 def table(
-    contenders: Seq[Contender],
-    runs: Seq[Seq[Measured]],
-    prompts: Seq[list[int]],
+    contenders: Sequence[Contender],
+    runs: Sequence[Sequence[Measured]],
+    prompts: Sequence[list[int]],
     temperature: float,
     concurrency: int,
 ) -> list[dict[str, Any]]:
@@ -233,27 +236,27 @@ def table(
         each.check()
     fastest = runs[names.index(FASTEST)] if FASTEST in names else plain
     rows = []
-    for contender, found in zip(contenders, runs):
+    for contender, result in zip(contenders, runs):
         row: dict[str, Any] = {"method": contender.name, "temperature": temperature, "concurrency": concurrency}
         row["tree"] = None
         row |= contender.facts()
-        row["tokens_per_second"] = median(m.tokens_per_second for m in found)
-        ratios = [m.tokens_per_second / p.tokens_per_second for m, p in zip(found, plain)]
+        row["tokens_per_second"] = median(m.tokens_per_second for m in result)
+        ratios = [m.tokens_per_second / p.tokens_per_second for m, p in zip(result, plain)]
         row["speedup"], row["speedup_range"] = median(ratios), [min(ratios), max(ratios)]
         row["speedup_error"] = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
-        row["speedup_over_fastest"] = median(m.tokens_per_second / f.tokens_per_second for m, f in zip(found, fastest))
-        row |= _speculation(found, plain, concurrency)
+        row["speedup_over_fastest"] = median(m.tokens_per_second / f.tokens_per_second for m, f in zip(result, fastest))
+        row |= _speculation(result, plain, concurrency)
         row["identical"] = None
         if contender.promises_identity(temperature):
-            row["identical"] = all(m.answers == plain[0].answers for m in found)
-        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, found[0].answers)]
+            row["identical"] = all(m.answers == plain[0].answers for m in result)
+        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, result[0].answers)]
         row["repetition_rate"] = repetition_rate(texts, [len(prompt) for prompt in prompts])
         rows.append(row)
     _compare_with_chains(rows)
     return rows
 
 
-def _compare_with_chains(rows: Seq[dict[str, Any]]) -> None:
+def _compare_with_chains(rows: Sequence[dict[str, Any]]) -> None:
     """``over_chain``: a tree's tokens per round over those of the same drafter's chain of the same depth."""
 
     def key(row: dict[str, Any]) -> tuple:
@@ -265,16 +268,16 @@ def _compare_with_chains(rows: Seq[dict[str, Any]]) -> None:
         row["over_chain"] = row["tokens_per_round"] / chain if chain and row["tokens_per_round"] else None
 
 
-def acceptance_by_position(histogram: Seq[int]) -> list[float] | None:
+def acceptance_by_position(histogram: Sequence[int]) -> list[float] | None:
     """Entry j: the share of drafts of which more than j tokens were accepted (vLLM's unconditional rates)."""
     drafts = sum(histogram)
     return [sum(histogram[j + 1 :]) / drafts for j in range(len(histogram) - 1)] if drafts else None
 
 
-def _speculation(found: Seq[Measured], plain: Seq[Measured], concurrency: int) -> dict[str, Any]:
+def _speculation(result: Sequence[Measured], plain: Sequence[Measured], concurrency: int) -> dict[str, Any]:
     """Acceptance and prices of all repeats together, and what the theory makes of them."""
-    rounds = [r for m in found for r in m.rounds]
-    total = Measured(metrics=[metric for m in found for metric in m.metrics]).total
+    rounds = [r for m in result for r in m.rounds]
+    total = Measured(metrics=[metric for m in result for metric in m.metrics]).total
     costs = Costs.of(rounds, [r for m in plain for r in m.rounds], concurrency) if total.num_drafts else None
     predicted = None
     if costs is not None and total.match_rate is not None:
@@ -300,8 +303,8 @@ CONFIDENCE = 0.95
 
 
 def by_category(
-    contenders: Seq[Contender],
-    runs: Seq[Seq[Measured]],
+    contenders: Sequence[Contender],
+    runs: Sequence[Sequence[Measured]],
     texts: Texts,
     temperature: float,
     concurrency: int,
@@ -316,18 +319,18 @@ def by_category(
         groups[EVERYTHING] = list(range(len(kinds)))
     plain = runs[[contender.name for contender in contenders].index(NONE)]
     rows = []
-    for contender, found in zip(contenders, runs):
+    for contender, result in zip(contenders, runs):
         about: dict[str, Any] = {"method": contender.name, "temperature": temperature, "concurrency": concurrency}
         about |= {"tree": None} | contender.facts()
         promised = contender.promises_identity(temperature)
-        passed = _passed(found[0], texts, tokenizer, judge) if judge is not None else None
+        passed = _passed(result[0], texts, tokenizer, judge) if judge is not None else None
         for kind, members in groups.items():
             row: dict[str, Any] = (
-                about | {"category": kind} | _acceptance(found, texts, members) | _speed(found, plain, texts, members)
+                about | {"category": kind} | _acceptance(result, texts, members) | _speed(result, plain, texts, members)
             )
-            same = sum(all(m.answers[i] == plain[0].answers[i] for m in found) for i in members)
+            same = sum(all(m.answers[i] == plain[0].answers[i] for m in result) for i in members)
             row |= {"same_answers": same, "identical": same == len(members) if promised else None}
-            answers = [[*texts.prompts[i], *found[0].answers[i]] for i in members]
+            answers = [[*texts.prompts[i], *result[0].answers[i]] for i in members]
             row["repetition_rate"] = repetition_rate(answers, [len(texts.prompts[i]) for i in members])
             row["passed"] = sum(passed[i] for i in members) if passed is not None else None
             row["pass_at_1"] = row["passed"] / len(members) if passed is not None else None
@@ -335,29 +338,29 @@ def by_category(
     return rows
 
 
-def _passed(found: Measured, texts: Texts, tokenizer: Any, judge: Any) -> list[bool]:
+def _passed(result: Measured, texts: Texts, tokenizer: Any, judge: Any) -> list[bool]:
     tasks = [task for owner in texts.owners if (task := texts.conversations[owner].task) is not None]
-    return judge.passed(tasks, [tokenizer.decode(a, skip_special_tokens=True) for a in found.answers], texts.chat)
+    return judge.passed(tasks, [tokenizer.decode(a, skip_special_tokens=True) for a in result.answers], texts.chat)
 
 
-def _cases(texts: Texts, members: Seq[int]) -> list[list[int]]:
+def _cases(texts: Texts, members: Sequence[int]) -> list[list[int]]:
     """The prompts of each conversation."""
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for i in members:
-        found.setdefault(texts.owners[i], []).append(i)
-    return list(found.values())
+        result.setdefault(texts.owners[i], []).append(i)
+    return list(result.values())
 
 
-def _acceptance(found: Seq[Measured], texts: Texts, members: Seq[int]) -> dict[str, Any]:
+def _acceptance(result: Sequence[Measured], texts: Texts, members: Sequence[int]) -> dict[str, Any]:
     """Counts, and tokens per round and per drafted round with their standard errors; None for a peer."""
     cases = _cases(texts, members)
     row: dict[str, Any] = {
         "conversations": len(cases),
         "prompts": len(members),
-        "tokens": sum(len(found[0].answers[i]) for i in members),
+        "tokens": sum(len(result[0].answers[i]) for i in members),
     }
-    measured = all(m.metrics for m in found)
-    each = [RequestMetrics.merged([m.metrics[i] for m in found for i in case]) for case in cases] if measured else []
+    measured = all(m.metrics for m in result)
+    each = [RequestMetrics.merged([m.metrics[i] for m in result for i in case]) for case in cases] if measured else []
     total = RequestMetrics.merged(each) if each else RequestMetrics()
     lengths = [(m.num_accepted_draft_tokens + m.num_drafts, m.num_drafts) for m in each]
     return row | {
@@ -369,13 +372,15 @@ def _acceptance(found: Seq[Measured], texts: Texts, members: Seq[int]) -> dict[s
     }
 
 
-def _speed(found: Seq[Measured], plain: Seq[Measured], texts: Texts, members: Seq[int]) -> dict[str, Any]:
+def _speed(
+    result: Sequence[Measured], plain: Sequence[Measured], texts: Texts, members: Sequence[int]
+) -> dict[str, Any]:
     """Speed over plain decoding: each conversation's is the median over the repeats, which are interleaved pairs;
     ``speedup`` is the conversations' median. None where prompts were decoded together or nothing but first tokens
     came."""
     ratios = []
     for case in _cases(texts, members):
-        pairs = [(_rate(m, case), _rate(p, case)) for m, p in zip(found, plain)]
+        pairs = [(_rate(m, case), _rate(p, case)) for m, p in zip(result, plain)]
         if all(mine and theirs for mine, theirs in pairs):
             ratios.append(median(mine / theirs for mine, theirs in pairs))
     return {
@@ -385,7 +390,7 @@ def _speed(found: Seq[Measured], plain: Seq[Measured], texts: Texts, members: Se
     }
 
 
-def _rate(measured: Measured, case: Seq[int]) -> float:
+def _rate(measured: Measured, case: Sequence[int]) -> float:
     """Tokens per second over these prompts; 0 where they were not timed one by one."""
     if len(measured.parts) != len(measured.answers):
         return 0.0
@@ -393,7 +398,7 @@ def _rate(measured: Measured, case: Seq[int]) -> float:
     return sum(measured.parts[i][0] for i in case) / seconds if seconds else 0.0
 
 
-def ratio_error(pairs: Seq[tuple[float, float]]) -> float | None:
+def ratio_error(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Standard error of sum(a) / sum(b) over independent cases (a, b), to first order (Cochran, Sampling Techniques,
     1977, section 6.4). None for fewer than two cases with b > 0."""
     pairs = [(a, b) for a, b in pairs if b > 0]
@@ -404,9 +409,9 @@ def ratio_error(pairs: Seq[tuple[float, float]]) -> float | None:
     return (sum((a - ratio * b) ** 2 for a, b in pairs) * count / (count - 1)) ** 0.5 / below
 
 
-def median_interval(values: Seq[float], confidence: float = CONFIDENCE) -> list[float] | None:
+def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> list[float] | None:
     """An interval that holds the population's median with at least this confidence, whatever the distribution: between
-    two of the sorted values, as far from both ends as the binomial law permits. None for too few values."""
+    two of the sorted values, as far from both ends as the binomial distribution permits. None for too few values."""
     count = len(values)
     outside, below = 0, 0.0
     while (below := below + comb(count, outside) / 2**count) <= (1 - confidence) / 2:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
 
-LAW_PROMPT = 14
+DISTRIBUTION_PROMPT = 14
 """Tokens of the prompt whose continuations are counted; it repeats itself, for drafters that look back."""
 
 
@@ -37,14 +36,14 @@ class CheckConfig:
 
     engine: dict[str, Any] = field(default_factory=dict)
     speculative: dict[str, Any] = field(default_factory=dict)
-    methods: Seq[str] = ("ngram", "draft_model")
-    accepts: Seq[str] = ("coupled", "token")
+    methods: Sequence[str] = ("ngram", "draft_model")
+    accepts: Sequence[str] = ("coupled", "token")
     trees: bool = True
     prompts: int = 22
     prompt_tokens: int = 32
     max_tokens: int = 24
-    temperatures: Seq[float] = (0.0, 0.8)
-    page_sizes: Seq[int | None] = (None, 16)
+    temperatures: Sequence[float] = (0.0, 0.8)
+    page_sizes: Sequence[int | None] = (None, 16)
     samples: int = SAMPLES
     concurrency: int = 16
     prompt_set: str = HELD_OUT
@@ -96,14 +95,14 @@ def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: N
     )
     results += _bits(config, llm, prompts, step)
     if config.samples:
-        prompt = make_prompts(REPETITIVE, llm.tokenizer, count=1, length=LAW_PROMPT, seed=config.seed)[0]
+        prompt = make_prompts(REPETITIVE, llm.tokenizer, count=1, length=DISTRIBUTION_PROMPT, seed=config.seed)[0]
         cases = [{**item, "accept": rule} for item in options for rule in config.accepts]
         if ALL in config.methods:
             cases, not_with = runnable(llm, cases)
             left_out |= not_with
         for name, case in zip(labels(cases, ("accept",)), cases, strict=True):
             step(f"law, {name}, {case['accept']}")
-            results.append(check_law(llm, case, prompt, samples=config.samples, seed=config.seed, name=name))
+            results.append(check_distribution(llm, case, prompt, samples=config.samples, seed=config.seed, name=name))
     return {
         "passed": all(result.passed for result in results),
         "tested": all(result.tested for result in results),
@@ -113,14 +112,14 @@ def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: N
     }
 
 
-def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable[[str], None]) -> list[Result]:
+def _bits(config: CheckConfig, llm: LLM, prompts: Sequence[list[int]], step: Callable[[str], None]) -> list[Result]:
     """On every path that runs this model; the layouts take turns over the prompts."""
     params = [
         SamplingParams(temperature=1.0, max_tokens=config.max_tokens, seed=config.seed + i, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    found, _ = answers(llm, None, prompts, params, concurrency=config.concurrency)
-    pairs = [(prompt, group[0].tokens) for prompt, group in zip(prompts, found)]
+    result, _ = answers(llm, None, prompts, params, concurrency=config.concurrency)
+    pairs = [(prompt, group[0].tokens) for prompt, group in zip(prompts, result)]
     layouts = len(config.page_sizes)
     results = []
     encodes = llm.model.info.encoder is not None
@@ -132,14 +131,14 @@ def _bits(config: CheckConfig, llm: LLM, prompts: Seq[list[int]], step: Callable
         elif config.engine.get("quantization") not in (None, UNQUANTIZED) or llm.config.tensor_parallel_size > 1:
             continue
         else:
-            wanted = replace(llm.config, model_path=path)
+            requested = replace(llm.config, model_path=path)
             model = load_model(
-                wanted.model,
-                dtype=wanted.dtype,
-                device=wanted.device,
-                invariant=wanted.invariant,
+                requested.model,
+                dtype=requested.dtype,
+                device=requested.device,
+                invariant=requested.invariant,
                 model_path=path,
-                lora=wanted.lora,
+                lora=requested.lora,
             )
         for turn, page_size in enumerate(config.page_sizes):
             step(f"bits, {model.info.path}")
@@ -151,8 +150,8 @@ def steps(config: CheckConfig) -> int:
     """About how many steps ``run_checks`` reports."""
     methods = len(list(drafters)) if ALL in config.methods else len(config.methods)
     cases = methods + config.trees
-    laws = methods * len(config.accepts) if config.samples else 0
-    return len(config.temperatures) * (1 + cases * len(config.page_sizes)) + 2 * len(config.page_sizes) + laws
+    distributions = methods * len(config.accepts) if config.samples else 0
+    return len(config.temperatures) * (1 + cases * len(config.page_sizes)) + 2 * len(config.page_sizes) + distributions
 
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9)
@@ -160,7 +159,9 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9)
 
 
 @torch.inference_mode()
-def check_bits(model: Model, pairs: Seq[tuple[Seq[int], Seq[int]]], page_size: int | None) -> list[Result]:
+def check_bits(
+    model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], page_size: int | None
+) -> list[Result]:
     """``pairs`` are prompts and answers. Two results: the rows of these
     texts' verifications (a single row is what decoding feeds, and is not counted), and hundreds of random rows in every
     way that tokens are fed (chunks, neighbours, trees)."""
@@ -168,7 +169,7 @@ def check_bits(model: Model, pairs: Seq[tuple[Seq[int], Seq[int]]], page_size: i
     longest = max(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
     attention = new_attention(model, max_seqs=1, max_len=longest, page_size=page_size, slack=max(WIDTHS))
 
-    def feed(tokens: Seq[int], start: int) -> torch.Tensor:
+    def feed(tokens: Sequence[int], start: int) -> torch.Tensor:
         span = Span(0, start, list(tokens), logits=list(range(len(tokens))), source=source)
         return model.forward(Batch([span], model.info.device), attention).logits
 
@@ -183,10 +184,12 @@ def check_bits(model: Model, pairs: Seq[tuple[Seq[int], Seq[int]]], page_size: i
         while position < len(text):
             width = min(WIDTHS[turn % len(WIDTHS)], len(text) - position)
             rows = feed(text[position : position + width], position)
-            wanted = single[position - start : position - start + width]
-            same = (rows == wanted).all(dim=1)
+            requested = single[position - start : position - start + width]
+            same = (rows == requested).all(dim=1)
             if not detail and not bool(same.all()):
-                detail = f"{width} rows at position {position} differ by up to {float((rows - wanted).abs().max()):.1e}"
+                detail = (
+                    f"{width} rows at position {position} differ by up to {float((rows - requested).abs().max()):.1e}"
+                )
             if width > 1:
                 good, total = good + int(same.sum()), total + width
             position, turn = position + width, turn + 1
@@ -201,7 +204,7 @@ def check_bits(model: Model, pairs: Seq[tuple[Seq[int], Seq[int]]], page_size: i
     ]
 
 
-def _self_tested(path: str, layout: str, model: Model, failures: Seq[str]) -> Result:
+def _self_tested(path: str, layout: str, model: Model, failures: Sequence[str]) -> Result:
     tested = bool(failures) or model.info.max_len > BRANCHES + 1
     detail = failures[0] if failures else "chunks, neighbours, trees"
     if not tested:
@@ -221,35 +224,38 @@ SMALLEST_P = 1e-4
 
 
 @torch.inference_mode()
-def exact_law(llm: LLM, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
+def exact_distribution(llm: LLM, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
     """Probability, float64, of every answer of LENGTH tokens when the SUPPORT likeliest tokens can be sampled."""
     model, (begin, source) = llm.model, llm.model.info.begin(prompt)
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
-        attention = new_attention(model, max_seqs=len(law), max_len=len(prompt) + LENGTH)
+        attention = new_attention(model, max_seqs=len(distribution), max_len=len(prompt) + LENGTH)
         spans = [
             Span(i, 0, [*begin, *path], logits=[len(begin) + len(path) - 1], source=source)
-            for i, path in enumerate(law)
+            for i, path in enumerate(distribution)
         ]
         logits = model.forward(Batch(spans, model.info.device), attention).logits.double().cpu()
         least = logits.topk(SUPPORT, dim=1).values[:, -1:]  # ties with the last one can be sampled too
-        shares = torch.softmax((logits / temperature).where(logits >= least, -torch.inf), dim=1)
-        law = {
+        fractions = torch.softmax((logits / temperature).where(logits >= least, -torch.inf), dim=1)
+        distribution = {
             (*path, token): chance * float(row[token])
-            for (path, chance), row in zip(law.items(), shares)
+            for (path, chance), row in zip(distribution.items(), fractions)
             for token in row.nonzero()[:, 0].tolist()
         }
-    return law
+    return distribution
 
 
-def chi_square(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> tuple[float, int]:
-    """p-value of the counts under the law, and the degrees of freedom. A count outside the law gives 0."""
+def chi_square(
+    counts: Mapping[tuple[int, ...], int], distribution: Mapping[tuple[int, ...], float]
+) -> tuple[float, int]:
+    """p-value of the counts under the distribution, and the degrees of freedom. A count outside the distribution gives
+    0."""
     total = sum(counts.values())
-    if any(answer not in law for answer in counts):
+    if any(answer not in distribution for answer in counts):
         return 0.0, 0
     cells: list[tuple[int, float]] = []
     count, expected = 0, 0.0
-    for answer, chance in sorted(law.items(), key=lambda item: item[1]):
+    for answer, chance in sorted(distribution.items(), key=lambda item: item[1]):
         count, expected = count + counts.get(answer, 0), expected + chance * total
         if expected >= FEWEST:
             cells.append((count, expected))
@@ -259,27 +265,27 @@ def chi_square(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ..
     freedom = len(cells) - 1
     if freedom < 1:
         return 1.0, 0
-    statistic = sum((found - wanted) ** 2 / wanted for found, wanted in cells)
+    statistic = sum((result - requested) ** 2 / requested for result, requested in cells)
     tail = torch.special.gammaincc(
         torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
     )
     return float(tail), freedom
 
 
-def check_law(
+def check_distribution(
     llm: LLM, options: Mapping[str, Any], prompt: list[int], *, samples: int = SAMPLES, seed: int = 0, name: str = ""
 ) -> Result:
-    """Sample ``samples`` answers with seeds of their own and compare their frequencies with the exact law.
+    """Sample ``samples`` answers with seeds of their own and compare their frequencies with the exact distribution.
     ``name`` is what the result calls ``options``, else by their method."""
     params = [
         SamplingParams(temperature=1.0, top_k=SUPPORT, max_tokens=LENGTH, ignore_eos=True, seed=seed + i)
         for i in range(samples)
     ]
-    found, total = answers(llm, options, [prompt] * samples, params, concurrency=BATCH)
-    law = exact_law(llm, prompt, 1.0)
-    counts = Counter(tuple(group[0].tokens) for group in found)
-    p_value, freedom = chi_square(counts, law)
-    inside = sum(count for answer, count in counts.items() if answer in law)
+    result, total = answers(llm, options, [prompt] * samples, params, concurrency=BATCH)
+    distribution = exact_distribution(llm, prompt, 1.0)
+    counts = Counter(tuple(group[0].tokens) for group in result)
+    p_value, freedom = chi_square(counts, distribution)
+    inside = sum(count for answer, count in counts.items() if answer in distribution)
     detail = f"chi-square p = {p_value:.3f}, {freedom} degrees of freedom, {accepted(total)}"
     right = p_value >= SMALLEST_P and total.draft_error is None
     tested = not right or (freedom > 0 and total.num_draft_tokens > 0)

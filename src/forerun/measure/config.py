@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ SIZES = {
 }
 TREE_NODES = 8
 SAMPLES = 1000
-"""Answers of one test of the law. Enough for a rule that draws the token after a rejection from p, not from
+"""Answers of one test of the distribution. Enough for a rule that draws the token after a rejection from p, not from
 max(0, p - q): on a weak pair its p-value was below 1e-11 in each of four runs, with 200 samples 4e-5 to 1e-2."""
 
 
@@ -43,13 +43,13 @@ class BenchConfig:
 
     engine: dict[str, Any] = field(default_factory=dict)
     speculative: dict[str, Any] = field(default_factory=dict)
-    methods: Seq[str] = (NONE, "draft_model", "ngram")
-    accepts: Seq[str] = ("coupled",)
-    lengths: Seq[str] = ("fixed",)
-    counts: Seq[int] = ()
-    concurrency: Seq[int] = (1,)
-    temperatures: Seq[float] = (0.0, 1.0)
-    peers: Seq[str] = ()
+    methods: Sequence[str] = (NONE, "draft_model", "ngram")
+    accepts: Sequence[str] = ("coupled",)
+    lengths: Sequence[str] = ("fixed",)
+    counts: Sequence[int] = ()
+    concurrency: Sequence[int] = (1,)
+    temperatures: Sequence[float] = (0.0, 1.0)
+    peers: Sequence[str] = ()
     sampling: dict[str, Any] = field(default_factory=dict)
     """``SamplingParams`` of every request beside its temperature, length and seed."""
     prompts: int = 8

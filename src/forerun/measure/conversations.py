@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Conversation:
     """What a user says in turn; each turn is answered, and the answer becomes history."""
 
     category: str
-    turns: Seq[str]
+    turns: Sequence[str]
     task: Any = None
     """A ``forerun_lab.humaneval.Task`` where the answer is code that can be tested."""
 
@@ -65,12 +65,12 @@ def read_set(name: str, file: Path | None = None) -> list[Conversation]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read prompts from {path}: {error}") from error
-    found = [_conversation(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    result = [_conversation(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not result:
         raise ConfigError(f"{path} has no prompts: write one JSON object with category and turns per line")
     if file is None:
-        found = [Conversation(each.category, [PLACE.sub(_text, turn) for turn in each.turns]) for each in found]
-    return found[:SMALL] if name == CATEGORIES_SMALL else found
+        result = [Conversation(each.category, [PLACE.sub(_text, turn) for turn in each.turns]) for each in result]
+    return result[:SMALL] if name == CATEGORIES_SMALL else result
 
 
 def _conversation(line: str, where: str) -> Conversation:
@@ -88,9 +88,9 @@ def _conversation(line: str, where: str) -> Conversation:
     return Conversation(category, turns)
 
 
-def _text(place: re.Match[str]) -> str:
+def _text(placeholder: re.Match[str]) -> str:
     """The text that a place in a turn stands for."""
-    kind, name, limit = place.groups()
+    kind, name, limit = placeholder.groups()
     if kind == "file":
         text = (FOLDER / name).read_text(encoding="utf-8")
     elif kind == "source":
@@ -111,7 +111,7 @@ def _text(place: re.Match[str]) -> str:
     return text.strip()
 
 
-def make_texts(config: BenchConfig, llm: LLM, conversations: Seq[Conversation]) -> Texts:
+def make_texts(config: BenchConfig, llm: LLM, conversations: Sequence[Conversation]) -> Texts:
     """The prompts of ``config``; those of ``conversations`` where its set has them. Raises ConfigError."""
     together = max(config.concurrency)
     if config.prompt_set in SETS:
@@ -133,11 +133,11 @@ def make_texts(config: BenchConfig, llm: LLM, conversations: Seq[Conversation]) 
     return texts
 
 
-def _ask(llm: LLM, conversations: Seq[Conversation], config: BenchConfig) -> Texts:
+def _ask(llm: LLM, conversations: Sequence[Conversation], config: BenchConfig) -> Texts:
     """Every turn's prompt. Earlier turns are answered by plain decoding at T = 0, so that all contenders read the same
     history, whatever they would have answered themselves."""
     chat = getattr(llm.tokenizer, "chat_template", None) is not None
-    room = llm.engine.max_model_len - config.max_tokens
+    limit = llm.engine.max_model_len - config.max_tokens
     params = SamplingParams(**{**config.sampling, "temperature": 0.0, "max_tokens": config.max_tokens})
     said: list[list[Message]] = [[] for _ in conversations]
     asked: dict[tuple[int, int], list[int]] = {}
@@ -147,7 +147,7 @@ def _ask(llm: LLM, conversations: Seq[Conversation], config: BenchConfig) -> Tex
         for index in running:
             said[index].append({"role": "user", "content": conversations[index].turns[turn]})
             ids = _prompt(llm, said[index], conversations[index].task, chat)
-            if len(ids) <= room:
+            if len(ids) <= limit:
                 asked[index, turn] = ids
         running = [i for i in running if (i, turn) in asked and turn + 1 < len(conversations[i].turns)]
         answers = llm.generate(
@@ -165,7 +165,7 @@ def _ask(llm: LLM, conversations: Seq[Conversation], config: BenchConfig) -> Tex
     )
 
 
-def _prompt(llm: LLM, messages: Seq[Message], task: Any, chat: bool) -> list[int]:
+def _prompt(llm: LLM, messages: Sequence[Message], task: Any, chat: bool) -> list[int]:
     if chat:
         return encode(llm.tokenizer, render_chat(llm.tokenizer, messages), add_special_tokens=False)
     if task is not None:

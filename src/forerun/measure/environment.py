@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -70,7 +69,7 @@ def read_bandwidth(device: torch.device, megabytes: int = 512) -> float:
 def environment(llm: LLM, engine: Mapping[str, Any]) -> dict[str, Any]:
     """Versions, machine, model and the mode it ran in."""
     info = llm.model.info
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "forerun": forerun.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -89,28 +88,30 @@ def environment(llm: LLM, engine: Mapping[str, Any]) -> dict[str, Any]:
         "engine_options": dict(engine),
     }
     if info.device.type == "cuda":
-        found["accelerator"] = torch.cuda.get_device_name(info.device)
-    return found
+        result["accelerator"] = torch.cuda.get_device_name(info.device)
+    return result
 
 
 PROMPTS = 8
 TARGET, DRAFT = "target", "draft"
 
 
-def weights(engines: Iterable[Engine], prompts: Seq[Seq[int]], known: Iterable[dict[str, Any]] = ()) -> list[Any]:
+def weights(
+    engines: Iterable[Engine], prompts: Sequence[Sequence[int]], known: Iterable[dict[str, Any]] = ()
+) -> list[Any]:
     """One entry for the target and for each model that drafts, beside those ``known`` already. Quantized ones are
     compared with their original, which is loaded for it, on the first prompts."""
-    found = {(item["role"], item["model"], item["layout"]): item for item in known}
+    result = {(item["role"], item["model"], item["layout"]): item for item in known}
     for engine in engines:
         for role, model in ((TARGET, engine.model), *((DRAFT, model) for model in engine.router.models())):
             key = role, model.info.name, model.info.path
-            if key in found:
+            if key in result:
                 continue
-            found[key] = facts(model) | {"role": role}
+            result[key] = facts(model) | {"role": role}
             if model.info.quantization is not None:
                 own = prompts if role == TARGET else [_translated(prompt, engine, model) for prompt in prompts]
-                found[key] |= _against_original(model, own[:PROMPTS])
-    return list(found.values())
+                result[key] |= _against_original(model, own[:PROMPTS])
+    return list(result.values())
 
 
 def facts(model: Model) -> dict[str, Any]:
@@ -124,12 +125,12 @@ def facts(model: Model) -> dict[str, Any]:
     }
 
 
-def _translated(prompt: Seq[int], engine: Engine, model: Model) -> list[int]:
+def _translated(prompt: Sequence[int], engine: Engine, model: Model) -> list[int]:
     """A prompt in the ids of a draft, whose tokenizer may be another."""
     return load_tokenizer(model.info.name).encode(engine.tokenizer.decode(list(prompt)))
 
 
-def _against_original(model: Model, prompts: Seq[Seq[int]]) -> dict[str, Any]:
+def _against_original(model: Model, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     info = model.info
     original = load_model(info.name, dtype=info.dtype, device=info.device, model_path="native", lora=info.lora)
     return {
@@ -139,7 +140,7 @@ def _against_original(model: Model, prompts: Seq[Seq[int]]) -> dict[str, Any]:
     }
 
 
-def logits(model: Model, prompts: Seq[Seq[int]]) -> torch.Tensor:
+def logits(model: Model, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Of every position of every prompt."""
     texts = [list(prompt)[: model.info.max_len] for prompt in prompts]
     attention = new_attention(model, max_seqs=len(texts), max_len=max(map(len, texts)))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -75,8 +74,8 @@ ROOM = 160
 def answers(
     llm: LLM,
     speculative: SpeculativeConfig | Mapping[str, Any] | None,
-    prompts: Seq[Seq[int]],
-    params: Seq[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
     *,
     concurrency: int,
     page_size: int | None = None,
@@ -104,27 +103,27 @@ IDLE = "nothing was drafted{}: give more --prompts or --max-tokens, or another -
 def variants(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The configuration, the same with trees, and the same with a temperature of the drafter's own, as far as its
     method can have them."""
-    found = [dict(config)]
+    result = [dict(config)]
     tree = tree_of(config, TREE_NODES)
     if tree is not None:
-        found.append(tree)
+        result.append(tree)
     sharper = {**config, "draft_temperature": DRAFT_TEMPERATURE}
     try:
         SpeculativeConfig.parse(sharper)
     except ConfigError:
-        return found
-    return [*found, sharper]
+        return result
+    return [*result, sharper]
 
 
 def check_identity(
     llm: LLM,
-    methods: Seq[Mapping[str, Any]],
-    prompts: Seq[list[int]],
+    methods: Sequence[Mapping[str, Any]],
+    prompts: Sequence[list[int]],
     *,
     trees: bool,
-    temperatures: Seq[float],
+    temperatures: Sequence[float],
     max_tokens: int,
-    page_sizes: Seq[int | None],
+    page_sizes: Sequence[int | None],
     concurrency: int,
     seed: int,
     step: Callable[[str], None],
@@ -141,7 +140,7 @@ def check_identity(
         for prompt, group in zip(prompts, plain):
             first, source = llm.model.info.begin(prompt)
             texts += [[*(source or ()), *first, *answer.tokens] for answer in group]
-        cases: list[tuple[str, Seq[Mapping[str, Any] | None]]] = [
+        cases: list[tuple[str, Sequence[Mapping[str, Any] | None]]] = [
             (name, variants(options)) for name, options in zip(labels(methods, ()), methods, strict=True)
         ]
         for name, options in [*cases, *([(METHOD, [None])] if trees else [])]:
@@ -155,7 +154,7 @@ def check_identity(
                         idle.append(_kind(config))
                         continue
                     with hand_made(texts) if config is None else nullcontext(config) as speculative:
-                        found, total = answers(
+                        result, total = answers(
                             llm,
                             speculative,
                             [prompts[i] for i in mine],
@@ -166,7 +165,7 @@ def check_identity(
                     totals.append(total)
                     if not total.num_draft_tokens:
                         idle.append(_kind(config))
-                    wrong += [(i, group) for i, group in zip(mine, found) if group != plain[i]]
+                    wrong += [(i, group) for i, group in zip(mine, result) if group != plain[i]]
                 total = RequestMetrics.merged(totals)
                 yield _result(name, layout_name(page_size), temperature, len(chosen), wrong, plain, total, idle)
 
@@ -185,10 +184,10 @@ def _result(
     layout: str,
     temperature: float,
     count: int,
-    wrong: Seq[tuple[int, list[Answer]]],
-    plain: Seq[list[Answer]],
+    wrong: Sequence[tuple[int, list[Answer]]],
+    plain: Sequence[list[Answer]],
     total: RequestMetrics,
-    idle: Seq[str],
+    idle: Sequence[str],
 ) -> Result:
     """``idle``: the variants that drafted nothing, so that nothing was tested of them."""
     detail = accepted(total)
@@ -208,18 +207,18 @@ def _result(
     )
 
 
-def _difference(prompt: int, plain: Seq[Answer], found: Seq[Answer]) -> str:
-    index = next(i for i, (a, b) in enumerate(zip(plain, found)) if a != b)
-    wanted, got = plain[index], found[index]
-    if wanted.tokens == got.tokens:
-        fields = [name for name in Answer._fields if getattr(wanted, name) != getattr(got, name)]
+def _difference(prompt: int, plain: Sequence[Answer], result: Sequence[Answer]) -> str:
+    index = next(i for i, (a, b) in enumerate(zip(plain, result)) if a != b)
+    requested, got = plain[index], result[index]
+    if requested.tokens == got.tokens:
+        fields = [name for name in Answer._fields if getattr(requested, name) != getattr(got, name)]
         return f"prompt {prompt} has the same tokens and another {', '.join(fields)}"
-    place = next(
-        (i for i, (a, b) in enumerate(zip(wanted.tokens, got.tokens)) if a != b),
-        min(len(wanted.tokens), len(got.tokens)),
+    slot = next(
+        (i for i, (a, b) in enumerate(zip(requested.tokens, got.tokens)) if a != b),
+        min(len(requested.tokens), len(got.tokens)),
     )
-    change = f"{wanted.tokens[place : place + 3]} became {got.tokens[place : place + 3]}"
-    return f"prompt {prompt} differs from token {place} on: {change}"
+    change = f"{requested.tokens[slot : slot + 3]} became {got.tokens[slot : slot + 3]}"
+    return f"prompt {prompt} differs from token {slot} on: {change}"
 
 
 @dataclass(frozen=True)
@@ -285,10 +284,10 @@ class HandMade(Drafter[HandMadeConfig]):
     name = METHOD
     config_class = HandMadeConfig
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets)]
 
-    def _draft(self, sequence: Sequence, budget: int) -> Draft:
+    def _draft(self, sequence: RequestState, budget: int) -> Draft:
         known = len(sequence.tokens)
         source = random.Random(f"{sequence.seed} {known}")
         shape = source.choice(SHAPES)
@@ -312,21 +311,21 @@ class HandMade(Drafter[HandMadeConfig]):
             nodes[index] = draft.add(token, nodes[parent])
         return draft
 
-    def _continuation(self, sequence: Sequence) -> tuple[int, ...]:
+    def _continuation(self, sequence: RequestState) -> tuple[int, ...]:
         known = (*(sequence.source or ()), *sequence.tokens)
         for text in self.config.texts:
             if text[: len(known)] == known:
                 return text[len(known) :]
         return ()
 
-    def _other(self, draft: Draft, parent: int, truth: Seq[int], source: random.Random) -> int:
+    def _other(self, draft: Draft, parent: int, truth: Sequence[int], source: random.Random) -> int:
         """A token that neither the text nor a sibling has."""
         taken = {*draft.children(parent), *truth}
         return next(t for t in iter(lambda: source.randrange(self.context.sampler.vocab_size), -1) if t not in taken)
 
 
 @contextmanager
-def hand_made(texts: Seq[Seq[int]]) -> Iterator[SpeculativeConfig]:
+def hand_made(texts: Sequence[Sequence[int]]) -> Iterator[SpeculativeConfig]:
     """A configuration that drafts hand-made trees around ``texts``; the method exists inside the block only."""
     drafters.register(METHOD)(HandMade)
     config: Any = HandMadeConfig(texts=tuple(tuple(text) for text in texts))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Protocol
@@ -25,7 +24,11 @@ NEEDS_GRAMMAR = "drafts only for requests with structured output, and there is n
 
 
 def method_configs(
-    methods: Seq[str], accepts: Seq[str], lengths: Seq[str], counts: Seq[int | None], shared: Mapping[str, Any]
+    methods: Sequence[str],
+    accepts: Sequence[str],
+    lengths: Sequence[str],
+    counts: Sequence[int | None],
+    shared: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Every combination as a ``speculative_config``, ``none`` first, as often as it is named: against itself it shows
     how far figures can be trusted. ``["all"]`` stands for every registered method.
@@ -64,15 +67,15 @@ def method_configs(
     return configs
 
 
-def labels(configs: Seq[Mapping[str, Any]], columns: Seq[str] = SHOWN) -> list[str]:
+def labels(configs: Sequence[Mapping[str, Any]], columns: Sequence[str] = SHOWN) -> list[str]:
     """For each its method, with the options in which those of a method differ and that none of ``columns`` shows."""
-    found = []
+    result = []
     for config in configs:
         alike = [other for other in configs if other["method"] == config["method"]]
         own = [key for key in config if key not in columns]
         differ = [key for key in own if any(key not in other or other[key] != config[key] for other in alike)]
-        found.append(" ".join([config["method"], *(f"{key}={config[key]}" for key in differ)]))
-    return found
+        result.append(" ".join([config["method"], *(f"{key}={config[key]}" for key in differ)]))
+    return result
 
 
 def _options_of(method: str, options: Any) -> dict[str, Any]:
@@ -87,13 +90,13 @@ def _options_of(method: str, options: Any) -> dict[str, Any]:
 def with_trees(configs: Iterable[Mapping[str, Any]], nodes: int) -> list[dict[str, Any]]:
     """Each configuration, followed by the same with trees of about ``nodes`` nodes and of the same depth, where its
     method and rule can have them: the likeliest nodes where the method can tell them, else a fixed shape."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for config in configs:
-        found.append(dict(config))
+        result.append(dict(config))
         tree = tree_of(config, nodes) if nodes else None
         if tree is not None:
-            found.append(tree)
-    return found
+            result.append(tree)
+    return result
 
 
 def tree_of(config: Mapping[str, Any], nodes: int) -> dict[str, Any] | None:
@@ -173,7 +176,7 @@ class Contender(Protocol):
     def promises_identity(self, temperature: float) -> bool:
         """Whether its tokens must be those of plain decoding."""
 
-    def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
+    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
         """Answer the prompts, all of them, and time decoding."""
 
     def close(self) -> None:
@@ -228,12 +231,14 @@ class EngineContender:
         rule = self.engine.rule
         return self.llm.model.invariant and (rule.identity or (rule.lossless and temperature == 0.0))
 
-    def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
+    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
         return measure(self.engine, prompts, params, whole=self.whole)
 
-    def rounds(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams], found: Measured) -> Iterator[None]:
+    def rounds(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], result: Measured
+    ) -> Iterator[None]:
         """The same, round by round."""
-        return rounds(self.engine, prompts, params, found, whole=self.whole)
+        return rounds(self.engine, prompts, params, result, whole=self.whole)
 
     def close(self) -> None:
         del self.engine

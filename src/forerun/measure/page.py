@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from html import escape
 from math import sqrt
 from typing import Any
@@ -16,23 +15,23 @@ STYLE = (
 )
 COLOURS = ("#38c", "#c63", "#393", "#936", "#666", "#b80", "#08a", "#a22")
 WIDTH, HEIGHT, LEFT, BELOW = 560, 260, 50, 40
-Points = Seq[tuple[float, float]]
+Points = Sequence[tuple[float, float]]
 
 
-def html(title: str, parts: Seq[str]) -> str:
+def html(title: str, parts: Sequence[str]) -> str:
     """The whole page, UTF-8."""
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return head + "\n".join(parts) + "</html>\n"
 
 
-def table(heads: Seq[str], rows: Seq[Seq[str]]) -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
     body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"
 
 
-def bar(share: float) -> str:
-    return f'<svg width="200" height="12"><rect width="{200 * min(1.0, max(0.0, share)):.0f}" height="12"/></svg>'
+def bar(fraction: float) -> str:
+    return f'<svg width="200" height="12"><rect width="{200 * min(1.0, max(0.0, fraction)):.0f}" height="12"/></svg>'
 
 
 def chart(
@@ -40,7 +39,7 @@ def chart(
     dots: Mapping[str, Points],
     x: str,
     y: str,
-    bands: Mapping[str, Seq[tuple[float, float, float]]] | None = None,
+    bands: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
 ) -> str:
     """Lines and dots of one colour per name over common axes; ``bands`` are intervals (x, low, high) at dots."""
     names = list(dict.fromkeys([*lines, *dots]))
@@ -59,8 +58,8 @@ def chart(
     for name, colour in zip(names, COLOURS * (1 + len(names) // len(COLOURS)), strict=False):
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (at(*point) for point in lines.get(name, ())))
         drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for place, low, high in (bands or {}).get(name, ()):
-            (a, b), (_, c) = at(place, low), at(place, high)
+        for index, low, high in (bands or {}).get(name, ()):
+            (a, b), (_, c) = at(index, low), at(index, high)
             drawn.append(f'<line x1="{a:.1f}" y1="{b:.1f}" x2="{a:.1f}" y2="{c:.1f}" stroke="{colour}"/>')
         for point in dots.get(name, ()):
             a, b = at(*point)
@@ -72,7 +71,7 @@ def chart(
 
 def _axes(left: float, right: float, top: float, x: str, y: str) -> str:
     floor = HEIGHT - BELOW
-    levels = [(floor * (1 - share), top * share) for share in (0.0, 0.25, 0.5, 0.75, 1 / 1.05)]
+    levels = [(floor * (1 - fraction), top * fraction) for fraction in (0.0, 0.25, 0.5, 0.75, 1 / 1.05)]
     marks = [
         f'<text x="{LEFT - 6}" y="{level + 4:.0f}" text-anchor="end">{value:.3g}</text>'
         f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{level:.0f}" y2="{level:.0f}" stroke="#ddd"/>'
@@ -95,36 +94,39 @@ SURE = 1.96
 """Standard errors of a 95 % interval."""
 
 
-def report(found: Mapping[str, Any]) -> str:
+def report(result: Mapping[str, Any]) -> str:
     """HTML of what ``run_plan`` returned, with ``environment`` (``bench/environment.py``) and, where several loads were
     planned, ``loads``."""
-    about = found["environment"]
-    recommended = json.dumps(found["recommended"])
+    about = result["environment"]
+    recommended = json.dumps(result["recommended"])
     parts = [
         f"<h1>Plan for {escape(str(about['model']))}</h1>",
-        f"<p>{escape(about['processor'])}, {about['threads']} threads, temperature {found['temperature']:g}, "
-        f"{found['concurrency']} at a time. Recommended: <code>{escape(recommended)}</code></p>",
+        f"<p>{escape(about['processor'])}, {about['threads']} threads, temperature {result['temperature']:g}, "
+        f"{result['concurrency']} at a time. Recommended: <code>{escape(recommended)}</code></p>",
         "<h2>Speed over plain decoding by drafted tokens</h2><p>Lines are predicted, dots measured.</p>",
         chart(
-            _by_method(found["predictions"], "speedup"), _by_method(found["measured"], "speedup"), "tokens", "speed-up"
+            _by_method(result["predictions"], "speedup"),
+            _by_method(result["measured"], "speedup"),
+            "tokens",
+            "speed-up",
         ),
         "<h2>Drafts that are kept up to each position</h2><p>Of the longest drafts measured; 95 % intervals.</p>",
-        _positions(found),
+        _positions(result),
         "<h2>A verification by its rows, in plain forwards</h2>",
-        chart({}, {"rows": [(float(rows), cost) for rows, cost in found["verify_cost"].items()]}, "rows", "cost"),
-        *_roof(found),
+        chart({}, {"rows": [(float(rows), cost) for rows, cost in result["verify_cost"].items()]}, "rows", "cost"),
+        *_roof(result),
         "<h2>What is out of reach</h2>",
         table(
             ["drafter", "a chain comes to at most", "for", "acceptance must be", "or a step cost at most"],
-            _reach(found),
+            _reach(result),
         ),
     ]
-    if found["trees"]:
-        parts += ["<h2>Trees</h2>", *map(_tree, found["trees"])]
-    if found.get("loads"):
+    if result["trees"]:
+        parts += ["<h2>Trees</h2>", *map(_tree, result["trees"])]
+    if result.get("loads"):
         rows = [
             [str(load["concurrency"]), json.dumps(load["recommended"]), f"{load['best']:.2f}"]
-            for load in found["loads"]
+            for load in result["loads"]
         ]
         parts += ["<h2>Loads</h2>", table(["at a time", "recommended", "predicted speed-up"], rows)]
     return html(f"Plan for {about['model']}", parts)
@@ -137,35 +139,35 @@ def _by_method(rows: Any, key: str) -> dict[str, list[tuple[float, float]]]:
     return lines
 
 
-def _positions(found: Mapping[str, Any]) -> str:
+def _positions(result: Mapping[str, Any]) -> str:
     dots: dict[str, list[tuple[float, float]]] = {}
     bands: dict[str, list[tuple[float, float, float]]] = {}
-    longest = max((row["k"] for row in found["measured"]), default=0)
-    for row in found["measured"]:
+    longest = max((row["k"] for row in result["measured"]), default=0)
+    for row in result["measured"]:
         if row["k"] != longest or not row["drafts"]:
             continue
-        for place, count in enumerate(row["kept"], start=1):
+        for index, count in enumerate(row["kept"], start=1):
             low, high = interval(count, row["drafts"])
-            dots.setdefault(row["method"], []).append((float(place), count / row["drafts"]))
-            bands.setdefault(row["method"], []).append((float(place), low, high))
+            dots.setdefault(row["method"], []).append((float(index), count / row["drafts"]))
+            bands.setdefault(row["method"], []).append((float(index), low, high))
     return chart({}, dots, "position", "share kept", bands)
 
 
 def interval(count: int, of: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share."""
-    share, weight = count / of, SURE * SURE / of
-    middle = (share + weight / 2) / (1 + weight)
-    half = SURE / (1 + weight) * sqrt(share * (1 - share) / of + weight / (4 * of))
+    fraction, weight = count / of, SURE * SURE / of
+    middle = (fraction + weight / 2) / (1 + weight)
+    half = SURE / (1 + weight) * sqrt(fraction * (1 - fraction) / of + weight / (4 * of))
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _roof(found: Mapping[str, Any]) -> list[str]:
+def _roof(result: Mapping[str, Any]) -> list[str]:
     """What reading the weights once a token allows, beside what plain decoding does."""
-    about = found["environment"]
+    about = result["environment"]
     read, held = about.get("read_bandwidth"), about["weights"][0]["bytes"]
     if not read:
         return []
-    roof, plain = read / held, found["plain_tokens_per_second"] / found["concurrency"]
+    roof, plain = read / held, result["plain_tokens_per_second"] / result["concurrency"]
     return [
         "<h2>The roof</h2>",
         f"<p>A sum reads {read / 1e9:.1f} GB/s here; the weights are {held / 1e6:.0f} MB: at most {roof:.0f} rounds "
@@ -174,9 +176,9 @@ def _roof(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _reach(found: Mapping[str, Any]) -> list[list[str]]:
+def _reach(result: Mapping[str, Any]) -> list[list[str]]:
     rows = []
-    for item in found["reach"]:
+    for item in result["reach"]:
         for need in item["needs"]:
             rate = "no rate" if need["rate"] is None else f"{need['rate']:.2f}"
             cost = "nothing will do" if need["c"] is None else f"{need['c']:.3f}"
@@ -189,10 +191,10 @@ def _tree(item: Mapping[str, Any]) -> str:
         [str(row["nodes"]), "-".join(map(str, row["by_depth"])), f"{row['tokens']:.2f}", f"{row['speedup']:.2f}"]
         for row in item["shapes"]
     ]
-    grown, ranks = item["best_first"], ", ".join(f"{share:.2f}" for share in item["acceptance"])
-    told = (
+    grown, ranks = item["best_first"], ", ".join(f"{fraction:.2f}" for fraction in item["acceptance"])
+    reported = (
         f"<h3>{escape(item['method'])}</h3><p>The target's token was the drafter's first, second, ... in {ranks} of "
         f"the rounds. Best-first growth to {grown['nodes']} tokens, measured: {grown['tokens']:.2f} tokens a round, "
         f"{grown['speedup']:.2f} times plain decoding.</p>"
     )
-    return told + table(["tokens", "by depth", "tokens a round, predicted", "speed-up, predicted"], rows)
+    return reported + table(["tokens", "by depth", "tokens a round, predicted", "speed-up, predicted"], rows)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -29,7 +28,7 @@ from forerun.measure.planner import (
     theory_row,
     with_layers,
 )  # fmt: skip
-from forerun.measure.rounds import Measured, full, in_plain_forwards, in_turns, measure, rounds
+from forerun.measure.rounds import Measured, full, in_plain_forwards, interleave, measure, rounds
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
 
@@ -39,8 +38,8 @@ LENGTHS = (1, 3, 5, 7)
 
 def run_plan(
     llm: LLM,
-    options: Seq[Mapping[str, Any]],
-    prompts: Seq[Seq[int]],
+    options: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Sequence[int]],
     *,
     temperature: float,
     max_tokens: int,
@@ -69,7 +68,7 @@ def run_plan(
     by_method = {LAYERSKIP: {"method": LAYERSKIP, "accept": accept}, **named}
     trial = _Trial(llm, prompts, params, concurrency, step)
     estimates = [e for n in trial.methods(named) if (e := trial.estimate(n, trial.by_length[n])) is not None]
-    curve = trial.curve(trial.prices(found for runs in trial.by_length.values() for found in runs.values()))
+    curve = trial.curve(trial.prices(result for runs in trial.by_length.values() for result in runs.values()))
     predictions = [
         p
         for item in estimates
@@ -99,7 +98,7 @@ def run_plan(
     }
 
 
-def check_options(options: Seq[Mapping[str, Any]]) -> None:
+def check_options(options: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError for a configuration that fixes how far it drafts: a plan is to find that."""
     for item in options:
         for key in ("num_speculative_tokens", "tree"):
@@ -135,7 +134,7 @@ class _Trial:
     of the plain rounds beside them."""
 
     llm: LLM
-    prompts: Seq[Seq[int]]
+    prompts: Sequence[Sequence[int]]
     params: list[SamplingParams]
     concurrency: int
     step: Callable[[str], None]
@@ -150,27 +149,27 @@ class _Trial:
         engine_config = replace(self.llm.config, max_num_seqs=self.concurrency, max_model_len=room)
         return Engine(self.llm.model, self.llm.tokenizer, engine_config, SpeculativeConfig.parse(config))
 
-    def run(self, configs: Seq[Mapping[str, Any]]) -> list[Measured]:
+    def run(self, configs: Sequence[Mapping[str, Any]]) -> list[Measured]:
         """What each configuration did, after plain decoding, which all take turns with."""
         engines = [self.engine(config) for config in ({"method": NONE}, *configs)]
         first = [replace(p, max_tokens=4) for p in self.params[: self.concurrency]]
         for engine in engines:
             measure(engine, self.prompts[: self.concurrency], first)
-        found = [Measured() for _ in engines]
-        in_turns([rounds(engine, self.prompts, self.params, each) for engine, each in zip(engines, found)])
-        found[0].check()
-        for each in (*found[1:], found[0]):
-            in_plain_forwards(each, found[0], self.concurrency)
-        self.plain.extend(found[0])
-        return found
+        result = [Measured() for _ in engines]
+        interleave([rounds(engine, self.prompts, self.params, each) for engine, each in zip(engines, result)])
+        result[0].check()
+        for each in (*result[1:], result[0]):
+            in_plain_forwards(each, result[0], self.concurrency)
+        self.plain.extend(result[0])
+        return result
 
     def methods(self, options: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Measure every method at every length of ``LENGTHS``."""
         names = list(options)
         for length in LENGTHS:
             self.step(f"{length} drafted tokens")
-            plain, *found = self.run([{**item, "num_speculative_tokens": length} for item in options.values()])
-            for method, here in zip(names, found):
+            plain, *result = self.run([{**item, "num_speculative_tokens": length} for item in options.values()])
+            for method, here in zip(names, result):
                 self.by_length.setdefault(method, {})[length] = here
                 self.speedups[method, length] = here.tokens_per_second / plain.tokens_per_second
         return names
@@ -202,10 +201,10 @@ class _Trial:
     def estimate(self, method: str, by_length: Mapping[int, Measured]) -> Estimate | None:
         return estimate(method, by_length, self.plain, self.concurrency)
 
-    def prices(self, found: Iterable[Measured]) -> dict[int, float]:
+    def prices(self, result: Iterable[Measured]) -> dict[int, float]:
         """Of a verification by its rows, in plain forwards, over the runs in which something was drafted."""
         by_rows: dict[int, list[float]] = defaultdict(list)
-        for measured in found:
+        for measured in result:
             if any(r.depth for r in measured.rounds):
                 for r in full(measured.rounds, self.concurrency):
                     by_rows[r.rows].append(r.verify)

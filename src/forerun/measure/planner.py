@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from math import exp, inf, lgamma, log
@@ -62,10 +61,10 @@ class Estimate:
         known = sorted(self.lengths)
         low = max((length for length in known if length <= k), default=known[0])
         high = min((length for length in known if length >= k), default=known[-1])
-        share = (k - low) / (high - low) if high > low else 0.0
+        fraction = (k - low) / (high - low) if high > low else 0.0
 
         def between(value: Callable[[int], float]) -> float:
-            return value(low) + share * (value(high) - value(low))
+            return value(low) + fraction * (value(high) - value(low))
 
         def gained(length: int) -> float:
             best = expected_tokens(self.match_rate, length) - 1
@@ -144,8 +143,8 @@ class CostCurve:
 def estimate(method: str, by_length: Mapping[int, Measured], plain: Measured, sequences: int) -> Estimate | None:
     """Of runs by how many tokens were asked for, ``sequences`` at a time, times in plain forwards; None where nothing
     was drafted."""
-    total = RequestMetrics.merged([metrics for found in by_length.values() for metrics in found.metrics])
-    every = [r for found in by_length.values() for r in found.rounds]
+    total = RequestMetrics.merged([metrics for result in by_length.values() for metrics in result.metrics])
+    every = [r for result in by_length.values() for r in result.rounds]
     costs = Costs.of(every, plain.rounds, sequences)
     if costs is None or costs.c is None or total.alpha is None or total.match_rate is None:
         return None
@@ -153,12 +152,12 @@ def estimate(method: str, by_length: Mapping[int, Measured], plain: Measured, se
     rest = median(r.rest for r in full(plain.rounds, sequences))
     start, step = line([(r.depth, r.draft) for r in drafted])
     start += median(r.rest for r in drafted) - rest
-    lengths = {k: _drafted(full(found.rounds, sequences)) for k, found in by_length.items()}
+    lengths = {k: _drafted(full(result.rounds, sequences)) for k, result in by_length.items()}
     coverage = _drafted(full(every, sequences)).coverage
     return Estimate(method, total.alpha, total.match_rate, coverage, costs.c, start, step, rest, lengths)
 
 
-def line(points: Seq[tuple[int, float]]) -> tuple[float, float]:
+def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Start and step, neither below 0, of the line through the medians at each depth, weighed by how many there are."""
     by_depth: dict[int, list[float]] = {}
     for depth, value in points:
@@ -171,7 +170,7 @@ def line(points: Seq[tuple[int, float]]) -> tuple[float, float]:
     return mean_y - step * mean_x, step
 
 
-def _drafted(rounds: Seq[Sample]) -> Drafted:
+def _drafted(rounds: Sequence[Sample]) -> Drafted:
     every = sum(len(r.depths) for r in rounds)
     drafts = sum(depth > 0 for r in rounds for depth in r.depths)
     nodes = sum(r.rows - len(r.depths) for r in rounds)
@@ -179,43 +178,43 @@ def _drafted(rounds: Seq[Sample]) -> Drafted:
 
 
 def predict(
-    found: Estimate, curve: CostCurve, longest: int, sequences: int = 1, nodes: Callable[[int], int] = int
+    result: Estimate, curve: CostCurve, longest: int, sequences: int = 1, nodes: Callable[[int], int] = int
 ) -> list[Prediction]:
     """Every draft length k from 1 to ``longest``, at most ``nodes(k)`` tokens each: by default a chain. A round without
     a draft is a plain one."""
     predictions = []
     for k in range(1, longest + 1):
-        speed = speedup(found, found.drafted(k, nodes(k)), k, curve, sequences)
+        speed = speedup(result, result.drafted(k, nodes(k)), k, curve, sequences)
         cost = curve(sequences * (nodes(k) + 1))
-        predictions.append(Prediction(found.method, k, found.match_rate, found.c, cost, speed))
+        predictions.append(Prediction(result.method, k, result.match_rate, result.c, cost, speed))
     return predictions
 
 
-def speedup(found: Estimate, drafted: Drafted, depth: int, curve: CostCurve, sequences: int) -> float:
+def speedup(result: Estimate, drafted: Drafted, depth: int, curve: CostCurve, sequences: int) -> float:
     """Tokens a round over its mean time, each of ``sequences`` having a draft by itself or none."""
-    work = found.start + depth * (found.c if found.step is None else found.step)
-    time = found.rest
+    work = result.start + depth * (result.c if result.step is None else result.step)
+    time = result.rest
     for count, chance in enumerate(binomial(sequences, drafted.coverage)):
         time += chance * (curve.mean(sequences + count * drafted.nodes) + work if count else 1.0)
-    return (1 + drafted.tokens) * (1 + found.rest) / time
+    return (1 + drafted.tokens) * (1 + result.rest) / time
 
 
-def binomial(trials: int, share: float) -> list[float]:
+def binomial(trials: int, fraction: float) -> list[float]:
     """How likely each number of successes is, of 0 to ``trials``."""
-    if share <= 0 or share >= 1:
-        return [float(count == (trials if share >= 1 else 0)) for count in range(trials + 1)]
+    if fraction <= 0 or fraction >= 1:
+        return [float(count == (trials if fraction >= 1 else 0)) for count in range(trials + 1)]
 
     def chance(count: int) -> float:
         ways = lgamma(trials + 1) - lgamma(count + 1) - lgamma(trials - count + 1)
-        return exp(ways + count * log(share) + (trials - count) * log(1 - share))
+        return exp(ways + count * log(fraction) + (trials - count) * log(1 - fraction))
 
     return [chance(count) for count in range(trials + 1)]
 
 
 def recommend(
-    predictions: Seq[Prediction],
-    subsets: Seq[Subset] = (),
-    trees: Seq[Shaped] = (),
+    predictions: Sequence[Prediction],
+    subsets: Sequence[Subset] = (),
+    trees: Sequence[Shaped] = (),
     options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The fastest prediction as a ``speculative_config``; plain decoding where nothing promises ``MARGIN``. ``options``
@@ -230,31 +229,31 @@ def recommend(
     return {"method": best.method, **options.get(best.method, {}), **drafts}
 
 
-def reach(found: Estimate, wanted: Seq[float] = (1.5, 2.0, 3.0)) -> dict[str, Any]:
-    """What a chain of this drafter can come to where verification is free, and what a speed-up ``wanted`` would take:
-    ``limit`` at the measured rate, ``rate`` needed at the measured c, ``c`` needed at the measured rate; None: no rate
-    below 1, or no cost above 0, would do (Leviathan et al. 2023, theorem 3.8)."""
+def reach(result: Estimate, requested: Sequence[float] = (1.5, 2.0, 3.0)) -> dict[str, Any]:
+    """What a chain of this drafter can come to where verification is free, and what a speed-up ``requested`` would
+    take: ``limit`` at the measured rate, ``rate`` needed at the measured c, ``c`` needed at the measured rate; None: no
+    rate below 1, or no cost above 0, would do (Leviathan et al. 2023, theorem 3.8)."""
 
     def best(rate: float, c: float) -> float:
         return walltime_improvement(rate, best_gamma(rate, c), c)
 
     needs = []
-    for speed in wanted:
-        rates = [share / 1000 for share in range(1000) if best(share / 1000, found.c) >= speed]
-        costs = [c / 1000 for c in range(1000) if best(min(found.match_rate, 0.999), c / 1000) >= speed]
+    for speed in requested:
+        rates = [fraction / 1000 for fraction in range(1000) if best(fraction / 1000, result.c) >= speed]
+        costs = [c / 1000 for c in range(1000) if best(min(result.match_rate, 0.999), c / 1000) >= speed]
         needs.append({"speedup": speed, "rate": min(rates, default=None), "c": max(costs, default=None)})
-    return {"method": found.method, "limit": best(min(found.match_rate, 0.999), found.c), "needs": needs}
+    return {"method": result.method, "limit": best(min(result.match_rate, 0.999), result.c), "needs": needs}
 
 
-def with_layers(options: Mapping[str, Any], layers: Seq[int]) -> dict[str, Any]:
+def with_layers(options: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     """``layerskip`` with ``options`` and these layers, which take the place of a layer to leave at."""
     rest = {key: value for key, value in options.items() if key != "exit_layer"}
     return {"method": LAYERSKIP, **rest, "layers": list(layers)}
 
 
-def theory_row(found: Estimate, longest: int) -> dict[str, Any]:
+def theory_row(result: Estimate, longest: int) -> dict[str, Any]:
     """What Leviathan et al. 2023 say of the estimate where verification is free (section 3.5)."""
-    return {**asdict(found), "best_gamma": best_gamma(found.match_rate, found.c, longest)}
+    return {**asdict(result), "best_gamma": best_gamma(result.match_rate, result.c, longest)}
 
 
 @dataclass(frozen=True)
@@ -273,25 +272,25 @@ class Subset:
 def choose_layers(measure: Callable[[tuple[int, ...]], Subset | None], num_layers: int, trials: int) -> list[Subset]:
     """At most ``trials`` subsets of a target's layers, the best first. ``measure`` gives None where nothing could be
     drafted."""
-    found: dict[tuple[int, ...], Subset | None] = {}
+    result: dict[tuple[int, ...], Subset | None] = {}
 
     def best() -> Subset | None:
-        return max((subset for subset in found.values() if subset), key=lambda subset: subset.speedup, default=None)
+        return max((subset for subset in result.values() if subset), key=lambda subset: subset.speedup, default=None)
 
     for last in range(1, num_layers):
-        if len(found) < trials:
+        if len(result) < trials:
             layers = tuple(range(last))
-            found[layers] = measure(layers)
+            result[layers] = measure(layers)
     start = best()
-    while start is not None and len(found) < trials:
+    while start is not None and len(result) < trials:
         for layers in neighbours(start.layers, num_layers):
-            if layers not in found and len(found) < trials:
-                found[layers] = measure(layers)
+            if layers not in result and len(result) < trials:
+                result[layers] = measure(layers)
         after = best()
         if after == start:
             break
         start = after
-    return sorted((subset for subset in found.values() if subset), key=lambda subset: -subset.speedup)
+    return sorted((subset for subset in result.values() if subset), key=lambda subset: -subset.speedup)
 
 
 def neighbours(layers: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, ...]]:
@@ -318,14 +317,14 @@ class Trial(Protocol):
 
     concurrency: int
 
-    def run(self, configs: Seq[Mapping[str, Any]]) -> list[Measured]: ...
+    def run(self, configs: Sequence[Mapping[str, Any]]) -> list[Measured]: ...
 
     def estimate(self, method: str, by_length: Mapping[int, Measured]) -> Estimate | None: ...
 
 
-def rank_acceptance(found: Measured) -> list[float]:
+def rank_acceptance(result: Measured) -> list[float]:
     """Entry r: the share of drafts whose r-th likeliest first token was the target's."""
-    ranks = [rank for sample in found.rounds for rank, depth in zip(sample.ranks, sample.depths) if depth]
+    ranks = [rank for sample in result.rounds for rank, depth in zip(sample.ranks, sample.depths) if depth]
     return [ranks.count(rank) / len(ranks) for rank in range(RANKS)] if ranks else []
 
 
@@ -340,7 +339,7 @@ def plan_trees(
     What drafting and judging a tree cost, and how far ranks are independent of what came before, is measured on the
     bushiest of the ``fixed`` ones that are ``DEPTH`` deep, or nearly.
     """
-    found = []
+    result = []
     every = [tree for tree in fixed(nodes, longest) if tree[0] > 1]
     probe = max((tree for tree in every if len(tree) <= DEPTH), key=lambda tree: (len(tree), size(tree)), default=())
     for name, item in options.items() if probe else ():
@@ -358,7 +357,7 @@ def plan_trees(
         if not acceptance or prices is None:
             continue
         paper = _Paper(acceptance, prices, probe, curve, trial.concurrency)
-        found.append(
+        result.append(
             {
                 "method": name,
                 "acceptance": acceptance,
@@ -371,7 +370,7 @@ def plan_trees(
                 },
             }
         )
-    return found
+    return result
 
 
 def fixed(nodes: int, longest: int, above: int = RANKS) -> Iterator[tuple[int, ...]]:
@@ -382,7 +381,7 @@ def fixed(nodes: int, longest: int, above: int = RANKS) -> Iterator[tuple[int, .
             yield from ((width, *below) for below in fixed(nodes // width - 1, longest - 1, width))
 
 
-def size(tree: Seq[int]) -> int:
+def size(tree: Sequence[int]) -> int:
     """Nodes of a tree with so many children at each depth."""
     return sum(accumulate(tree, mul))
 
@@ -391,13 +390,13 @@ def size(tree: Seq[int]) -> int:
 class _Paper:
     """Prices trees: ``estimate`` is that of rounds with the tree ``probe``."""
 
-    acceptance: Seq[float]
+    acceptance: Sequence[float]
     estimate: Estimate
     probe: tuple[int, ...]
     curve: CostCurve
     concurrency: int
 
-    def gained(self, tree: Seq[int]) -> float:
+    def gained(self, tree: Sequence[int]) -> float:
         """Tokens a round beyond the first, whatever rank came before."""
         return sum(accumulate((sum(self.acceptance[:width]) for width in tree), mul))
 
@@ -426,7 +425,7 @@ def _shapes(paper: _Paper, nodes: int, longest: int) -> list[dict[str, Any]]:
     return rows
 
 
-def by_depth(parents: Seq[int]) -> list[int]:
+def by_depth(parents: Sequence[int]) -> list[int]:
     """How many nodes a tree has at depth 1, 2, ..."""
     depths: list[int] = []
     for parent in parents:

@@ -14,7 +14,7 @@ import os
 import random
 import re
 import sysconfig
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def _encode(tokenizer: Any, text: str, length: int) -> list[int]:
 def _windows(tokenizer: Any, count: int, length: int, source: random.Random) -> list[list[int]]:
     """Pieces of held-out files, each from the start of a line."""
     files = held_out_files() or list_files(standard_library())
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     order = source.sample(files, len(files))
     for attempt in range(50 * count):
         text = read_text(order[attempt % len(order)])
@@ -76,10 +76,10 @@ def _windows(tokenizer: Any, count: int, length: int, source: random.Random) -> 
         start = source.randrange(max(1, len(lines) // 2))
         tokens = _encode(tokenizer, "".join(lines[start:]), length)[:length]
         if len(tokens) == length:
-            found.append(tokens)
-        if len(found) == count:
-            return found
-    raise ConfigError(f"the held-out files give only {len(found)} prompts of {length} tokens: ask for shorter ones")
+            result.append(tokens)
+        if len(result) == count:
+            return result
+    raise ConfigError(f"the held-out files give only {len(result)} prompts of {length} tokens: ask for shorter ones")
 
 
 def _repetitive(tokenizer: Any, count: int, length: int, source: random.Random) -> list[list[int]]:
@@ -87,7 +87,7 @@ def _repetitive(tokenizer: Any, count: int, length: int, source: random.Random) 
     edits = _windows(tokenizer, -(-count // 3), max(1, length - length // 4 - 1), source)
     words = _words(source)
     between = _encode(tokenizer, "\n", 1)
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     for number in range(count):
         kind = number % 3
         if kind == 0:
@@ -98,8 +98,8 @@ def _repetitive(tokenizer: Any, count: int, length: int, source: random.Random) 
             rows = [_table_row(w, v) if kind == 1 else _json_row(w) for w, v in pairwise(chosen)]
             head = "MAPPING = {\n" if kind == 1 else "[\n"
             tokens = _encode(tokenizer, head + "".join(rows), length)
-        found.append(tokens[:length])
-    return found
+        result.append(tokens[:length])
+    return result
 
 
 def _words(source: random.Random) -> list[str]:
@@ -117,7 +117,7 @@ def _json_row(name: str) -> str:
     return f'    {{"name": "{name}", "type": "string", "default": null}},\n'
 
 
-def repetition_rate(texts: Seq[Seq[int]], starts: Seq[int] | None = None) -> float | None:
+def repetition_rate(texts: Sequence[Sequence[int]], starts: Sequence[int] | None = None) -> float | None:
     """Share of tokens that end a run of four which occurred before in the same text, from ``starts`` on.
 
     A high rate flatters drafters that copy from history.

@@ -6,8 +6,7 @@ Never in a tight loop: a draft step that follows a target pass finds cold caches
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import median
@@ -95,31 +94,31 @@ class Measured:
 
 def measure(
     engine: Engine,
-    prompts: Seq[Seq[int]],
-    params: Seq[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
     *,
     whole: bool = False,
     max_draft: int | None = None,
 ) -> Measured:
     """Run the prompts through ``engine``, as many at a time as it takes, and time every round; with ``whole`` those
     that read prompts count, too. ``max_draft`` bounds a draft's tokens."""
-    found = Measured()
+    result = Measured()
     with torch.inference_mode():  # as whoever runs an engine does
-        for _ in rounds(engine, prompts, params, found, whole=whole, max_draft=max_draft):
+        for _ in rounds(engine, prompts, params, result, whole=whole, max_draft=max_draft):
             pass
-    return found
+    return result
 
 
 def rounds(
     engine: Engine,
-    prompts: Seq[Seq[int]],
-    params: Seq[SamplingParams],
-    found: Measured,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    result: Measured,
     *,
     whole: bool = False,
     max_draft: int | None = None,
 ) -> Iterator[None]:
-    """The same, round by round, for whoever lets several engines take turns; ``found`` is whole at the end."""
+    """The same, round by round, for whoever lets several engines take turns; ``result`` is whole at the end."""
     latest: list[Round] = []
     engine.on_round = latest.append
     jobs = [
@@ -134,17 +133,17 @@ def rounds(
         seconds = perf_counter() - began
         sample = _sample(latest[0], seconds) if latest else None
         if sample is not None:
-            found.rounds.append(sample)
+            result.rounds.append(sample)
         if sample is not None or whole:
-            found.tokens += sum(len(verdict.tokens) for round_ in latest for verdict in round_.verdicts)
-            found.seconds += seconds
+            result.tokens += sum(len(verdict.tokens) for round_ in latest for verdict in round_.verdicts)
+            result.seconds += seconds
         yield
     engine.on_round = None
-    found.answers = [job.output_ids for job in jobs]
-    found.metrics = [job.metrics for job in jobs]
+    result.answers = [job.output_ids for job in jobs]
+    result.metrics = [job.metrics for job in jobs]
 
 
-def in_turns(running: Seq[Iterator[None]]) -> None:
+def interleave(running: Sequence[Iterator[None]]) -> None:
     """Runs of ``rounds`` side by side, ``TURN`` rounds each, so that a slow moment of the machine meets them all."""
     with torch.inference_mode():
         waiting = list(running)
@@ -174,17 +173,17 @@ def _rank(draft: Draft, verdict: Verdict) -> int | None:
     return next(rank for rank, trial in enumerate(draft.trials[0]) if trial.node == verdict.path[0])
 
 
-def full(rounds: Seq[Sample], sequences: int) -> list[Sample]:
+def full(rounds: Sequence[Sample], sequences: int) -> list[Sample]:
     """The rounds in which ``sequences`` took part; all of them if there is none."""
     return [r for r in rounds if len(r.depths) == sequences] or list(rounds)
 
 
-def in_plain_forwards(found: Measured, plain: Measured, sequences: int) -> None:
-    """Make the times of ``found``'s rounds multiples of the forward of plain rounds that took turns with them."""
+def in_plain_forwards(result: Measured, plain: Measured, sequences: int) -> None:
+    """Make the times of ``result``'s rounds multiples of the forward of plain rounds that took turns with them."""
     unit = median(r.verify for r in full(plain.rounds, sequences))
-    found.rounds = [
+    result.rounds = [
         replace(r, draft=r.draft / unit, verify=r.verify / unit, accept=r.accept / unit, total=r.total / unit)
-        for r in found.rounds
+        for r in result.rounds
     ]
 
 
@@ -203,7 +202,7 @@ class Costs:
     typical: float | None
 
     @classmethod
-    def of(cls, rounds: Seq[Sample], plain: Seq[Sample], sequences: int) -> Costs | None:
+    def of(cls, rounds: Sequence[Sample], plain: Sequence[Sample], sequences: int) -> Costs | None:
         """From a method's rounds and plain decoding's of the same run; None if either is empty. Medians."""
         rounds, plain = full(rounds, sequences), full(plain, sequences)
         if not rounds or not plain:
@@ -221,7 +220,7 @@ class Costs:
             median(r.verify for r in drafted) / unit if drafted else None,
         )
 
-    def predict(self, rounds: Seq[Sample], match_rate: float) -> float | None:
+    def predict(self, rounds: Sequence[Sample], match_rate: float) -> float | None:
         """Speed over plain decoding that the theory promises for these rounds' draft lengths.
 
         ``expected_tokens / (gamma c + verify_cost)``, both summed over the rounds, because a drafter may draft less
@@ -234,7 +233,7 @@ class Costs:
         return tokens / time / sequences if time else None
 
 
-def shares(rounds: Seq[Sample]) -> dict[str, float] | None:
+def shares(rounds: Sequence[Sample]) -> dict[str, float] | None:
     """Where the rounds' time went: drafting, the target's forward, acceptance and sampling, and the host."""
     total = sum(r.total for r in rounds)
     if not total:

@@ -60,13 +60,13 @@ def steady() -> bool:
     many = values.repeat(66)  # more than one thread takes
     few = values[::9]
     for function in FUNCTIONS:
-        wanted, alone = function(values), function(few)
-        if not torch.equal(function(many), wanted.repeat(66)):
+        requested, alone = function(values), function(few)
+        if not torch.equal(function(many), requested.repeat(66)):
             return False
-        for place in range(1, PLACES):
-            moved = function(values.roll(place)).roll(-place)
-            short = torch.cat([function(piece.clone()) for piece in few.split(place)])
-            if not (torch.equal(moved, wanted) and torch.equal(short, alone)):
+        for index in range(1, PLACES):
+            moved = function(values.roll(index)).roll(-index)
+            short = torch.cat([function(piece.clone()) for piece in few.split(index)])
+            if not (torch.equal(moved, requested) and torch.equal(short, alone)):
                 return False
     return True
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from forerun.attention.base import Attention
+from forerun.attention.kernel import KernelAttention, can_attend
 from forerun.attention.plain import PlainAttention
 from forerun.attention.sdpa import SdpaAttention
-from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.attention.tiled import BLOCK, TiledAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.cache.sources import Sources
@@ -148,7 +148,7 @@ def new_attention(
     if info.encoder is not None:
         longest = min(info.encoder.max_len, max_len)
         pool.sources = Sources(info.encoder.kv_shapes, max_seqs, longest, info.dtype, info.device)
-        return StreamedAttention(pool) if ours else PlainAttention(pool)
+        return KernelAttention(pool) if ours else PlainAttention(pool)
     return attention_over(model, pool)
 
 
@@ -160,7 +160,7 @@ def attention_over(model: Model, pool: Pool) -> Attention:
 
         return TritonAttention(pool)
     if can_attend(info.dtype, info.device, info.kv_shapes):
-        return StreamedAttention(pool)
+        return KernelAttention(pool)
     tiled = model.invariant and info.device.type == "cpu"
     return TiledAttention(pool) if tiled else SdpaAttention(pool)
 

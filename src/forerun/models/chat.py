@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -33,7 +32,8 @@ To call a function, answer with nothing but its name and its arguments as a JSON
 {{"name": "function_name", "arguments": {{"parameter": "value"}}}}
 </tool_call>
 The function's result comes between <tool_response> and </tool_response>. Say then in your own words what it means."""
-"""For a template without words of its own: the form of the Hermes models (https://github.com/NousResearch/Hermes-Function-Calling)."""
+"""For a template without words of its own: the form of the Hermes models
+(https://github.com/NousResearch/Hermes-Function-Calling)."""
 
 
 class CallForm(StrEnum):
@@ -62,9 +62,9 @@ PYTHONIC = re.compile(r"\[\w*func\w*\(\w+=|\{\{-? *'\[' *\}\}.{0,200}'\('", re.S
 
 def render_chat(
     tokenizer: Any,
-    messages: Seq[Message],
+    messages: Sequence[Message],
     *,
-    tools: Seq[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
@@ -107,25 +107,25 @@ def render_chat(
         return text
 
 
-def _check_all_there(turns: Seq[dict[str, Any]], text: str, render: Callable[[Seq[Message]], str]) -> None:
+def _check_all_there(turns: Sequence[dict[str, Any]], text: str, render: Callable[[Sequence[Message]], str]) -> None:
     """Raise RequestError for a message that the template leaves out. What an assistant says beside its calls may be
     missing, which is logged, and so may what a template changes on purpose, such as thoughts."""
     marks, start = {}, 0
-    for place, turn in enumerate(turns):
+    for index, turn in enumerate(turns):
         for part in map(str.strip, _texts(turn)):
-            found = text.find(part, start)
-            if found < 0:
-                marks[place] = f"forerun-{place}-left-out"
+            result = text.find(part, start)
+            if result < 0:
+                marks[index] = f"forerun-{index}-left-out"
             else:
-                start = found + len(part)
+                start = result + len(part)
     if not marks:
         return
-    marked = render([_with_text(turn, marks[place]) if place in marks else turn for place, turn in enumerate(turns)])
-    for place, mark in marks.items():
+    marked = render([_with_text(turn, marks[index]) if index in marks else turn for index, turn in enumerate(turns)])
+    for index, mark in marks.items():
         if mark not in marked.lower():
-            left = f"the chat template leaves out what message {place}, of the role {turns[place]['role']}, says"
-            if not turns[place].get("tool_calls"):
-                raise RequestError(f"{left}: say it in another message", param=f"messages.{place}.content")
+            left = f"the chat template leaves out what message {index}, of the role {turns[index]['role']}, says"
+            if not turns[index].get("tool_calls"):
+                raise RequestError(f"{left}: say it in another message", param=f"messages.{index}.content")
             log.warning("%s beside its calls", left)
 
 
@@ -159,13 +159,13 @@ def knows_tools(template: str) -> bool:
 
 def _checked_tools(tools: Any) -> list[dict[str, Any]]:
     """Copies of the tools. Raises RequestError for what has no function with a name, and for schemas too deep."""
-    if isinstance(tools, (str, bytes)) or not isinstance(tools, Seq):
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
         raise RequestError(f"tools are a list of mappings, not {_kind(tools)}", param="tools")
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError("a tool is a mapping with a function, which has a name", param=f"tools.{place}")
-        _check_depth(function.get("parameters"), f"tools.{place}.function.parameters")
+            raise RequestError("a tool is a mapping with a function, which has a name", param=f"tools.{index}")
+        _check_depth(function.get("parameters"), f"tools.{index}.function.parameters")
     return [dict(tool) for tool in tools]
 
 
@@ -181,15 +181,15 @@ def _check_depth(value: Any, param: str) -> None:
     raise RequestError(f"{param}: more than {DEEPEST} objects and lists within each other", param=param)
 
 
-def _with_parsed_calls(messages: Seq[Message]) -> list[dict[str, Any]]:
+def _with_parsed_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages as templates expect them: arguments as mappings, content that is text, a tool's name beside its
     answer. Raises RequestError for arguments that are not a JSON object."""
     names: dict[Any, Any] = {}
     turns = []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         turn = dict(message)
         if turn.get("tool_calls"):
-            turn["tool_calls"] = _parsed(turn["tool_calls"], f"messages.{place}.tool_calls")
+            turn["tool_calls"] = _parsed(turn["tool_calls"], f"messages.{index}.tool_calls")
             turn["content"] = turn.get("content") or ""
             names |= {call.get("id"): call["function"]["name"] for call in turn["tool_calls"]}
         if turn["role"] == "tool" and turn.get("tool_call_id") in names:
@@ -199,9 +199,9 @@ def _with_parsed_calls(messages: Seq[Message]) -> list[dict[str, Any]]:
 
 
 def _parsed(calls: Any, param: str) -> list[dict[str, Any]]:
-    found = []
-    for place, call in enumerate(calls if isinstance(calls, list) else [calls]):
-        where = f"{param}.{place}.function"
+    result = []
+    for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        where = f"{param}.{index}.function"
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError("a tool call is a mapping with a function, which has a name", param=where)
@@ -212,8 +212,8 @@ def _parsed(calls: Any, param: str) -> list[dict[str, Any]]:
             message = f"{where}.arguments: must be a JSON object, as text"
             raise RequestError(message, param=f"{where}.arguments")
         _check_depth(arguments, f"{where}.arguments")
-        found.append({**call, "function": {**function, "arguments": arguments}})
-    return found
+        result.append({**call, "function": {**function, "arguments": arguments}})
+    return result
 
 
 def _loaded(text: str) -> Any:
@@ -228,26 +228,26 @@ def _refused(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _calls_as_text(turns: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+def _calls_as_text(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Calls within the assistant's text, and a tool's answers as one message of the user."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     answers = False
     """Whether the last message is made of answers."""
     for turn in turns:
         if turn["role"] == "tool":
             text = f"<tool_response>\n{_text(turn)}\n</tool_response>"
             if answers:
-                found[-1]["content"] += "\n" + text
+                result[-1]["content"] += "\n" + text
             else:
-                found.append({"role": "user", "content": text})
+                result.append({"role": "user", "content": text})
         elif turn.get("tool_calls"):
             calls = [written(call["function"]) for call in turn["tool_calls"]]
             text = "\n".join([_text(turn), *calls] if turn["content"] else calls)
-            found.append({"role": turn["role"], "content": text})
+            result.append({"role": turn["role"], "content": text})
         else:
-            found.append(turn)
+            result.append(turn)
         answers = turn["role"] == "tool"
-    return found
+    return result
 
 
 def written(function: Mapping[str, Any]) -> str:
@@ -256,7 +256,7 @@ def written(function: Mapping[str, Any]) -> str:
     return f"{OPENING}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSING}"
 
 
-def _explained(turns: Seq[dict[str, Any]], tools: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _explained(turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The tools in the system's message, which comes first."""
     text = EXPLANATION.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
     if turns and turns[0]["role"] in ("system", "developer"):
@@ -265,7 +265,7 @@ def _explained(turns: Seq[dict[str, Any]], tools: Seq[Mapping[str, Any]]) -> lis
     return [{"role": "system", "content": text}, *turns]
 
 
-def _developer_as_system(turns: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+def _developer_as_system(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A developer's messages as the system's, which comes first."""
     asked = [turn for turn in turns if turn["role"] == "developer"]
     others = [turn for turn in turns if turn["role"] != "developer"]
@@ -297,19 +297,19 @@ def _text(turn: Mapping[str, Any]) -> str:
 
 def conversations(messages: Any) -> list[list[Message]]:
     """One conversation or several, as several. Raises RequestError for anything else than lists of messages."""
-    if not isinstance(messages, Seq) or isinstance(messages, (str, bytes)):
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise RequestError(f"messages are a list of mappings with role and content, not {_kind(messages)}")
     several = bool(messages) and not isinstance(messages[0], Mapping)
-    found = list(messages) if several else [messages]
-    for conversation in found:
-        if not isinstance(conversation, Seq) or isinstance(conversation, (str, bytes)) or not conversation:
+    result = list(messages) if several else [messages]
+    for conversation in result:
+        if not isinstance(conversation, Sequence) or isinstance(conversation, (str, bytes)) or not conversation:
             raise RequestError(f"a conversation is a list of at least one message, not {_kind(conversation)}")
         for message in conversation:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise RequestError(f"a message is a mapping with role and content, not {_kind(message)}")
             if "content" not in message and not message.get("tool_calls"):
                 raise RequestError(f"a message is a mapping with role and content, not {_kind(message)}")
-    return [list(conversation) for conversation in found]
+    return [list(conversation) for conversation in result]
 
 
 def _kind(value: Any) -> str:

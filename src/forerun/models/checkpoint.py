@@ -79,12 +79,12 @@ def library(problem: str, kind: Callable[[str], ForerunError] = ModelError) -> I
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON file's object. Raises ModelError for a file that is not there, damaged, or holds anything else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be used: {one_line(error)}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} cannot be used: it holds {type(found).__name__}, not an object")
-    return found
+    if not isinstance(result, dict):
+        raise ModelError(f"{path} cannot be used: it holds {type(result).__name__}, not an object")
+    return result
 
 
 def find(folder: Path) -> Path:
@@ -98,12 +98,12 @@ def find(folder: Path) -> Path:
         )
     if (folder / CONFIG).is_file():
         return folder
-    found = sorted(folder.glob("*.gguf"))
-    one = gguf_split.find(found)
+    result = sorted(folder.glob("*.gguf"))
+    one = gguf_split.find(result)
     if one is not None:
         return one
-    if found:
-        raise ModelError(f"{folder} holds {len(found)} GGUF files: name one, such as {found[0]}")
+    if result:
+        raise ModelError(f"{folder} holds {len(result)} GGUF files: name one, such as {result[0]}")
     raise ModelError(f"{folder} has no {CONFIG}: not a Hugging Face checkpoint, nor a folder with a GGUF file")
 
 
@@ -121,11 +121,11 @@ def weight_files(folder: Path) -> list[Path]:
             hint = f" (it has {', '.join(other[:3])}, but no {WEIGHTS}, and no {INDEX} that names them)"
         raise ModelError(f"{folder} has no safetensors weights{hint}")
     index = read_object(folder / INDEX)
-    places = index.get("weight_map")
-    if not isinstance(places, Mapping) or not places or not isinstance(index.get("metadata"), Mapping):
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, Mapping) or not weight_map or not isinstance(index.get("metadata"), Mapping):
         raise ModelError(f"{folder / INDEX} cannot be used: it lacks a weight_map or metadata")
     files = []
-    for name in sorted({str(place) for place in places.values()}):
+    for name in sorted({str(file_name) for file_name in weight_map.values()}):
         if not name.endswith(".safetensors") or "/" in name or "\\" in name:
             raise ModelError(
                 f"{folder / INDEX} names {name[:80]!r}: only safetensors files in the same folder are loaded"
@@ -139,30 +139,30 @@ def weight_files(folder: Path) -> list[Path]:
 def read_headers(files: list[Path], *, packed: bool = False) -> dict[str, Tensor]:
     """Every tensor of the files. Raises ModelError for a damaged file, a name that comes twice, and weights that are
     not plain floating-point numbers, unless a config says how they are ``packed``."""
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in _header(file).items():
-            if name in found:
-                raise ModelError(f"{name} is in {found[name].file.name} and in {file.name} of {file.parent}")
-            found[name] = tensor
+            if name in result:
+                raise ModelError(f"{name} is in {result[name].file.name} and in {file.name} of {file.parent}")
+            result[name] = tensor
             if packed:
                 continue
             if name.endswith(PACKED):
                 raise ModelError(f"{file} holds quantized weights ({name}), which forerun does not read")
             if name.endswith(".weight") and tensor.kind not in NUMBERS:
                 raise ModelError(f"{file}: {name} holds {tensor.kind} numbers; weights are read from {_list(NUMBERS)}")
-    return found
+    return result
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All weights of a folder, by name. Raises ModelError."""
     files = weight_files(folder)
     read_headers(files)
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for file in files:
         with library(f"{file} cannot be read"):
-            found.update(load_file(file))
-    return found
+            result.update(load_file(file))
+    return result
 
 
 def _header(file: Path) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.attention.base import Attention, Query
-from forerun.attention.streamed import can_attend
+from forerun.attention.kernel import can_attend
 from forerun.cache.pool import KVShape
 from forerun.cache.sources import Source
 from forerun.core.batch import Batch, Output
@@ -26,9 +26,9 @@ from forerun.models import activations, quantize, tiling
 from forerun.models.architectures.seq2seq import ACTIVATIONS, SPARE, Seq2Seq, Stack
 from forerun.models.base import EncoderInfo, ModelInfo, Tiles
 from forerun.models.formats.base import Linear, size
+from forerun.models.kernel_layers import Norm
 from forerun.models.linear import choose, describe
 from forerun.models.parts import Gate, LayerNorm, RMSNorm
-from forerun.models.streamed import Norm
 from forerun.models.weights import Maker, Weights
 from forerun.models.words import Words
 
@@ -239,8 +239,8 @@ class EncoderDecoder:
             x = self._mlp(mlp, x)
         x = x if side.norm is None else side.norm(x)
         heads = spec.decoder.heads
-        found = [block.memory(x).view(-1, 2 * heads, spec.width) for block in self._decoder.cross]
-        return [(kv[:, :heads], kv[:, heads:]) for kv in found]
+        result = [block.memory(x).view(-1, 2 * heads, spec.width) for block in self._decoder.cross]
+        return [(kv[:, :heads], kv[:, heads:]) for kv in result]
 
     @inference
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -307,8 +307,8 @@ def _by_distance(weights: torch.Tensor, spec: Seq2Seq, reach: int, *, both: bool
 
 def _spread(bias: torch.Tensor, length: int) -> torch.Tensor:
     """[heads, rows, keys] of a source of so many tokens, from those of distances."""
-    places = torch.arange(length, device=bias.device)
-    return bias[:, places - places[:, None] + bias.shape[1] // 2]
+    indices = torch.arange(length, device=bias.device)
+    return bias[:, indices - indices[:, None] + bias.shape[1] // 2]
 
 
 def _attend(qkv: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:

@@ -104,13 +104,13 @@ def _start(folder: Path, config: Any) -> tuple[int, ...]:
     generation config, or else of the config."""
     path = folder / "generation_config.json"
     given = checkpoint.read_object(path) if path.is_file() else {}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in ("decoder_start_token_id", "bos_token_id", "forced_bos_token_id"):
         value = given.get(name)
-        found[name] = value if value is not None else getattr(config, name, None)
-    begins = found["decoder_start_token_id"]
-    begins = begins if begins is not None else found["bos_token_id"]
-    tokens = [begins] if found["forced_bos_token_id"] is None else [begins, found["forced_bos_token_id"]]
+        result[name] = value if value is not None else getattr(config, name, None)
+    begins = result["decoder_start_token_id"]
+    begins = begins if begins is not None else result["bos_token_id"]
+    tokens = [begins] if result["forced_bos_token_id"] is None else [begins, result["forced_bos_token_id"]]
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < config.vocab_size:
             raise ModelError(f"{folder} does not say what its decoder begins with: token id {shown(token)}")

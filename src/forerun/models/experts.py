@@ -7,8 +7,7 @@ bits do not depend on how many they are: the kernels' never do, and where torch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from forerun.kernels import structs
 from forerun.models.base import pad_rows
 from forerun.models.formats.base import Linear, size
 from forerun.models.formats.compiled import Compiled
-from forerun.models.streamed import Gate, Mixture
+from forerun.models.kernel_layers import Gate, Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Experts:
     def __init__(
         self,
         router: Linear,
-        experts: Seq[Expert],
+        experts: Sequence[Expert],
         gate: Callable[[torch.Tensor], torch.Tensor],
         chosen: int,
         *,
@@ -76,12 +75,12 @@ class Experts:
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which experts each row goes to, the highest first, and their weights in float32: [rows, chosen] both."""
         scores, order = self.router(x).float().sort(dim=-1, descending=True, stable=True)
-        shares = torch.exp(scores - scores[:, :1])
-        taken = shares[:, : self.chosen]
-        summed = taken if self.normalised else shares
+        fractions = torch.exp(scores - scores[:, :1])
+        taken = fractions[:, : self.chosen]
+        summed = taken if self.normalised else fractions
         return order[:, : self.chosen], taken / summed.cumsum(-1)[:, -1:]  # cumsum adds one by one
 
-    def __call__(self, x: torch.Tensor, sizes: Seq[int] | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """What the experts make of rows [rows, width], in their dtype; ``sizes``: the row counts of calls."""
         if self.compiled is not None:
             return self.total(self.compiled(x)).to(x.dtype)
@@ -102,7 +101,7 @@ class Experts:
                 first = end
         return self.total(total).to(x.dtype)
 
-    def _run(self, expert: Expert, x: torch.Tensor, sizes: Seq[int] | None) -> torch.Tensor:
+    def _run(self, expert: Expert, x: torch.Tensor, sizes: Sequence[int] | None) -> torch.Tensor:
         if sizes is None:
             return expert.down(self.gate(expert.gate_up(x)))
         parts = []

@@ -185,10 +185,10 @@ def _of(source: Known, number: int) -> str:
 def _wheel(source: Known, number: int, folder: Path) -> Path:
     """A part's wheel in a folder of wheels."""
     package, version = source.package_of(number).split("==")
-    found = sorted(folder.glob(f"{package.replace('-', '_')}-{version}-*.whl"))
-    if not found:
+    result = sorted(folder.glob(f"{package.replace('-', '_')}-{version}-*.whl"))
+    if not result:
         raise ModelError(f"{folder} has no wheel of {source.package_of(number)}{_of(source, number)}")
-    return found[0]
+    return result[0]
 
 
 def _part(source: Known, number: int, origin: Path) -> bytes:

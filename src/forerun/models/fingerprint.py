@@ -17,10 +17,10 @@ BYTES = 4096
 
 def files(folder: Path, lora: Sequence[str] | str | None = None) -> list[Path]:
     """What holds the weights. Raises ModelError if there are none."""
-    found = parts_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
-    if not found:
+    result = parts_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    if not result:
         raise ModelError(f"{folder} has no safetensors weights")
-    return found + [folder / name for folder, _ in parse(lora) for name in (ADAPTER, WEIGHTS)]
+    return result + [folder / name for folder, _ in parse(lora) for name in (ADAPTER, WEIGHTS)]
 
 
 def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
@@ -39,8 +39,8 @@ def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
-                for place in range(PLACES):
-                    file.seek(max(0, size - BYTES) * place // (PLACES - 1))
+                for index in range(PLACES):
+                    file.seek(max(0, size - BYTES) * index // (PLACES - 1))
                     digest.update(file.read(BYTES))
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error.strerror}") from error

@@ -6,8 +6,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -15,19 +14,19 @@ from typing import Any, cast
 import torch
 
 from forerun import kernels
-from forerun.attention.streamed import Plan, StreamedAttention
+from forerun.attention.kernel import KernelAttention, Plan
 from forerun.core.batch import Batch, Output
 from forerun.kernels import KernelError, structs
 from forerun.models.architectures.spec import SILU
 from forerun.models.formats.compiled import Compiled
+from forerun.models.kernel_layers import Norm
 from forerun.models.layer import Layer
-from forerun.models.ranks.parts import Summed
+from forerun.models.ranks.shards import Summed
 from forerun.models.rotary import Rotary
-from forerun.models.streamed import Norm
 from forerun.models.words import Words
 
 ALIGNED = 32
-"""Numbers to which a piece of the working room is rounded up, ROUND_UP in the kernel."""
+"""Numbers to which a piece of the workspace is rounded up, ROUND_UP in the kernel."""
 RAW = -1
 """Names, in ``Output.hidden``, the last layer's output before the final norm."""
 
@@ -42,7 +41,7 @@ class Decoder:
     kv_heads: int
     width: int
     words: Words
-    layers: Seq[Layer]
+    layers: Sequence[Layer]
     norm: Any
     head: Any
     rotaries: Mapping[str, Rotary]
@@ -137,8 +136,8 @@ class Sums:
 
     def _sum(self, part: int, wide: int, total: int, rows: int) -> int:
         try:
-            found = self.total(self._rows(part, rows, torch.float32 if wide else self.dtype))
-            self._rows(total, rows, torch.float32).copy_(found)
+            result = self.total(self._rows(part, rows, torch.float32 if wide else self.dtype))
+            self._rows(total, rows, torch.float32).copy_(result)
         except BaseException as error:  # noqa: BLE001 - compiled code cannot pass it on, ``through`` raises it
             self.error = error
             return 1
@@ -197,12 +196,12 @@ class Fused:
         qkv = attended + 2 * decoder.kv_heads * decoder.width
         read = max(decoder.layers[0].qkv.inputs, 2 * self.hidden if decoder.mix is not None else 0)
         self.row = self.hidden, read, qkv, attended, 2 * inner, inner, angles
-        """Numbers per row of every piece of the working room."""
+        """Numbers per row of every piece of the workspace."""
         self._sizes: dict[int, int] = {}
         """Numbers of all pieces together, by rows."""
         self.all = array("q", range(len(decoder.layers)))
 
-    def __call__(self, batch: Batch, attention: StreamedAttention, given: torch.Tensor | None = None) -> Output:
+    def __call__(self, batch: Batch, attention: KernelAttention, given: torch.Tensor | None = None) -> Output:
         """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden]: the first layer's input. Raises
         IndexError for a token without an embedding."""
         call = self.prepare(batch, attention, given)
@@ -210,9 +209,7 @@ class Fused:
         attention.finish(call.plan)
         return Output(call.logits, call.hidden)
 
-    def through(
-        self, batch: Batch, attention: StreamedAttention, plan: Plan, x: torch.Tensor
-    ) -> dict[int, torch.Tensor]:
+    def through(self, batch: Batch, attention: KernelAttention, plan: Plan, x: torch.Tensor) -> dict[int, torch.Tensor]:
         """The batch's layers of one rank: hidden states as ``Output.hidden``, and under ``RAW`` the output of the rows
         whose logits are wanted, or of all where the normed one is asked for too. Raises what ``total`` raises."""
         assert self.sums is not None
@@ -230,7 +227,7 @@ class Fused:
     def prepare(
         self,
         batch: Batch,
-        attention: StreamedAttention,
+        attention: KernelAttention,
         given: torch.Tensor | None = None,
         ahead: int = 0,
         plan: Plan | None = None,
@@ -241,28 +238,28 @@ class Fused:
         if pool.dtype is not self.dtype or len(pool.keys) < len(self.decoder.layers):
             raise ValueError(f"a cache of {len(pool.keys)} layers in {pool.dtype} for {self.dtype} layers")
         plan = attention.begin(batch) if plan is None else plan
-        rows, wanted = batch.num_rows, batch.num_logits
+        rows, requested = batch.num_rows, batch.num_logits
         given = self._given(batch) if given is None else self._fitting(given, rows)
         tables, positions = self._angles(batch, ahead)
         angles = array("q", (table.data_ptr() for table in tables))
         which = self.all if batch.layers is None else array("q", batch.layers)
         hidden, keep = self._keep(batch, which)
-        logits = torch.empty(wanted, self.vocab_size)
-        room = self._room(rows, wanted)
+        logits = torch.empty(requested, self.vocab_size)
+        workspace = self._workspace(rows, requested)
         ids = self._ids(batch)
         if len(positions) != rows or len(ids) != rows:
             raise ValueError(f"{len(ids)} tokens and {len(positions)} positions for {rows} rows")
-        out = array("q", _wanted(batch) if 0 < wanted < rows else ())
+        out = array("q", _wanted(batch) if 0 < requested < rows else ())
         lists = (ids, positions, which, keep, out, angles)
         at = [numbers.buffer_info()[0] for numbers in lists]
         sides, entries = attention.sides()
         call = array("q", structs.Call(
             rows, torch.get_num_threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
-            min(map(len, tables)), at[2], len(which), at[3], at[4], wanted, room.data_ptr(), len(room),
+            min(map(len, tables)), at[2], len(which), at[3], at[4], requested, workspace.data_ptr(), len(workspace),
             logits.data_ptr() if self.vocab_size else 0, sides, entries, plan.address,
             0 if self.sums is None else self.sums.address,
         ))  # fmt: skip
-        return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, tables, room, lists))
+        return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, tables, workspace, lists))
 
     def _fitting(self, given: torch.Tensor, rows: int) -> torch.Tensor:
         if given.shape != (rows, self.hidden) or given.dtype is not self.dtype or not given.is_cpu:
@@ -295,7 +292,7 @@ class Fused:
         size = max(span.end for span in batch.spans) + ahead
         return [rotary.table(size) for rotary in self.decoder.rotaries.values()], positions
 
-    def _keep(self, batch: Batch, which: Seq[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
+    def _keep(self, batch: Batch, which: Sequence[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
         """Room for the hidden states that the batch asked for, and where each layer's input and the output go. The
         raw output has the rows alone whose logits are wanted, unless the normed one is asked for too."""
         asked = batch.hidden if self.sums is None else (*batch.hidden, RAW)
@@ -309,11 +306,11 @@ class Fused:
         }
         return hidden, array("q", (hidden[i].data_ptr() if i in hidden else 0 for i in (*which, last, RAW)))
 
-    def _room(self, rows: int, wanted: int) -> torch.Tensor:
+    def _workspace(self, rows: int, requested: int) -> torch.Tensor:
         numbers = self._sizes.get(rows)
         if numbers is None:
             numbers = self._sizes[rows] = sum(-(-rows * width // ALIGNED) * ALIGNED for width in self.row)
-        return torch.empty(numbers + wanted * self.vocab_size, dtype=self.dtype)
+        return torch.empty(numbers + requested * self.vocab_size, dtype=self.dtype)
 
 
 def _wanted(batch: Batch) -> list[int]:

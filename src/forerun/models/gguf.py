@@ -54,10 +54,10 @@ class Metadata(Mapping[str, Any]):
         self._values = values
 
     def __getitem__(self, key: str) -> Any:
-        found = self._values[key]
-        if callable(found):
-            found = self._values[key] = found()
-        return found
+        result = self._values[key]
+        if callable(result):
+            result = self._values[key] = result()
+        return result
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -97,10 +97,10 @@ class GGUFFile:
         """A tensor's values, exact, float32. Raises ModelError for a kind that cannot be dequantized."""
         tensor = self._tensor(name)
         try:
-            found = dequantize(self.rows(name), tensor.kind)
+            result = dequantize(self.rows(name), tensor.kind)
         except NotImplementedError as error:
             raise self._broken(f"{name} is of kind {tensor.kind.name}, which cannot be dequantized") from error
-        return torch.from_numpy(np.array(found, dtype=np.float32)).reshape(tensor.shape)
+        return torch.from_numpy(np.array(result, dtype=np.float32)).reshape(tensor.shape)
 
     def types(self) -> set[str]:
         """Of its matrices."""
@@ -209,27 +209,27 @@ class GGUFFile:
 
     def _texts(self, key: str, at: int, count: int) -> list[str]:
         content, unpack = self._bytes, _U64.unpack_from
-        found = []
+        result = []
         try:
             for _ in range(count):
                 first = at + _U64.size
                 at = first + unpack(content, at)[0]
-                found.append(content[first:at].decode())
+                result.append(content[first:at].decode())
         except UnicodeDecodeError as error:
             raise self._broken(f"{key} is not UTF-8 text") from error
-        return found
+        return result
 
     def _text(self, what: str, longest: int | None = None) -> str:
         length = self._u64()
         if longest is not None and length > longest:
             raise self._broken(f"it is truncated or damaged: {what} of {length} bytes")
         try:
-            found = self._take(length, what).decode("utf-8")
+            result = self._take(length, what).decode("utf-8")
         except UnicodeDecodeError as error:
             raise self._broken(f"{what} is not UTF-8 text") from error
-        if longest is not None and not found.isprintable():  # messages show names
-            raise self._broken(f"{what} is {shown(found)}")
-        return found
+        if longest is not None and not result.isprintable():  # messages show names
+            raise self._broken(f"{what} is {shown(result)}")
+        return result
 
     def _u32(self) -> int:
         return _U32.unpack(self._take(_U32.size))[0]
@@ -243,6 +243,6 @@ class GGUFFile:
 
     def _take(self, count: int, what: str = "its header") -> bytes:
         self._need(count, what)
-        found = self._bytes[self._place : self._place + count]
+        result = self._bytes[self._place : self._place + count]
         self._place += count
-        return found
+        return result

@@ -71,8 +71,8 @@ class Keys:
 
 def read_config(file: GGUFFile) -> dict[str, Any]:
     """Raises ModelError for a model of an architecture, or of a kind, that is not read here."""
-    found = file.metadata
-    architecture = found.get("general.architecture")
+    result = file.metadata
+    architecture = result.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in READ:
         raise ModelError(f"{file.path} holds a model of architecture {shown(architecture)}; only {', '.join(READ)} "
                          "are read from GGUF")  # fmt: skip
@@ -123,8 +123,8 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
             "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
         }  # fmt: skip
     if kind == LLAMA.gguf and keys.get("expert_count"):
-        found = {"architectures": [MIXTRAL.causal], "model_type": MIXTRAL.model_type, "sliding_window": None}
-        return found | _experts(keys, "num_local_experts")
+        result = {"architectures": [MIXTRAL.causal], "model_type": MIXTRAL.model_type, "sliding_window": None}
+        return result | _experts(keys, "num_local_experts")
     return {}
 
 
@@ -138,13 +138,13 @@ def _experts(keys: Keys, count: str) -> dict[str, Any]:
 
 def _rope(file: GGUFFile, keys: Keys, width: int) -> dict[str, Any]:
     """Rotary parameters of all layers. Raises ModelError for a scaling that is not read."""
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base", 10000.0)}
-    turned = keys.whole("rope.dimension_count", width)
-    if turned != width:
-        if keys.architecture != PHI3.gguf or turned > width or turned % 2:
-            other = f"{shown(turned)} as {keys.architecture}.rope.dimension_count"
+    result: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base", 10000.0)}
+    rotated = keys.whole("rope.dimension_count", width)
+    if rotated != width:
+        if keys.architecture != PHI3.gguf or rotated > width or rotated % 2:
+            other = f"{shown(rotated)} as {keys.architecture}.rope.dimension_count"
             raise ModelError(f"{file.path} has heads of {width} numbers, but {other}")
-        found["partial_rotary_factor"] = turned / width
+        result["partial_rotary_factor"] = rotated / width
     kind, factor = keys.get("rope.scaling.type") or "linear", 1.0
     for name in ("rope.scaling.factor", "rope.scale_linear"):  # the older key counts where the other is missing
         if keys.get(name):
@@ -157,8 +157,8 @@ def _rope(file: GGUFFile, keys: Keys, width: int) -> dict[str, Any]:
         how = "longrope" if factors else shown(kind)
         raise ModelError(f"{file.path} scales its rotary frequencies ({how}), which is not read from GGUF")
     if kind == "linear":
-        return found | {"rope_type": "linear", "factor": factor}
-    return found | _llama3(file, found["rope_theta"], width) if FREQUENCIES in file.tensors else found
+        return result | {"rope_type": "linear", "factor": factor}
+    return result | _llama3(file, result["rope_theta"], width) if FREQUENCIES in file.tensors else result
 
 
 def _llama3(file: GGUFFile, theta: float, width: int) -> dict[str, Any]:
@@ -167,8 +167,8 @@ def _llama3(file: GGUFFile, theta: float, width: int) -> dict[str, Any]:
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     factor = float(f"{given.max().item():.7g}") if given.shape == frequencies.shape else 0.0
     for context in LLAMA3_CONTEXTS:
-        turns = context * frequencies / (2 * torch.pi)  # in a text of that length
-        smooth = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
+        rotations = context * frequencies / (2 * torch.pi)  # in a text of that length
+        smooth = ((rotations - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
         if factor >= 1 and torch.allclose(1 / ((1 - smooth) / factor + smooth), given, rtol=1e-4, atol=0):
             return {
                 "rope_type": "llama3", "factor": factor, "low_freq_factor": LLAMA3_LOW,
@@ -243,5 +243,5 @@ def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
     begin = ids.pop("bos", None)
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     named = enumerate(tokens[:vocabulary] if isinstance(tokens, list) else ())
-    ends = sorted({*ids.values(), *(place for place, token in named if token in ENDS)})
+    ends = sorted({*ids.values(), *(index for index, token in named if token in ENDS)})
     return {"bos_token_id": begin, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}

@@ -19,7 +19,7 @@ from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.shapes import shapes
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
-from forerun.models.formats.gguf_types import FLOATS, TYPES, packed, told
+from forerun.models.formats.gguf_types import FLOATS, TYPES, described, packed
 from forerun.models.gguf import GGUFFile, GGUFTensor
 from forerun.models.gguf_config import FREQUENCIES
 from forerun.models.weights import Read
@@ -38,8 +38,8 @@ def open_gguf(path: Path) -> GGUFFile:
     about = []
     for part in gguf_split.parts_of(path):
         try:
-            found = part.stat()
-            about.append((found.st_mtime_ns, found.st_size))
+            result = part.stat()
+            about.append((result.st_mtime_ns, result.st_size))
         except OSError as error:
             if part == path:
                 raise ModelError(f"{path} cannot be read: {error.strerror}") from error
@@ -86,9 +86,9 @@ class Dequantized:
         self.nbytes = held.size
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        places = rows if self.order is None else self.order[rows]
-        found = dequantize(self.raw[places if isinstance(places, slice) else places.numpy()], self.kind)
-        return torch.from_numpy(np.array(found, dtype=np.float32)).to(self.dtype)
+        indices = rows if self.order is None else self.order[rows]
+        result = dequantize(self.raw[indices if isinstance(indices, slice) else indices.numpy()], self.kind)
+        return torch.from_numpy(np.array(result, dtype=np.float32)).to(self.dtype)
 
     def blocks(self) -> Blocks | None:
         if self.kind.name in FLOATS:
@@ -108,7 +108,7 @@ class GGUFWeights:
     def __init__(self, file: GGUFFile, config: Any, *, numbers: bool = False) -> None:
         self.file = file
         self.numbers = numbers  # as which all of them are to be had
-        self.untold = told(file.types()) if not numbers else ""
+        self.untold = described(file.types()) if not numbers else ""
         architecture = ARCHITECTURES[config.model_type]
         shared = config.num_key_value_heads or config.num_attention_heads
         counts = {"q_proj": config.num_attention_heads, "k_proj": shared}
@@ -117,7 +117,7 @@ class GGUFWeights:
         self.nbytes = sum(tensor.size for tensor in file.tensors.values())
         self.read = Read()
         self.tensors: dict[str, Held] = {}
-        wanted = shapes(config)
+        requested = shapes(config)
         for name, tensor in file.tensors.items():
             if name == FREQUENCIES:
                 continue  # the config has what they say
@@ -125,16 +125,16 @@ class GGUFWeights:
             if to is None:
                 raise ModelError(f"{file.path} has a tensor {name}, which {architecture.causal} does not have")
             for own, held in _parts(to, tensor):
-                if own not in wanted:
+                if own not in requested:
                     raise ModelError(f"{file.path} has a tensor {name}, which its metadata leave out")
-                if held.shape != wanted[own]:
-                    asked = [*tensor.shape[: len(tensor.shape) - len(held.shape)], *wanted[own]]
+                if held.shape != requested[own]:
+                    asked = [*tensor.shape[: len(tensor.shape) - len(held.shape)], *requested[own]]
                     raise ModelError(f"{file.path}: {name} has shape {list(tensor.shape)}, which its metadata "
                                      f"contradict: they ask for {asked}")  # fmt: skip
                 self.tensors[own] = held
             if tensor.kind.name not in TYPES:
                 raise ModelError(f"{file.path}: {name} is of type {tensor.kind.name}; {', '.join(TYPES)} are read")
-        missing = [name for name in wanted if name not in self.tensors]
+        missing = [name for name in requested if name not in self.tensors]
         if missing:
             raise ModelError(f"{file.path} lacks {len(missing)} weights, {missing[0]} among them")
 
@@ -146,13 +146,13 @@ class GGUFWeights:
         self.read.add(name, held.size)
         if len(held.shape) > 1:
             return self._matrix(name)
-        found = self.file.values(held.tensor.name)
+        result = self.file.values(held.tensor.name)
         if name.endswith(".bias"):
             order = self._order(name)
-            found = found if order is None else found[order]
+            result = result if order is None else result[order]
         elif self.plus:
-            found = found - self.plus
-        return found.to(FLOATS.get(held.tensor.kind.name, torch.float32))
+            result = result - self.plus
+        return result.to(FLOATS.get(held.tensor.kind.name, torch.float32))
 
     def blocks(self, name: str) -> Blocks | None:
         self.read.add(name, self.tensors[name].size)

@@ -3,8 +3,7 @@ is merged first. Spaces are written U+2581, and what no token spells is spelled 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -17,20 +16,20 @@ NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 
 
 def make_model(
-    metadata: Mapping[str, Any], tokens: list[str], kinds: Seq[int], unknown: int | None, where: str
+    metadata: Mapping[str, Any], tokens: list[str], kinds: Sequence[int], unknown: int | None, where: str
 ) -> Tokenizer:
     """Raises ModelError, in which ``where`` names the file, where a score or a byte's token is missing."""
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens) or not isinstance(scores[0], (int, float)):
         raise ModelError(f"{where} has {len(tokens)} tokens, but not as many numbers in tokenizer.ggml.scores")
-    vocabulary = {token: place for place, token in enumerate(tokens)}
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     missing = [byte for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary]
     if missing:
         raise ModelError(f"{where} has a tokenizer without a token for byte {missing[0]}")
     mergeable = {
-        token: place for place, (token, kind) in enumerate(zip(tokens, kinds)) if kind not in (UNKNOWN, CONTROL, BYTE)
+        token: index for index, (token, kind) in enumerate(zip(tokens, kinds)) if kind not in (UNKNOWN, CONTROL, BYTE)
     }
-    merges = [pair for _, pair in sorted(_merges(mergeable, scores), key=lambda found: found[0], reverse=True)]
+    merges = [pair for _, pair in sorted(_merges(mergeable, scores), key=lambda result: result[0], reverse=True)]
     named = tokens[unknown] if unknown is not None else None
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=named, fuse_unk=True, byte_fallback=True))
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
@@ -41,9 +40,9 @@ def make_model(
     return tokenizer
 
 
-def _merges(tokens: Mapping[str, int], scores: Seq[float]) -> Iterator[tuple[float, tuple[str, str]]]:
-    for token, place in tokens.items():
-        score = scores[place]
+def _merges(tokens: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[float, tuple[str, str]]]:
+    for token, index in tokens.items():
+        score = scores[index]
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in tokens and right in tokens:

@@ -4,7 +4,7 @@ has tensors of its own."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ def parts_of(path: Path) -> list[Path]:
     return [path.with_name(f"{match[1]}-{number:05d}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
 
 
-def find(paths: Seq[Path]) -> Path | None:
+def find(paths: Sequence[Path]) -> Path | None:
     """The one model that files of a folder are: its only file, or the first of its parts; None: there are several."""
     firsts = {parts_of(path)[0] for path in paths}
     return firsts.pop() if len(firsts) == 1 else None

@@ -130,16 +130,16 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
             if kind in (CONTROL, USER_DEFINED)
         ]
     )
-    edges = {edge: ids[edge] for edge, wanted in (("bos", begins), ("eos", ends)) if wanted}
-    for edge, place in edges.items():
-        if place is None:
+    edges = {edge: ids[edge] for edge, requested in (("bos", begins), ("eos", ends)) if requested}
+    for edge, index in edges.items():
+        if index is None:
             raise ModelError(f"{where} asks for {edge.upper()} in every text, but does not say which token that is")
     if edges or rules is not None:
         tokenizer.post_processor = _edges(
-            {edge: (tokens[place], place) for edge, place in edges.items() if place is not None}
+            {edge: (tokens[index], index) for edge, index in edges.items() if index is not None}
         )
     special = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    named: dict[str, Any] = {special[name]: tokens[place] for name, place in ids.items() if place is not None}
+    named: dict[str, Any] = {special[name]: tokens[index] for name, index in ids.items() if index is not None}
     longest = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if isinstance(longest, int):
         named["model_max_length"] = longest
@@ -153,7 +153,7 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
 def vocabulary(metadata: Mapping[str, Any], where: str) -> dict[str, int]:
     """The tokenizer's tokens, and the id of each. Raises ModelError."""
     given = _texts(metadata, "tokens", where)
-    return {token: place for place, token in enumerate(_names(given, _kinds(metadata, given, where)))}
+    return {token: index for index, token in enumerate(_names(given, _kinds(metadata, given, where)))}
 
 
 def _rules(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
@@ -179,9 +179,9 @@ def _names(tokens: list[str], kinds: list[int]) -> list[str]:
     if len({*tokens, ""}) > len(tokens):
         return tokens
     kept: dict[str, int] = {}
-    for place in sorted(range(len(tokens)), key=lambda place: kinds[place] not in (CONTROL, USER_DEFINED)):
-        kept.setdefault(tokens[place], place)
-    return [token if token and kept[token] == place else f"\0twin {place}\0" for place, token in enumerate(tokens)]
+    for index in sorted(range(len(tokens)), key=lambda index: kinds[index] not in (CONTROL, USER_DEFINED)):
+        kept.setdefault(tokens[index], index)
+    return [token if token and kept[token] == index else f"\0twin {index}\0" for index, token in enumerate(tokens)]
 
 
 def _strips(metadata: Mapping[str, Any], token: str) -> dict[str, bool]:
@@ -196,7 +196,7 @@ def _strips(metadata: Mapping[str, Any], token: str) -> dict[str, bool]:
 
 
 def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], where: str) -> Tokenizer:
-    vocabulary = {token: place for place, token in enumerate(tokens)}
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = []
     for merge in _texts(metadata, "merges", where):
         left, _, right = merge.partition(" ")
@@ -223,21 +223,21 @@ def _edges(tokens: Mapping[str, tuple[str, int]]) -> Any:
 
 
 def _texts(metadata: Mapping[str, Any], name: str, where: str) -> list[str]:
-    found = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(found, list) or not found or not isinstance(found[0], str):
+    result = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(result, list) or not result or not isinstance(result[0], str):
         raise ModelError(f"{where} has no list of texts in tokenizer.ggml.{name}")
-    return found
+    return result
 
 
 def _id(metadata: Mapping[str, Any], name: str, count: int, where: str) -> int | None:
-    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if found is not None and (not isinstance(found, int) or not 0 <= found < count):
-        raise ModelError(f"{where} has {shown(found)} as tokenizer.ggml.{name}_token_id; there are {count} tokens")
-    return found
+    result = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if result is not None and (not isinstance(result, int) or not 0 <= result < count):
+        raise ModelError(f"{where} has {shown(result)} as tokenizer.ggml.{name}_token_id; there are {count} tokens")
+    return result
 
 
 def _template(metadata: Mapping[str, Any], where: str) -> str | None:
-    found = metadata.get("tokenizer.chat_template")
-    if found is not None and not isinstance(found, str):
+    result = metadata.get("tokenizer.chat_template")
+    if result is not None and not isinstance(result, str):
         raise ModelError(f"{where} has a tokenizer.chat_template that is no text")
-    return found
+    return result

@@ -72,14 +72,14 @@ class _Probe:
         return out.masked_fill_((queries | keys | values)[:, :, None, None], math.nan)
 
     @classmethod
-    def spread(cls, found: Any) -> bool:
+    def spread(cls, result: Any) -> bool:
         """Whether rows beside the marked one have NaN: those of the first dimension with as many places."""
-        if isinstance(found, torch.Tensor):
-            if not found.is_floating_point() or cls.rows not in found.shape:
+        if isinstance(result, torch.Tensor):
+            if not result.is_floating_point() or cls.rows not in result.shape:
                 return False
-            lost = found.isnan().movedim(found.shape.index(cls.rows), 0).flatten(1).any(1)
+            lost = result.isnan().movedim(result.shape.index(cls.rows), 0).flatten(1).any(1)
             return bool(lost.sum() > lost[cls.marked].sum())
-        parts = found.values() if isinstance(found, dict) else found if isinstance(found, (list, tuple)) else ()
+        parts = result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else ()
         return any(cls.spread(part) for part in parts)
 
 
@@ -222,10 +222,10 @@ class HFModel:
         layers = getattr(self.module.get_decoder(), "layers", None)
         if not isinstance(layers, torch.nn.ModuleList):
             return [None]
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for index, layer in enumerate(layers):
-            found.setdefault(_settings(layer), index)
-        return [(index,) for index in found.values()]
+            result.setdefault(_settings(layer), index)
+        return [(index,) for index in result.values()]
 
     @staticmethod
     @inference
@@ -281,16 +281,16 @@ class HFModel:
     def feed(self, batch: Batch, attention: Attention) -> Output:
         """One call of the module, padded to a call's size where there are such."""
         metadata = attention.begin(batch)
-        rows, wanted = batch.num_rows, batch.num_logits
+        rows, requested = batch.num_rows, batch.num_logits
         if self.tiles is not None:
-            rows, wanted = tiles.fit(rows, self.tiles.rows), wanted and tiles.fit(wanted, self.tiles.logits)
+            rows, requested = tiles.fit(rows, self.tiles.rows), requested and tiles.fit(requested, self.tiles.logits)
         ids, positions = pad_rows(batch.input_ids, rows), pad_rows(batch.positions, rows)
         inputs: dict[str, Any] = {"input_ids": ids[None]}
         if batch.embeds is not None:
             embeds = self.embed(ids)
             embeds[batch.embed_rows] = batch.embeds.to(embeds.dtype)
             inputs = {"inputs_embeds": embeds[None]}
-        keep = pad_rows(batch.logit_rows, wanted) if wanted else batch.positions[:0]
+        keep = pad_rows(batch.logit_rows, requested) if requested else batch.positions[:0]
         with self._only(batch.layers):
             out = self.module(
                 **inputs,

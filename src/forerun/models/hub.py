@@ -37,7 +37,7 @@ QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32
 MOST_LISTED = 20
 
 
-class Place(NamedTuple):
+class ModelSource(NamedTuple):
     """What ``hf:OWNER/NAME[:WHICH]`` says; ``which``: a quantization or a file of the repository."""
 
     repository: str
@@ -51,21 +51,21 @@ class Bar(tqdm):
         super().__init__(*positional, **{**named, "disable": not sys.stderr.isatty(), "leave": False})
 
 
-def parse(text: str) -> Place:
+def parse(text: str) -> ModelSource:
     """Raises ModelError for a text that names no repository."""
     repository, colon, which = text.removeprefix(PREFIX).partition(":")
     if not repository or (colon and not which):
         raise ModelError(
             f"{text!r} names no model of a hub: write hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M, or a file's name"
         )
-    return Place(repository, which or None)
+    return ModelSource(repository, which or None)
 
 
 def quantization(file: str) -> str | None:
     """What the name of a GGUF file, else that of its folder, says at its end."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", Path(file).name.removesuffix(GGUF))
-    found = QUANT.search(stem) or QUANT.search(Path(file).parent.name)
-    return found[1].upper() if found else None
+    result = QUANT.search(stem) or QUANT.search(Path(file).parent.name)
+    return result[1].upper() if result else None
 
 
 def ggufs(files: Iterable[str]) -> list[list[str]]:
@@ -79,25 +79,25 @@ def is_checkpoint(files: Iterable[str]) -> bool:
     return any(name.endswith(SAFETENSORS) and "/" not in name for name in files)
 
 
-def choose(place: Place, files: Sequence[str]) -> list[str]:
+def choose(repository: ModelSource, files: Sequence[str]) -> list[str]:
     """The files to download of those that a repository has: one GGUF model first to last, or a checkpoint.
 
     Raises ModelError where there is none, or several that fit: they are listed."""
-    where, models = PREFIX + place.repository, ggufs(files)
-    if place.which is None and is_checkpoint(files):
+    where, models = PREFIX + repository.repository, ggufs(files)
+    if repository.which is None and is_checkpoint(files):
         return [name for name in files if name.endswith(CHECKPOINT) and Path(name).parent.name in ("", TEMPLATES)]
     if not models:
         raise ModelError(
-            f"{where} has no GGUF file" if place.which else f"{where} has neither safetensors nor GGUF files"
+            f"{where} has no GGUF file" if repository.which else f"{where} has neither safetensors nor GGUF files"
         )
-    if place.which is not None and place.which.endswith(GGUF):
-        fit = [each for each in models if place.which in each] or [
-            each for each in models if place.which in {Path(name).name for name in each}
+    if repository.which is not None and repository.which.endswith(GGUF):
+        fit = [each for each in models if repository.which in each] or [
+            each for each in models if repository.which in {Path(name).name for name in each}
         ]
     else:
         usual = [each for each in models if not any(word in each[0].lower() for word in NO_MODEL)]
-        fit = _of_quantization(usual, place.which or PREFERRED)
-        if place.which is None and not fit:
+        fit = _of_quantization(usual, repository.which or PREFERRED)
+        if repository.which is None and not fit:
             fit = usual
     if len(fit) == 1:
         missing = sorted(set(fit[0]) - set(files))
@@ -108,45 +108,49 @@ def choose(place: Place, files: Sequence[str]) -> list[str]:
     listed = ", ".join(offered[:MOST_LISTED])
     if len(offered) > MOST_LISTED:
         listed += f" and {len(offered) - MOST_LISTED} more"
-    what = f"several GGUF models that fit {place.which or 'no quantization'}" if fit else f"no GGUF model {place.which}"
+    what = (
+        f"several GGUF models that fit {repository.which or 'no quantization'}"
+        if fit
+        else f"no GGUF model {repository.which}"
+    )
     raise ModelError(f"{where} has {what}; name one, as {where}:FILE, of {listed}")
 
 
 def _of_quantization(models: list[list[str]], wish: str) -> list[list[str]]:
     """Those whose names end in it, from a separator on: the whole label, or behind a UD- of it."""
-    found = [(quantization(each[0]) or "", each) for each in models]
-    exact = [each for label, each in found if label == wish.upper()]
-    return exact or [each for label, each in found if label.removeprefix("UD-") == wish.upper()]
+    result = [(quantization(each[0]) or "", each) for each in models]
+    exact = [each for label, each in result if label == wish.upper()]
+    return exact or [each for label, each in result if label.removeprefix("UD-") == wish.upper()]
 
 
 @lru_cache(maxsize=64)
-def download(place: Place, revision: str | None = None, cache: str | None = None) -> Path:
+def download(repository: ModelSource, revision: str | None = None, cache: str | None = None) -> Path:
     """The folder of a checkpoint, or the first file of a GGUF model; files that are here are not asked for again.
 
     Where the hub cannot be had, what the cache holds is taken. Raises ModelError."""
-    name, at = place.repository, revision or MAIN
+    name, at = repository.repository, revision or MAIN
     try:
         files, commit = _listed(name, at, cache)
-        chosen = choose(place, files)
-        found = []
+        chosen = choose(repository, files)
+        result = []
         for file in chosen:
             kept = try_to_load_from_cache(name, file, cache_dir=cache, revision=commit)
             if not isinstance(kept, str):
                 kept = hf_hub_download(name, file, revision=at, cache_dir=cache, tqdm_class=Bar)
-            found.append(Path(kept))
+            result.append(Path(kept))
     except (HTTPError, OSError, HFValidationError, RuntimeError) as error:  # hf_xet raises the last one
         raise ModelError(_explained(name, at, error)) from error
-    return found[0] if chosen[0].endswith(GGUF) else found[0].parents[chosen[0].count("/")]
+    return result[0] if chosen[0].endswith(GGUF) else result[0].parents[chosen[0].count("/")]
 
 
-def held(place: Place) -> Path | None:
+def held(repository: ModelSource) -> Path | None:
     """The same out of the cache alone; None: not there."""
-    here = _cached(place.repository, MAIN, None)
+    here = _cached(repository.repository, MAIN, None)
     if here is None:
         return None
     files, commit = here
-    chosen = choose(place, files)
-    first = try_to_load_from_cache(place.repository, chosen[0], revision=commit)
+    chosen = choose(repository, files)
+    first = try_to_load_from_cache(repository.repository, chosen[0], revision=commit)
     if not isinstance(first, str):
         return None
     return Path(first) if chosen[0].endswith(GGUF) else Path(first).parents[chosen[0].count("/")]
@@ -175,32 +179,32 @@ def _cached(name: str, at: str, cache: str | None) -> tuple[list[str], str] | No
 def repositories(cache: str | None = None) -> list[Any]:
     """The models of the cache, as huggingface_hub describes them."""
     try:
-        found = scan_cache_dir(cache or constants.HF_HUB_CACHE).repos
+        result = scan_cache_dir(cache or constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
-    return sorted((each for each in found if each.repo_type == "model"), key=lambda each: each.repo_id)
+    return sorted((each for each in result if each.repo_type == "model"), key=lambda each: each.repo_id)
 
 
 def files_of(revision: Any) -> list[str]:
     return sorted(each.file_path.relative_to(revision.snapshot_path).as_posix() for each in revision.files)
 
 
-def remove(place: Place) -> int:
+def remove(stored: ModelSource) -> int:
     """Take a repository, or a GGUF model of it, out of the cache; the bytes that are free then. Raises ModelError."""
-    found = [each for each in repositories() if each.repo_id == place.repository]
-    if not found:
-        raise ModelError(f"{PREFIX}{place.repository} is not in the hub's cache")
-    every = {file for revision in found[0].revisions for file in revision.files}
+    result = [each for each in repositories() if each.repo_id == stored.repository]
+    if not result:
+        raise ModelError(f"{PREFIX}{stored.repository} is not in the hub's cache")
+    every = {file for revision in result[0].revisions for file in revision.files}
     gone = every
-    if place.which is not None:
-        chosen = {name for each in found[0].revisions for name in choose(place, files_of(each))}
+    if stored.which is not None:
+        chosen = {name for each in result[0].revisions for name in choose(stored, files_of(each))}
         gone = {
-            file for each in found[0].revisions for file in each.files
+            file for each in result[0].revisions for file in each.files
             if file.file_path.relative_to(each.snapshot_path).as_posix() in chosen
         }  # fmt: skip
     if not any(file.file_name.endswith((GGUF, SAFETENSORS)) for file in every - gone):
         plan = scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(
-            *(each.commit_hash for each in found[0].revisions)
+            *(each.commit_hash for each in result[0].revisions)
         )
         plan.execute()
         return plan.expected_freed_size

@@ -79,16 +79,16 @@ def self_test(
     """Every way of feeding ``rows`` tokens in which some row's logits were not those of decoding one by one: in equal
     and in ragged chunks, beside other sequences, as a path of a tree. Fewer rows where the context is shorter."""
     probe = _Probe(model, rows, page_size, seqs=CROWD + 5)
-    wanted = torch.cat([probe.feed(probe.chunk(at, at + 1)) for at in range(probe.rows)]) if probe.rows else None
-    if wanted is None:
+    requested = torch.cat([probe.feed(probe.chunk(at, at + 1)) for at in range(probe.rows)]) if probe.rows else None
+    if requested is None:
         return []
-    found: list[Finding] = []
+    result: list[Finding] = []
 
     def compare(way: str, got: torch.Tensor, first: int = 0) -> None:
-        expected = wanted[first : first + len(got)]
+        expected = requested[first : first + len(got)]
         differing = int((expected != got).any(dim=-1).sum())
         if differing:
-            found.append(Finding(way, differing, len(got), float((expected - got).abs().max())))
+            result.append(Finding(way, differing, len(got), float((expected - got).abs().max())))
 
     n = probe.rows
     for size in [chunk for chunk in chunks if chunk < n]:
@@ -99,7 +99,7 @@ def self_test(
     compare("beside other sequences", _beside_others(probe, ragged))
     for first in sorted({0, n // 3, max(0, n - BRANCHES)}):
         compare(f"a tree behind {first} tokens", _in_a_tree(probe, first), first)
-    return found
+    return result
 
 
 def _in_chunks(probe: _Probe, cuts: list[int]) -> torch.Tensor:

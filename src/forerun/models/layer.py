@@ -12,11 +12,11 @@ from forerun.models.architectures.description import Name
 from forerun.models.architectures.spec import ALL, Spec
 from forerun.models.experts import Expert, Experts
 from forerun.models.formats.base import Linear
+from forerun.models.kernel_layers import Norm
 from forerun.models.parts import RMSNorm
-from forerun.models.ranks.parts import OverAll, Summed
+from forerun.models.ranks.shards import OverAll, Summed
 from forerun.models.ranks.team import Team
 from forerun.models.rotary import Rotary
-from forerun.models.streamed import Norm
 from forerun.models.weights import Maker
 
 
@@ -52,11 +52,11 @@ class Layer:
         yield from (self.gate_up, self.down) if self.experts is None else self.experts.linears()
 
     def norms(self) -> tuple[Any, ...]:
-        found = (
+        result = (
             self.norm_attention, self.norm_mlp, self.norm_qk, self.norm_token, self.norm_query, self.norm_key,
             self.after_attention, self.after_mlp,
         )  # fmt: skip
-        return tuple(norm for norm in found if norm is not None)
+        return tuple(norm for norm in result if norm is not None)
 
 
 class Builder:
@@ -85,8 +85,8 @@ class Builder:
         return self.make_norm(weight, self.spec.eps, self.maker.dtype)
 
     def _numbers(self, name: str) -> torch.Tensor:
-        found, plus = self.maker.numbers(f"{name}.weight"), self.spec.architecture.norms.plus
-        return found.float() + plus if plus else found
+        result, plus = self.maker.numbers(f"{name}.weight"), self.spec.architecture.norms.plus
+        return result.float() + plus if plus else result
 
     def layer(self, index: int) -> Layer:
         architecture, spec = self.spec.architecture, self.spec.layers[index]
@@ -104,7 +104,7 @@ class Builder:
 
         dense = not spec.experts
         layer = Layer(
-            qkv=self.maker.linear(*map(at, attention.qkv), order=self._turned(len(attention.qkv))),
+            qkv=self.maker.linear(*map(at, attention.qkv), order=self._rotated(len(attention.qkv))),
             out=self._summed(linear(attention.out)),
             gate_up=linear(*architecture.mlp.gate_up) if dense else None,
             down=self._summed(linear(architecture.mlp.down)) if dense else None,
@@ -124,7 +124,7 @@ class Builder:
     def _summed(self, linear: Linear) -> Linear:
         return linear if self.team is None else Summed(linear, self.team)
 
-    def _turned(self, count: int) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
+    def _rotated(self, count: int) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
         """Orders for the rows of queries and keys, which ``rotary`` turns."""
         width, both = self.spec.width, self.spec.heads + self.spec.kv_heads
 
@@ -139,8 +139,8 @@ class Builder:
     def _norm_heads(self, layer: Layer, query: torch.Tensor, key: torch.Tensor) -> None:
         heads, kv_heads = self.spec.heads, self.spec.kv_heads
         if self.spec.architecture.norms.whole:
-            turned = (self.rotary.arrange(weight.view(-1, self.spec.width)).flatten() for weight in (query, key))
-            made = map(self._norm, turned)
+            rotated = (self.rotary.arrange(weight.view(-1, self.spec.width)).flatten() for weight in (query, key))
+            made = map(self._norm, rotated)
             layer.norm_query, layer.norm_key = made if self.team is None else (OverAll(n, self.team) for n in made)
         else:
             stacked = torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)])
@@ -150,8 +150,8 @@ class Builder:
         names = self.spec.architecture.experts
         assert names is not None
         router, team = self.maker.router(f"{prefix}.{names.router.checkpoint}"), self.team
-        share = count if team is None else count // team.size
-        first = 0 if team is None else team.rank * share
+        fraction = count if team is None else count // team.size
+        first = 0 if team is None else team.rank * fraction
 
         def at(name: Name, expert: int) -> str:
             return f"{prefix}.{name.checkpoint.format(expert)}"
@@ -161,7 +161,7 @@ class Builder:
                 self.maker.linear(*(at(name, expert) for name in names.gate_up)),
                 self.maker.linear(at(names.down, expert)),
             )
-            for expert in range(first, first + share)
+            for expert in range(first, first + fraction)
         ]
         options: dict[str, Any] = {} if team is None else {"count": count, "first": first, "total": team.sum}
         return Experts(router, experts, self.gate, self.spec.chosen, normalised=self.spec.normalised, **options)

@@ -40,14 +40,14 @@ def make_linear(weight: Rows, bias: torch.Tensor | None, how: str) -> Linear:
 def replace_linears(module: nn.Module, parts: Sequence[nn.Linear], how: str) -> list[Linear]:
     """Run streamed or packed layers in place of ``parts`` of a module, and give up the weights that nothing else has a
     share in. Returns the new layers; ``plain`` replaces none."""
-    shares = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    fractions = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     made = []
     for part in parts if how != "plain" else ():
         layer = make_linear(part.weight.detach(), None if part.bias is None else part.bias.detach(), how)
         if isinstance(layer, Plain):
             continue
         part.forward = layer.__call__  # type: ignore[assignment, method-assign]
-        if shares[id(part.weight)] == 1:
+        if fractions[id(part.weight)] == 1:
             part.weight.data = part.weight.data.new_empty(0)
         made.append(layer)
     return made

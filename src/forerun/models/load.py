@@ -80,7 +80,7 @@ def _found(path: Path) -> Path:
 
 def _download(name: str, revision: str | None, download_dir: str | None) -> Path:
     try:
-        return hub.download(hub.Place(name, None), revision, download_dir)
+        return hub.download(hub.ModelSource(name, None), revision, download_dir)
     except ModelError as error:
         meant = difflib.get_close_matches(name, KNOWN, n=1)
         hint = f" (did you mean {meant[0]}?)" if meant else ""
@@ -107,7 +107,7 @@ def _gguf_config(path: Path) -> Any:
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
         sanity.check_config(config, path)
-    held = {name: checkpoint.Tensor(part.kind.name, part.shape, path) for name, part in file.tensors.items()}
+    held = {name: checkpoint.Tensor(shard.kind.name, shard.shape, path) for name, shard in file.tensors.items()}
     sanity.check_fit(config, held, path)
     return config
 
@@ -116,7 +116,7 @@ def weight_sizes(folder: Path) -> tuple[int, int]:
     """Bytes of a checkpoint's weights, and how many numbers its tensors hold. Raises ModelError."""
     if gguf_model.is_gguf(folder):
         parts = gguf_model.open_gguf(folder).tensors.values()
-        return sum(part.size for part in parts), sum(prod(part.shape) for part in parts)
+        return sum(shard.size for shard in parts), sum(prod(shard.shape) for shard in parts)
     tensors = checkpoint.read_headers(checkpoint.weight_files(folder), packed=True).values()
     return sum(tensor.nbytes for tensor in tensors), sum(tensor.numel for tensor in tensors)
 
@@ -135,15 +135,15 @@ def quiet() -> Iterator[None]:
 def parse_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
     """``auto`` is the checkpoint's own dtype (float32 where it names none). Raises ConfigError for any other kind of
     numbers than those that models run in."""
-    found: Any = dtype
+    result: Any = dtype
     if dtype in (None, "auto"):
-        found = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    if isinstance(found, str):
-        found = DTYPES.get(found)
-    if found not in DTYPES.values():
-        own = f" (it is the checkpoint's: {shown(found)})" if dtype in (None, "auto") else ""
+        result = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    if isinstance(result, str):
+        result = DTYPES.get(result)
+    if result not in DTYPES.values():
+        own = f" (it is the checkpoint's: {shown(result)})" if dtype in (None, "auto") else ""
         raise ConfigError(f"unknown dtype {shown(dtype)}{own}: choose auto, float32, bfloat16 or float16")
-    return found
+    return result
 
 
 def eos_ids(folder: Path, config: Any) -> frozenset[int]:
@@ -152,10 +152,10 @@ def eos_ids(folder: Path, config: Any) -> frozenset[int]:
     if gguf_model.is_gguf(folder):
         return sanity.check_ids(text.eos_token_id, text.vocab_size, folder)
     path = folder / "generation_config.json"
-    found = checkpoint.read_object(path).get("eos_token_id") if path.is_file() else None
-    if found is None:
-        path, found = folder / checkpoint.CONFIG, getattr(text, "eos_token_id", None)
-    return sanity.check_ids(found, text.vocab_size, path)
+    result = checkpoint.read_object(path).get("eos_token_id") if path.is_file() else None
+    if result is None:
+        path, result = folder / checkpoint.CONFIG, getattr(text, "eos_token_id", None)
+    return sanity.check_ids(result, text.vocab_size, path)
 
 
 def _check_rope(config: Any, max_model_len: int | None) -> None:
@@ -289,17 +289,19 @@ def load_model(
     wish = f"quantization {quantization!r} of {path_or_id}" if quantization else wish
     wish = f"a smaller output layer of {path_or_id}" if outputs is not None else wish
     native = _goes_native(config, folder, model_path, wish)
-    wanted = invariant if invariant is not None else where.type == "cpu"
+    requested = invariant if invariant is not None else where.type == "cpu"
 
     model: Model
     if native:
-        part = Wanted(folder, kind, where.type, name, ids, wanted, weights, quantization, numbers, lora, outputs)
-        model = _share(part, config, where, tensor_parallel_size)
+        shard = LoadRequest(
+            folder, kind, where.type, name, ids, requested, weights, quantization, numbers, lora, outputs
+        )
+        model = _shard(shard, config, where, tensor_parallel_size)
     else:
         from forerun.models import modules
 
         module: Any = modules.read_module(folder, config, kind, lora=lora)
-        model = modules.HFModel(module.to(where), name=name, eos_ids=ids, invariant=wanted, weights=weights)
+        model = modules.HFModel(module.to(where), name=name, eos_ids=ids, invariant=requested, weights=weights)
     model.info = replace(model.info, lora=(lora,) if isinstance(lora, str) else tuple(lora or ()))
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
         warnings.warn(
@@ -313,7 +315,7 @@ def load_model(
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LoadRequest:
     """What every rank must know to load its part."""
 
     folder: Path
@@ -329,27 +331,29 @@ class Wanted:
     outputs: torch.Tensor | None = None
 
 
-def load_part(wanted: Wanted, config: Any, device: torch.device, team: Team | None = None) -> NativeModel:
+def load_shard(requested: LoadRequest, config: Any, device: torch.device, team: Team | None = None) -> NativeModel:
     """The native model, or a rank's part of it."""
-    tensors = _tensors(wanted.folder, config, numbers=wanted.numbers, lora=wanted.lora)
-    with _keeping(wanted, config, tensors) if device.type == "cpu" and team is None else nullcontext():
+    tensors = _tensors(requested.folder, config, numbers=requested.numbers, lora=requested.lora)
+    with _keeping(requested, config, tensors) if device.type == "cpu" and team is None else nullcontext():
         return NativeModel(
-            config, tensors, dtype=wanted.dtype, device=device, name=wanted.name, eos_ids=wanted.eos_ids,
-            invariant=wanted.invariant, weights=wanted.weights, quantization=wanted.quantization, team=team,
-            outputs=wanted.outputs,
+            config, tensors, dtype=requested.dtype, device=device, name=requested.name, eos_ids=requested.eos_ids,
+            invariant=requested.invariant, weights=requested.weights, quantization=requested.quantization, team=team,
+            outputs=requested.outputs,
         )  # fmt: skip
 
 
-def _keeping(wanted: Wanted, config: Any, tensors: Weights) -> AbstractContextManager[None]:
+def _keeping(requested: LoadRequest, config: Any, tensors: Weights) -> AbstractContextManager[None]:
     """What is laid out for the kernels is kept for the next start, where that takes long."""
     if tensors.nbytes < kept.LARGE:
         return nullcontext()
-    chosen = None if wanted.outputs is None else sha256(wanted.outputs.numpy().tobytes()).hexdigest()
-    options = repr((wanted.dtype, wanted.weights, wanted.quantization, wanted.numbers, wanted.lora, chosen))
-    about = [path.stat() for path in files(wanted.folder, wanted.lora)]
+    chosen = None if requested.outputs is None else sha256(requested.outputs.numpy().tobytes()).hexdigest()
+    options = repr(
+        (requested.dtype, requested.weights, requested.quantization, requested.numbers, requested.lora, chosen)
+    )
+    about = [path.stat() for path in files(requested.folder, requested.lora)]
     changed = [(each.st_mtime_ns, each.st_ctime_ns) for each in about]
-    state = repr((fingerprint(wanted.folder, wanted.lora), changed, config.to_json_string()))
-    return kept.keeping(wanted.folder, options, state)
+    state = repr((fingerprint(requested.folder, requested.lora), changed, config.to_json_string()))
+    return kept.keeping(requested.folder, options, state)
 
 
 def rank_device(kind: str, rank: int) -> torch.device:
@@ -357,17 +361,17 @@ def rank_device(kind: str, rank: int) -> torch.device:
     return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
 
 
-def _share(wanted: Wanted, config: Any, where: torch.device, size: int) -> NativeModel:
+def _shard(requested: LoadRequest, config: Any, where: torch.device, size: int) -> NativeModel:
     """Rank 0's part, once all ranks have theirs."""
     if size == 1:
-        return load_part(wanted, config, where)
-    if wanted.quantization is not None:
-        raise ConfigError(f"tensor_parallel_size splits weights that are numbers: leave {wanted.quantization} out")
+        return load_shard(requested, config, where)
+    if requested.quantization is not None:
+        raise ConfigError(f"tensor_parallel_size splits weights that are numbers: leave {requested.quantization} out")
     if where.type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(f"tensor_parallel_size {size} needs as many GPUs; there are {torch.cuda.device_count()}")
     split.check(bind(config), config, size)
-    team = Leader(size, wanted, rank_device(where.type, 0))
-    model = load_part(wanted, config, rank_device(where.type, 0), team)
+    team = Leader(size, requested, rank_device(where.type, 0))
+    model = load_shard(requested, config, rank_device(where.type, 0), team)
     team.ready()
     return model
 

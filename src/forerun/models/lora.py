@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,10 +70,10 @@ class Adapter:
     """By the names of layers in a checkpoint."""
 
 
-def parse(given: Seq[str | Path] | str | Path | None) -> tuple[tuple[Path, float], ...]:
+def parse(given: Sequence[str | Path] | str | Path | None) -> tuple[tuple[Path, float], ...]:
     """Folders and weights of ``FOLDER`` or ``FOLDER=WEIGHT``, one or several. Raises ConfigError."""
     several = [given] if isinstance(given, (str, Path)) else given or []
-    found = []
+    result = []
     for item in several:
         folder, equals, weight = str(item).rpartition("=")
         if not equals or Path(str(item)).is_dir():
@@ -85,8 +84,8 @@ def parse(given: Seq[str | Path] | str | Path | None) -> tuple[tuple[Path, float
             number = math.nan
         if not math.isfinite(number):
             raise ConfigError(f"lora is FOLDER or FOLDER=WEIGHT, and {shown(weight)} is no weight")
-        found.append((Path(folder).expanduser(), number))
-    return tuple(found)
+        result.append((Path(folder).expanduser(), number))
+    return tuple(result)
 
 
 def read(folder: Path, weight: float) -> Adapter:
@@ -164,22 +163,22 @@ class Merged:
 
     dtype = torch.float32
 
-    def __init__(self, weight: Rows, pairs: Seq[tuple[float, Pair]]) -> None:
+    def __init__(self, weight: Rows, pairs: Sequence[tuple[float, Pair]]) -> None:
         self.weight, self.pairs = weight, pairs
         self.shape, self.device, self.nbytes = weight.shape, weight.device, weight.nbytes
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        found = self.weight[rows].to(torch.float32, copy=True)
+        result = self.weight[rows].to(torch.float32, copy=True)
         for weight, pair in self.pairs:
-            found.add_(pair.rows(rows), alpha=weight)
-        return found
+            result.add_(pair.rows(rows), alpha=weight)
+        return result
 
 
 class MergedWeights:
     """Weights with adapters merged into them. What these touch is numbers, however it was held before. Raises
     ModelError for an adapter that was made for another model."""
 
-    def __init__(self, weights: Weights, adapters: Seq[Adapter], model: str) -> None:
+    def __init__(self, weights: Weights, adapters: Sequence[Adapter], model: str) -> None:
         self.weights = weights
         self.pairs: dict[str, list[tuple[float, Pair]]] = {}
         for adapter in adapters:
@@ -196,8 +195,8 @@ class MergedWeights:
         return name in self.weights
 
     def values(self, name: str) -> Rows:
-        found = self.weights.values(name)
-        return Merged(found, self.pairs[name]) if name in self.pairs else found
+        result = self.weights.values(name)
+        return Merged(result, self.pairs[name]) if name in self.pairs else result
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         return None if name in self.pairs else self.weights.blocks(name)
@@ -217,7 +216,7 @@ def _fits(adapter: Adapter, layer: str, pair: Pair, shape: torch.Size | None, mo
 
 
 @torch.no_grad()
-def merge_into(module: nn.Module, adapters: Seq[Adapter], model: str) -> None:
+def merge_into(module: nn.Module, adapters: Sequence[Adapter], model: str) -> None:
     """The same for a module of transformers'. Raises ModelError."""
     layers = dict(module.named_modules())
     for adapter in adapters:

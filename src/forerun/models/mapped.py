@@ -41,8 +41,8 @@ class Files:
                     self._maps[at.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
                 raise ModelError(f"{at.file} cannot be read: {error.strerror}") from error
-        found = torch.frombuffer(self._maps[at.file], dtype=at.dtype, count=at.numel, offset=at.start)
-        return found.view(at.shape)
+        result = torch.frombuffer(self._maps[at.file], dtype=at.dtype, count=at.numel, offset=at.start)
+        return result.view(at.shape)
 
     def release(self) -> None:
         """Give the pages back that were read; they are read again where they are asked for again."""
@@ -77,15 +77,15 @@ class CheckpointWeights:
         return name in self.found
 
     def values(self, name: str) -> Rows:
-        found = self.found[name]
-        self.read.add(name, found.nbytes)
-        if isinstance(found, Grouped):
-            self.opened.append(found)
-        return found
+        result = self.found[name]
+        self.read.add(name, result.nbytes)
+        if isinstance(result, Grouped):
+            self.opened.append(result)
+        return result
 
     def blocks(self, name: str) -> Blocks | Levels | None:
-        found = self.values(name)
-        return found.blocks() if isinstance(found, (Grouped, Scaled)) and not self.numbers else None
+        result = self.values(name)
+        return result.blocks() if isinstance(result, (Grouped, Scaled)) and not self.numbers else None
 
     def release(self) -> int:
         self.files.release()
@@ -98,16 +98,16 @@ def _full(name: str) -> str:
     return name if name.startswith((BASE, "lm_head.")) else f"{BASE}{name}"
 
 
-def _check(folder: Path, found: Mapping[str, Rows], wanted: Mapping[str, Shape]) -> None:
-    for name in sorted(wanted.keys() & found.keys()):
-        if tuple(found[name].shape) != wanted[name]:
-            shapes = [*found[name].shape], [*wanted[name]]
+def _check(folder: Path, result: Mapping[str, Rows], requested: Mapping[str, Shape]) -> None:
+    for name in sorted(requested.keys() & result.keys()):
+        if tuple(result[name].shape) != requested[name]:
+            shapes = [*result[name].shape], [*requested[name]]
             raise ModelError(f"{folder}: {name} has shape {shapes[0]}; its config asks for {shapes[1]}")
-        if not found[name].dtype.is_floating_point:
-            raise ModelError(f"{folder}: {name} holds {found[name].dtype} numbers")
-    missing = sorted(wanted.keys() - found.keys())
+        if not result[name].dtype.is_floating_point:
+            raise ModelError(f"{folder}: {name} holds {result[name].dtype} numbers")
+    missing = sorted(requested.keys() - result.keys())
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")
-    extra = sanity.misplaced(found.keys() - wanted.keys(), wanted)
+    extra = sanity.misplaced(result.keys() - requested.keys(), requested)
     if extra:
         raise ModelError(f"{folder} has {len(extra)} weights that its config leaves out, {extra[0]} among them")

@@ -61,8 +61,8 @@ def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    for name, found, wanted in sorted(info["mismatched_keys"]):
-        raise ModelError(f"{folder}: {name} has shape {list(found)}; its config asks for {list(wanted)}")
+    for name, result, requested in sorted(info["mismatched_keys"]):
+        raise ModelError(f"{folder}: {name} has shape {list(result)}; its config asks for {list(requested)}")
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from forerun.attention.base import Attention, Metadata, Query
-from forerun.attention.streamed import Plan, StreamedAttention, can_attend
+from forerun.attention.kernel import KernelAttention, Plan, can_attend
 from forerun.cache.pool import KVShape
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output
@@ -22,17 +22,17 @@ from forerun.core.loading import watch
 from forerun.models import quantize, tiling
 from forerun.models.architectures.spec import ALL, applies, bind
 from forerun.models.base import ModelInfo, Tiles, pad_rows
-from forerun.models.formats import asking
+from forerun.models.formats import prefetch
 from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
+from forerun.models.kernel_layers import Norm, softcap
 from forerun.models.layer import Builder, Layer
 from forerun.models.linear import choose, describe
 from forerun.models.parts import RMSNorm, make_gate
 from forerun.models.ranks import split
-from forerun.models.ranks.parts import Gathered, SplitWords
+from forerun.models.ranks.shards import Gathered, SplitWords
 from forerun.models.ranks.team import Team
 from forerun.models.rotary import Rotary
-from forerun.models.streamed import Norm, softcap
 from forerun.models.weights import Maker, Weights
 
 
@@ -78,7 +78,7 @@ class NativeModel:
         self.tiles: Tiles | None = None
         self.info = self._describe(config, name, eos_ids, quantization)
         compiled = self._compile()
-        asking.settle(self.linears(), dtype)
+        prefetch.settle(self.linears(), dtype)
         self.fused = compiled if team is None else None
         """The whole decoder in one call, where every part has a kernel."""
         self.ranges = compiled if team is not None else None
@@ -96,11 +96,11 @@ class NativeModel:
         return Rotary(config, self.spec.width, self.device, self.dtype, None if kind == ALL else kind)
 
     def _build(self, maker: Maker, tensors: Weights, outputs: torch.Tensor | None) -> None:
-        spec, streamed = self.spec, self._how == "streamed"
+        spec, tiled = self.spec, self._how == "streamed"
         embedding, head, norm = spec.architecture.embedding, spec.architecture.head, spec.architecture.norm
-        self._gate = make_gate(spec.activation, self.dtype, kernels=streamed, invariant=self.invariant)
+        self._gate = make_gate(spec.activation, self.dtype, kernels=tiled, invariant=self.invariant)
         rotary = self._rotaries[spec.rotaries[0]]  # all of them want one order
-        builder = Builder(spec, maker, rotary, self._gate, Norm if streamed else RMSNorm, self.team)
+        builder = Builder(spec, maker, rotary, self._gate, Norm if tiled else RMSNorm, self.team)
         self._layers = [builder.layer(index) for index in range(len(spec.layers))]
         self._norm = builder.norm(norm.checkpoint)
         tied = f"{head.checkpoint}.weight" not in tensors
@@ -163,7 +163,7 @@ class NativeModel:
 
     @inference
     def forward(self, batch: Batch, attention: Attention) -> Output:
-        if self.fused is not None and isinstance(attention, StreamedAttention):
+        if self.fused is not None and isinstance(attention, KernelAttention):
             return self.fused(batch, attention)
         if self.tiles is None:
             return self.feed(batch, attention)
@@ -186,7 +186,7 @@ class NativeModel:
     def _feed(self, batch: Batch, attention: Attention, metadata: Metadata) -> Output:
         x, last = self._inputs(batch), len(self._layers)
         rows, normed = self._logit_rows(batch), last in batch.hidden
-        if self.ranges is not None and isinstance(attention, StreamedAttention) and isinstance(metadata, Plan):
+        if self.ranges is not None and isinstance(attention, KernelAttention) and isinstance(metadata, Plan):
             hidden = self.ranges.through(batch, attention, metadata, x)
             raw = hidden.pop(RAW)
             x = hidden[last] if normed else raw
@@ -282,21 +282,21 @@ class NativeModel:
         spec, rotary = self.spec, self._rotaries.get(layer.rotary)
         heads, kv_heads, width = spec.heads, spec.kv_heads, spec.width
         every = qkv.view(qkv.shape[0], heads + 2 * kv_heads, width)
-        turned = heads + kv_heads
+        rotated = heads + kv_heads
 
-        def turn(side: torch.Tensor, count: int) -> torch.Tensor:
-            return side if angles is None or rotary is None else rotary.turn(side, angles, count)
+        def apply_rotary(side: torch.Tensor, count: int) -> torch.Tensor:
+            return side if angles is None or rotary is None else rotary.apply_rotary(side, angles, count)
 
         if layer.norm_query is not None:
             query, key, _ = qkv.split_with_sizes((heads * width, kv_heads * width, kv_heads * width), 1)
             q = layer.norm_query(query).view(-1, heads, width)
             k = layer.norm_key(key).view(-1, kv_heads, width)
-            return turn(q, heads), turn(k, kv_heads), every[:, turned:]
+            return apply_rotary(q, heads), apply_rotary(k, kv_heads), every[:, rotated:]
         if layer.norm_qk is None:
-            q, k, v = turn(every, turned).split_with_sizes((heads, kv_heads, kv_heads), 1)
+            q, k, v = apply_rotary(every, rotated).split_with_sizes((heads, kv_heads, kv_heads), 1)
             return q, k, v
-        qk, v = every.split_with_sizes((turned, kv_heads), 1)
-        q, k = turn(layer.norm_qk(qk), turned).split_with_sizes((heads, kv_heads), 1)
+        qk, v = every.split_with_sizes((rotated, kv_heads), 1)
+        q, k = apply_rotary(layer.norm_qk(qk), rotated).split_with_sizes((heads, kv_heads), 1)
         return q, k, v
 
     @inference
@@ -319,8 +319,8 @@ class NativeModel:
 
     def kinds(self) -> list[tuple[int, ...] | None]:
         """Layers that stand for all: one for each choice of shapes, formats and parts."""
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for index, layer in enumerate(self._layers):
             parts = [(linear.kind, linear.nbytes) for linear in layer.linears()]
-            found.setdefault(repr((parts, layer.norm_qk is None, layer.rope, layer.window, layer.rotary)), index)
-        return [(index,) for index in found.values()]
+            result.setdefault(repr((parts, layer.norm_qk is None, layer.rope, layer.window, layer.rotary)), index)
+        return [(index,) for index in result.values()]

@@ -1,4 +1,4 @@
-"""Norms and gates that torch computes; those on kernels of our own are in ``streamed.py``."""
+"""Norms and gates that torch computes; those on kernels of our own are in ``kernel_layers.py``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from forerun.models import activations, streamed
+from forerun.models import activations, kernel_layers
 from forerun.models.architectures.spec import GELU_TANH, SILU
-from forerun.models.formats.streamed import Streamed, can_stream
-from forerun.models.streamed import Norm
+from forerun.models.formats.tiled import TiledLinear, can_tile
+from forerun.models.kernel_layers import Norm
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 FAST: dict[str, Function] = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
@@ -51,9 +51,9 @@ class LayerNorm:
         self, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype, *, kernels: bool
     ) -> None:
         self.weight, self.bias, self.eps, self.dtype = weight.float(), bias.float(), eps, dtype
-        self.exact = kernels and can_stream(torch.float32)
+        self.exact = kernels and can_tile(torch.float32)
         if self.exact:
-            self.total = Streamed(torch.ones(1, len(weight)), None)
+            self.total = TiledLinear(torch.ones(1, len(weight)), None)
             self.norm = Norm(self.weight, eps, torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,8 +77,8 @@ class Gate:
         return self.activation(gate).mul_(up)
 
 
-def make_gate(activation: str, dtype: torch.dtype, *, kernels: bool, invariant: bool) -> Gate | streamed.Gate:
+def make_gate(activation: str, dtype: torch.dtype, *, kernels: bool, invariant: bool) -> Gate | kernel_layers.Gate:
     """Under its name in ``spec.py``; on a kernel where that is wished."""
     if kernels:
-        return streamed.Gate(activation, dtype)
+        return kernel_layers.Gate(activation, dtype)
     return Gate((STEADY if invariant else FAST)[activation])

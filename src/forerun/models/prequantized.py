@@ -89,25 +89,25 @@ class Grouped:
         self.__dict__.pop("held", None)
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        found = self.held
-        zeros, scales = found.zeros[rows].float()[:, self.groups], self.scales[rows][:, self.groups]
-        return (found.levels[rows].float() - zeros) * scales
+        result = self.held
+        zeros, scales = result.zeros[rows].float()[:, self.groups], self.scales[rows][:, self.groups]
+        return (result.levels[rows].float() - zeros) * scales
 
     def blocks(self) -> Blocks | Levels | None:
-        found, middle = self.held, MIDDLE[self.bits]
-        centred = bool((found.zeros == middle).all())
+        result, middle = self.held, MIDDLE[self.bits]
+        centred = bool((result.zeros == middle).all())
         if self.bits == 8 and centred and self.scales.shape[1] == 1:
-            return Levels((found.levels.short() - middle).to(torch.int8), self.scales[:, 0].contiguous())
+            return Levels((result.levels.short() - middle).to(torch.int8), self.scales[:, 0].contiguous())
         scales = self.scales.half()
         lost = ~scales.isfinite() | ((scales == 0) != (self.scales == 0))
         if not self.ordered or self.size % BLOCK or bool(lost.any()) or (self.bits == 8 and not centred):
             return None
-        levels = found.levels.view(len(found.levels), -1, BLOCK).numpy()
+        levels = result.levels.view(len(result.levels), -1, BLOCK).numpy()
         heads = [self._by_blocks(scales)]
         if self.bits == 8:
             return _packed("q8_0", heads, levels ^ 128, self.shape[1])
         if not centred:
-            heads.append(self._by_blocks((-self.scales * found.zeros.float()).half()))
+            heads.append(self._by_blocks((-self.scales * result.zeros.float()).half()))
         nibbles = levels[..., :16] | levels[..., 16:] << 4
         return _packed("q4_0" if centred else "q4_1", heads, nibbles, self.shape[1])
 
@@ -139,8 +139,8 @@ class Scaled:
         return None
 
 
-def _awq(found: Tensors, config: Mapping[str, Any]) -> Rows:
-    words, zeros, scales = found["qweight"], found["qzeros"], found["scales"]
+def _awq(result: Tensors, config: Mapping[str, Any]) -> Rows:
+    words, zeros, scales = result["qweight"], result["qzeros"], result["scales"]
     inputs, outputs = words.shape[0], words.shape[1] * 8
     _fits(scales, (None, outputs), inputs)
     _fits(zeros, (scales.shape[0], outputs // 8))
@@ -151,13 +151,13 @@ def _awq(found: Tensors, config: Mapping[str, Any]) -> Rows:
     return Grouped((outputs, inputs), 4, open, scales.T)
 
 
-def _gptq(found: Tensors, config: Mapping[str, Any]) -> Rows:
-    words, zeros, scales = found["qweight"], found["qzeros"], found["scales"]
+def _gptq(result: Tensors, config: Mapping[str, Any]) -> Rows:
+    words, zeros, scales = result["qweight"], result["qzeros"], result["scales"]
     inputs, outputs = words.shape[0] * 8, words.shape[1]
     _fits(scales, (None, outputs), inputs)
     _fits(zeros, (scales.shape[0], outputs // 8))
     less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1  # the first version holds zeros less one
-    groups = _groups(found.get("g_idx"), inputs, scales.shape[0])
+    groups = _groups(result.get("g_idx"), inputs, scales.shape[0])
 
     def open() -> Unpacked:
         return Unpacked(unpacked(words.T, SHIFTS[4]), (unpacked(zeros, SHIFTS[4]) + less & 15).T)
@@ -165,14 +165,14 @@ def _gptq(found: Tensors, config: Mapping[str, Any]) -> Rows:
     return Grouped((outputs, inputs), 4, open, scales.T, groups)
 
 
-def _compressed(found: Tensors, config: Mapping[str, Any]) -> Rows:
-    scales = found["weight_scale"]
-    if "weight_packed" not in found:
-        return _whole(found["weight"], scales, found.get("weight_zero_point"))
+def _compressed(result: Tensors, config: Mapping[str, Any]) -> Rows:
+    scales = result["weight_scale"]
+    if "weight_packed" not in result:
+        return _whole(result["weight"], scales, result.get("weight_zero_point"))
     bits = _bits(config)
-    _fits(found["weight_shape"], (2,))
-    outputs, inputs = (int(size) for size in found["weight_shape"].tolist())
-    words, zeros = found["weight_packed"], found.get("weight_zero_point")
+    _fits(result["weight_shape"], (2,))
+    outputs, inputs = (int(size) for size in result["weight_shape"].tolist())
+    words, zeros = result["weight_packed"], result.get("weight_zero_point")
     _fits(words, (outputs, -(-inputs * bits // 32)))
     _fits(scales, (outputs, None), inputs)
     if zeros is not None:
@@ -184,7 +184,7 @@ def _compressed(found: Tensors, config: Mapping[str, Any]) -> Rows:
             return Unpacked(levels, torch.full(scales.shape, MIDDLE[bits]))
         return Unpacked(levels, unpacked(zeros.T, SHIFTS[bits]).T[:outputs])
 
-    return Grouped((outputs, inputs), bits, open, scales, _groups(found.get("weight_g_idx"), inputs, scales.shape[1]))
+    return Grouped((outputs, inputs), bits, open, scales, _groups(result.get("weight_g_idx"), inputs, scales.shape[1]))
 
 
 def _whole(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Rows:
@@ -211,9 +211,9 @@ def _whole(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | Non
     return Grouped((outputs, inputs), 8, open, scales)
 
 
-def _fp8(found: Tensors, config: Mapping[str, Any]) -> Rows:
-    weight = found["weight"]
-    scales = found["weight_scale_inv"] if "weight_scale_inv" in found else found["weight_scale"]
+def _fp8(result: Tensors, config: Mapping[str, Any]) -> Rows:
+    weight = result["weight"]
+    scales = result["weight_scale_inv"] if "weight_scale_inv" in result else result["weight_scale"]
     tile = config.get("weight_block_size")
     if not isinstance(tile, (list, tuple)):
         return _whole(weight, scales, None)
@@ -230,10 +230,10 @@ def _bits(config: Mapping[str, Any]) -> int:
         group.get("weights") if isinstance(group, Mapping) else None
         for group in (groups.values() if isinstance(groups, Mapping) else ())
     ]
-    found = [part.get("num_bits") if isinstance(part, Mapping) else None for part in weights]
-    if not found or found[0] not in (4, 8) or any(bits != found[0] for bits in found):
-        raise ValueError(f"weights of {shown(found)} bits; 4 or 8 in all layers are read")
-    return int(found[0])
+    result = [part.get("num_bits") if isinstance(part, Mapping) else None for part in weights]
+    if not result or result[0] not in (4, 8) or any(bits != result[0] for bits in result):
+        raise ValueError(f"weights of {shown(result)} bits; 4 or 8 in all layers are read")
+    return int(result[0])
 
 
 def _groups(groups: torch.Tensor | None, inputs: int, count: int) -> torch.Tensor | None:
@@ -319,7 +319,7 @@ def gather(tensors: dict[str, torch.Tensor], config: Mapping[str, Any], place: s
     if not any(name.rpartition(".")[2] in scheme.marks for name in tensors):
         raise ModelError(f"{place} holds no {scheme.name} weights, though its config says so")
     stems = {stem for stem, _, end in (name.rpartition(".") for name in tensors) if end in scheme.marks}
-    found: dict[str, Rows] = {}
+    result: dict[str, Rows] = {}
     used: set[str] = set()
     for stem in sorted(stems):
         parts = {end: tensors[name] for end in scheme.parts if (name := f"{stem}.{end}") in tensors}
@@ -329,9 +329,9 @@ def gather(tensors: dict[str, torch.Tensor], config: Mapping[str, Any], place: s
             used.add(f"{stem}.bias")  # as some tools write them for layers without one
         try:
             _held(parts)
-            found[f"{stem}.weight"] = scheme.make(parts, config)
+            result[f"{stem}.weight"] = scheme.make(parts, config)
         except KeyError as error:
             raise ModelError(f"{place} lacks {stem}.{error.args[0]}, a part of a {scheme.name} weight") from error
         except ValueError as error:
             raise ModelError(f"{place}: {stem} is no {scheme.name} weight that can be read: {error}") from error
-    return {**{name: tensor for name, tensor in tensors.items() if name not in used}, **found}
+    return {**{name: tensor for name, tensor in tensors.items() if name not in used}, **result}

@@ -27,8 +27,8 @@ def check(kind: str, device: torch.device, dtype: torch.dtype, *, invariant: boo
     return forms[kind]
 
 
-def error(wanted: torch.Tensor, got: torch.Tensor) -> float:
+def error(requested: torch.Tensor, got: torch.Tensor) -> float:
     """Relative error of logits, |got - wanted| / |wanted|, each row's mean taken out: softmax does not see it."""
-    wanted = wanted - wanted.mean(dim=-1, keepdim=True)
+    requested = requested - requested.mean(dim=-1, keepdim=True)
     got = got - got.mean(dim=-1, keepdim=True)
-    return float((got - wanted).norm() / wanted.norm())
+    return float((got - requested).norm() / requested.norm())

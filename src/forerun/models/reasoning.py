@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Boundary:
                     f"{'s' if longest > 1 else ''}; this model's spells it in {len(ids)}"
                 )
 
-    def opened(self, prompt: Seq[int]) -> bool | None:
+    def opened(self, prompt: Sequence[int]) -> bool | None:
         """Whether an answer to ``prompt`` begins within thoughts: if the prompt itself ends with a marker, that says
         it. None: the answer may open them."""
         after = len(prompt)
@@ -71,7 +71,7 @@ class Boundary:
             after -= 1
         return True if self.markers.opened else None
 
-    def ends_at(self, tokens: Seq[int], first: int = 0) -> int | None:
+    def ends_at(self, tokens: Sequence[int], first: int = 0) -> int | None:
         """How many of ``tokens`` there are up to the end of the first closing marker whose last token is at ``first``
         or behind it; None: there is none."""
         for last in range(first, len(tokens)):

@@ -40,16 +40,16 @@ class Rotary:
         self._table = torch.empty(0)
 
     def arrange(self, heads: torch.Tensor) -> torch.Tensor:
-        """The last dimension, one head, in the order that ``turn`` expects."""
+        """The last dimension, one head, in the order that ``apply_rotary`` expects."""
         first, second, others = heads.split_with_sizes((self.pairs, self.pairs, self.width - 2 * self.pairs), -1)
         return torch.cat([torch.stack([first, second], dim=-1).flatten(-2), others], dim=-1)
 
     def arrange_rows(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """Rows of a joint qkv matrix (or its bias) with each of the first ``count`` heads in that order."""
-        turned = count * self.width
-        heads = rows[:turned].view(count, self.width, -1).transpose(1, 2)
-        heads = self.arrange(heads).transpose(1, 2).reshape(rows[:turned].shape)
-        return torch.cat([heads, rows[turned:]])
+        rotated = count * self.width
+        heads = rows[:rotated].view(count, self.width, -1).transpose(1, 2)
+        heads = self.arrange(heads).transpose(1, 2).reshape(rows[:rotated].shape)
+        return torch.cat([heads, rows[rotated:]])
 
     def _grow(self, size: int) -> None:
         positions = torch.arange(-(-size // GROWTH) * GROWTH, dtype=torch.float32)
@@ -64,14 +64,14 @@ class Rotary:
         return self._table
 
     def angles(self, batch: Batch) -> torch.Tensor:
-        """[rows, 1, width / 2], for ``turn``."""
+        """[rows, 1, width / 2], for ``apply_rotary``."""
         table = self.table(max(span.end for span in batch.spans))
         if len(batch.spans) == 1 and batch.spans[0].parents is None:
             first = batch.spans[0].start + batch.spans[0].stored
             return table[first : first + batch.num_rows]
         return table.index_select(0, batch.positions)
 
-    def turn(self, heads: torch.Tensor, angles: torch.Tensor, count: int) -> torch.Tensor:
+    def apply_rotary(self, heads: torch.Tensor, angles: torch.Tensor, count: int) -> torch.Tensor:
         """[rows, heads, width] with the first ``count`` heads turned, in place where that can be."""
         if self._kernel is not None and heads.stride()[1:] == (self.width, 1):
             rows, stride = heads.shape[0], heads.stride(0)

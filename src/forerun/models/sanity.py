@@ -147,8 +147,8 @@ def check_config(config: Any, path: Path) -> None:
             "which forerun does not run"
         )
 
-    def refuse(name: str, wanted: str) -> None:
-        raise ModelError(f"{path} cannot be used: {name} must be {wanted}, not {shown(getattr(text, name))}")
+    def refuse(name: str, requested: str) -> None:
+        raise ModelError(f"{path} cannot be used: {name} must be {requested}, not {shown(getattr(text, name))}")
 
     for name in SIZES:
         for value in _each(getattr(text, name, None)):
@@ -244,12 +244,12 @@ def _anywhere(name: str) -> str:
     return re.sub(r"\.\d+\.", ".#.", name)
 
 
-def check_ids(found: Any, vocabulary: int, path: Path) -> frozenset[int]:
+def check_ids(result: Any, vocabulary: int, path: Path) -> frozenset[int]:
     """``eos_token_id``: none, one or several ids. Those beyond the vocabulary, as small test models have them, are left
     out: no text can contain them. Raises ModelError for what is no id."""
-    if found is None:
+    if result is None:
         return frozenset()
-    ids = found if isinstance(found, list) else [found]
+    ids = result if isinstance(result, list) else [result]
     for token in ids:
         if not _is_integer(token) or token < 0:
             raise ModelError(f"{path} cannot be used: eos_token_id {shown(token)} is no token id")

@@ -65,8 +65,8 @@ def find(model: Torch) -> Tiles:
 def steady() -> bool:
     """Whether the functions that activations are made of round alike at every place here."""
     every = list(tiles.SIZES)
-    found = tiles.remembered("functions", lambda: [every if activations.steady() else [1]], tiles.groups_of)
-    return found == [every]
+    result = tiles.remembered("functions", lambda: [every if activations.steady() else [1]], tiles.groups_of)
+    return result == [every]
 
 
 class Echo(Backend[Metadata]):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -98,7 +97,7 @@ LONGEST_CHARACTER = 4
 WINDOW = 16
 
 
-def plain_decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[Seq[int]], str]:
+def plain_decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
     """Token ids -> text, as ``tokenizer.decode`` gives it without cleaning up spaces. Where transformers only hands
     ids on to the tokenizers library, this does without the way there, which takes four times as long."""
     kind = type(tokenizer)
@@ -126,7 +125,7 @@ class Detokenizer:
     tokens have come that it never will be.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Seq[int] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._decode = plain_decoder(tokenizer, skip_special_tokens)
         self._text = ""
         self._pending: list[int] = []
@@ -136,11 +135,11 @@ class Detokenizer:
         self._mark = 0
         self._open = 0
 
-    def add(self, tokens: Seq[int]) -> None:
+    def add(self, tokens: Sequence[int]) -> None:
         """Add tokens, to be decoded when the text is asked for."""
         self._pending.extend(tokens)
 
-    def push(self, tokens: Seq[int]) -> str:
+    def push(self, tokens: Sequence[int]) -> str:
         """Add tokens; returns the text that became certain."""
         start = len(self.text)
         self.add(tokens)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -16,9 +15,9 @@ from forerun.models.formats.base import Format, Linear, Rows, whole
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_blocks import Blocks, join
-from forerun.models.formats.int8 import Levels, StreamedInt8
+from forerun.models.formats.int8 import Levels, TiledInt8
 from forerun.models.formats.plain import Plain
-from forerun.models.formats.streamed import Streamed
+from forerun.models.formats.tiled import TiledLinear
 from forerun.models.kinds import KINDS
 from forerun.models.linear import make_linear
 from forerun.models.words import LayerRows, Scaled, Table, Words
@@ -61,31 +60,33 @@ class Read:
 
     def done(self) -> int:
         """Bytes since the last call."""
-        found, self._bytes = self._bytes, 0
-        return found
+        result, self._bytes = self._bytes, 0
+        return result
 
 
-def unstacked(found: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Tensor]:
+def unstacked(result: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Tensor]:
     """Tensors under a checkpoint's names, where a module of transformers' stacks the experts of a layer."""
     names = spec.architecture.experts
     for index, layer in enumerate(spec.layers):
         at = f"{spec.architecture.layers.checkpoint}.{index}."
         stacks = [f"{at}mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")]
-        if names is None or not layer.experts or stacks[0] not in found:
+        if names is None or not layer.experts or stacks[0] not in result:
             continue
-        gate_up, down = (found.pop(stack) for stack in stacks)
-        found[f"{at}{names.router.checkpoint}.weight"] = found.pop(f"{at}mlp.gate.weight")
+        gate_up, down = (result.pop(stack) for stack in stacks)
+        result[f"{at}{names.router.checkpoint}.weight"] = result.pop(f"{at}mlp.gate.weight")
         for expert, (both, last) in enumerate(zip(gate_up.detach(), down.detach())):
             for name, part in zip((*names.gate_up, names.down), (*both.chunk(2), last)):
-                found[f"{at}{name.checkpoint.format(expert)}.weight"] = part
-    return found
+                result[f"{at}{name.checkpoint.format(expert)}.weight"] = part
+    return result
 
 
 class Stack:
     """Weights of several projections over the same inputs, one's rows behind the other's, each in an order of its own:
     as one weight in ``dtype`` on ``device``."""
 
-    def __init__(self, parts: Seq[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.parts = parts
         self.dtype, self.device = dtype, device
         self.sizes = [part.shape[0] if order is None else len(order) for part, order in parts]
@@ -95,13 +96,13 @@ class Stack:
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
         assert isinstance(rows, slice)
         first, end, _ = rows.indices(self.shape[0])
-        found, start = [], 0
+        result, start = [], 0
         for (part, order), size in zip(self.parts, self.sizes):
             here = slice(max(first - start, 0), max(end - start, 0))
             if here.start < min(here.stop, size):
-                found.append(part[here if order is None else order[here]].to(self.device, self.dtype))
+                result.append(part[here if order is None else order[here]].to(self.device, self.dtype))
             start += size
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return result[0] if len(result) == 1 else torch.cat(result)
 
 
 class Maker:
@@ -130,20 +131,20 @@ class Maker:
         """A copy, in the dtype that they have."""
         return self.weights.values(name)[:].to(self.device, copy=True)
 
-    def linear(self, *parts: str, order: Seq[Order] = ()) -> Linear:
+    def linear(self, *parts: str, order: Sequence[Order] = ()) -> Linear:
         """The layer of one or several projections ("model.layers.0.mlp.up_proj"), the outputs of one behind those of
         the other, each in an order of its own."""
-        orders: Seq[Order] = order or [None] * len(parts)
-        found = [self._blocks(f"{part}.weight", turn) for part, turn in zip(parts, orders)]
+        orders: Sequence[Order] = order or [None] * len(parts)
+        result = [self._blocks(f"{part}.weight", order) for part, order in zip(parts, orders)]
         made: list[Any] = []
-        for kind, group in groupby(range(len(parts)), lambda i: None if (item := found[i]) is None else item.kind):
-            places = [*group]
-            names, turns = [parts[i] for i in places], [orders[i] for i in places]
-            bias = self._bias(names, turns)
+        for kind, group in groupby(range(len(parts)), lambda i: None if (item := result[i]) is None else item.kind):
+            indices = [*group]
+            names, reorders = [parts[i] for i in indices], [orders[i] for i in indices]
+            bias = self._bias(names, reorders)
             if kind is None:
-                made.append(self._make(self._stack(names, turns), bias))
+                made.append(self._make(self._stack(names, reorders), bias))
             else:
-                made.append(_packed([item for i in places if (item := found[i]) is not None], bias))
+                made.append(_packed([item for i in indices if (item := result[i]) is not None], bias))
         self.advance(self.weights.release())
         return made[0] if len(made) == 1 else Joined(made)
 
@@ -156,40 +157,40 @@ class Maker:
             return self.quantized.make(weight, bias)
         return make_linear(weight, bias, self.how)
 
-    def _stack(self, parts: Seq[str], orders: Seq[Order]) -> Stack:
-        found = [self.weights.values(f"{part}.weight") for part in parts]
-        return Stack([(part, _places(part, turn)) for part, turn in zip(found, orders)], self.dtype, self.device)
+    def _stack(self, parts: Sequence[str], orders: Sequence[Order]) -> Stack:
+        result = [self.weights.values(f"{part}.weight") for part in parts]
+        return Stack([(part, _places(part, order)) for part, order in zip(result, orders)], self.dtype, self.device)
 
     def _blocks(self, name: str, order: Order) -> Blocks | Levels | None:
-        found = self.weights.blocks(name) if self.keeps_blocks else None
-        if found is None:
+        result = self.weights.blocks(name) if self.keeps_blocks else None
+        if result is None:
             return None
-        places = _places(self.weights.values(name), order)
-        return found if places is None else found.rows(places)
+        indices = _places(self.weights.values(name), order)
+        return result if indices is None else result.rows(indices)
 
-    def _bias(self, parts: Seq[str], orders: Seq[Order]) -> torch.Tensor | None:
+    def _bias(self, parts: Sequence[str], orders: Sequence[Order]) -> torch.Tensor | None:
         """The projections' biases end to end; a missing one counts as zeros beside others."""
         names = [f"{part}.bias" for part in parts]
         if not any(name in self.weights for name in names):
             return None
-        found = []
+        result = []
         for part, name, order in zip(parts, names, orders):
             if name in self.weights:
                 bias = self.numbers(name).to(self.dtype)
-                found.append(bias if order is None else order(bias))
+                result.append(bias if order is None else order(bias))
             else:
                 outputs = self.weights.values(f"{part}.weight").shape[0]
-                found.append(torch.zeros(outputs, dtype=self.dtype, device=self.device))
-        return torch.cat(found)
+                result.append(torch.zeros(outputs, dtype=self.dtype, device=self.device))
+        return torch.cat(result)
 
     def words(self, name: str, head: Linear | None = None, scale: float = 1.0) -> Words:
         """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
-        found = self.weights.blocks(f"{name}.weight") if self.reads_blocks else None
+        result = self.weights.blocks(f"{name}.weight") if self.reads_blocks else None
         words: Words
-        if isinstance(found, Blocks):
-            layer = head if self.keeps_blocks and isinstance(head, Blocked) else Blocked(found, None)
+        if isinstance(result, Blocks):
+            layer = head if self.keeps_blocks and isinstance(head, Blocked) else Blocked(result, None)
             words = LayerRows(layer, self.dtype, shared=layer is head)
-        elif isinstance(head, Streamed):
+        elif isinstance(head, TiledLinear):
             words = LayerRows(head, self.dtype, shared=True)
         elif isinstance(head, Plain):
             words = Table(head.weight, shared=True)
@@ -199,11 +200,11 @@ class Maker:
         return words if scale == 1.0 else Scaled(words, scale)
 
 
-def _packed(parts: Seq[Blocks | Levels], bias: torch.Tensor | None) -> Linear:
+def _packed(parts: Sequence[Blocks | Levels], bias: torch.Tensor | None) -> Linear:
     """The layer of weights of one kind."""
     levels = [part for part in parts if isinstance(part, Levels)]
     if levels:
-        return StreamedInt8(Levels.join(levels), bias, KINDS["int8_rows"])
+        return TiledInt8(Levels.join(levels), bias, KINDS["int8_rows"])
     return Blocked(join([part for part in parts if isinstance(part, Blocks)]), bias)
 
 
@@ -211,6 +212,6 @@ def _places(weight: Rows, order: Order) -> torch.Tensor | None:
     """Which row of a weight comes first, and so on; None: they stay."""
     if order is None:
         return None
-    places = torch.arange(weight.shape[0])
-    moved = order(places[:, None])[:, 0]
-    return None if torch.equal(moved, places) else moved
+    indices = torch.arange(weight.shape[0])
+    moved = order(indices[:, None])[:, 0]
+    return None if torch.equal(moved, indices) else moved

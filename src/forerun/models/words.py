@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from forerun.kernels import structs
 from forerun.models.formats.blocks import Blocked
-from forerun.models.formats.streamed import Streamed
+from forerun.models.formats.tiled import TiledLinear
 
 
 class Words(Protocol):
@@ -59,7 +59,7 @@ class LayerRows:
 
     scale = 1.0
 
-    def __init__(self, layer: Blocked | Streamed, dtype: torch.dtype, *, shared: bool) -> None:
+    def __init__(self, layer: Blocked | TiledLinear, dtype: torch.dtype, *, shared: bool) -> None:
         self.layer = layer
         self.count, self.width, self.dtype = layer.outputs, layer.inputs, dtype
         self.device = torch.device("cpu")

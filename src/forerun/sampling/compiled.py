@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,20 +18,24 @@ def can_sample(device: torch.device) -> bool:
     return device.type == "cpu" and kernels.has("choose")
 
 
-def restrict(logits: torch.Tensor, heats: Seq[float], shares: Seq[float], top_ks: Seq[int]) -> torch.Tensor:
+def restrict(
+    logits: torch.Tensor, temperatures: Sequence[float], thresholds: Sequence[float], top_ks: Sequence[int]
+) -> torch.Tensor:
     """Each row of float32 ``logits`` [rows, vocabulary] divided by its temperature, -inf where its min-p, top-k or
-    top-p leaves a token out. ``shares`` holds min-p and top-p of each row in turn; rows of temperature 0 stay."""
+    top-p leaves a token out. ``thresholds`` holds min-p and top-p of each row in turn; rows of temperature 0 stay."""
     rows = _rows(logits).clone()
-    if not len(heats) == len(top_ks) == len(rows) or len(shares) != 2 * len(rows):
-        raise ValueError(f"{len(heats)} temperatures, {len(shares)} shares and {len(top_ks)} counts: {len(rows)} rows")
-    lists = array("f", heats), array("f", shares), array("q", top_ks)
+    if not len(temperatures) == len(top_ks) == len(rows) or len(thresholds) != 2 * len(rows):
+        raise ValueError(
+            f"{len(temperatures)} temperatures, {len(thresholds)} shares and {len(top_ks)} counts: {len(rows)} rows"
+        )
+    lists = array("f", temperatures), array("f", thresholds), array("q", top_ks)
     kernels.library().restrict_rows(  # type: ignore[union-attr]
         rows.data_ptr(), *rows.shape, *(numbers.buffer_info()[0] for numbers in lists), torch.get_num_threads()
     )
     return rows
 
 
-def penalise(row: torch.Tensor, text: Seq[int], output: int, params: SamplingParams) -> None:
+def penalise(row: torch.Tensor, text: Sequence[int], output: int, params: SamplingParams) -> None:
     """Penalties on one row of float32 logits [vocabulary], in place, for a text whose output begins at ``output``."""
     tokens = array("q", text)
     if row.dim() != 1 or row.dtype is not torch.float32 or row.stride(0) != 1:
@@ -49,7 +53,7 @@ def _rows(scores: torch.Tensor) -> torch.Tensor:
     return scores.contiguous()
 
 
-def _equally_many(**lists: Seq[Any]) -> None:
+def _equally_many(**lists: Sequence[Any]) -> None:
     if len({len(numbers) for numbers in lists.values()}) > 1:
         raise ValueError(", ".join(f"{len(numbers)} {name}" for name, numbers in lists.items()) + ": not as many each")
 
@@ -74,17 +78,17 @@ class Compiled:
     """``ids`` int32 [at least the vocabulary]: a well-mixed word for each token id, see ``Gumbel``."""
 
     def __init__(self, ids: torch.Tensor) -> None:
-        found = kernels.library()
-        assert found is not None
+        result = kernels.library()
+        assert result is not None
         if ids.dtype is not torch.int32 or not ids.is_contiguous() or not ids.is_cpu:
             raise ValueError(f"words for noise are int32 on cpu, not {ids.dtype} on {ids.device}")
         self.ids = ids
         self._at = ids.data_ptr()
-        self._gumbel, self._choose = found.gumbel, found.choose
-        self._draw, self._overlaps, self._weigh = found.draw, found.overlaps, found.weigh
-        self._rank = found.rank
+        self._gumbel, self._choose = result.gumbel, result.choose
+        self._draw, self._overlaps, self._weigh = result.draw, result.overlaps, result.weigh
+        self._rank = result.rank
 
-    def noise(self, keys: Seq[int], size: int) -> torch.Tensor:
+    def noise(self, keys: Sequence[int], size: int) -> torch.Tensor:
         """Gumbel noise, float32 [len(keys), size]."""
         self._check_size(size)
         rows = torch.empty(len(keys), size)
@@ -97,10 +101,11 @@ class Compiled:
             raise ValueError(f"noise for {size} ids from words for {len(self.ids)}")
 
     def choose(
-        self, scores: torch.Tensor, keys: Seq[int | None], law: bool
+        self, scores: torch.Tensor, keys: Sequence[int | None], distribution: bool
     ) -> tuple[list[float], list[int], torch.Tensor | None]:
         """Per row of ``scores`` [rows, vocabulary], float32: the largest sum of a score and the noise of the row's key
-        (None: no noise), NaN if there is one; the first id that has it; and with ``law``, softmax of the scores."""
+        (None: no noise), NaN if there is one; the first id that has it; and with ``distribution``, softmax of the
+        scores."""
         scores = _rows(scores)
         count, size = scores.shape
         self._check_size(size)
@@ -108,29 +113,29 @@ class Compiled:
             raise ValueError(f"{len(keys)} keys for {count} rows")
         noisy = array("q", [key is not None for key in keys])
         words = array("Q", [key or 0 for key in keys])
-        tops, places = array("f", bytes(4 * count)), array("q", bytes(8 * count))
-        softmax = torch.empty_like(scores) if law else None
+        tops, indices = array("f", bytes(4 * count)), array("q", bytes(8 * count))
+        softmax = torch.empty_like(scores) if distribution else None
         self._choose(
             scores.data_ptr(), count, size, self._at, words.buffer_info()[0], noisy.buffer_info()[0],
-            tops.buffer_info()[0], places.buffer_info()[0], None if softmax is None else softmax.data_ptr(),
+            tops.buffer_info()[0], indices.buffer_info()[0], None if softmax is None else softmax.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
-        return tops.tolist(), places.tolist(), softmax
+        return tops.tolist(), indices.tolist(), softmax
 
     def weigh(
         self,
         scores: torch.Tensor,
-        greedy: Seq[bool],
-        rows: Seq[int],
-        tokens: Seq[int],
-        qs: Seq[int],
-        follows: Seq[bool],
+        greedy: Sequence[bool],
+        rows: Sequence[int],
+        tokens: Sequence[int],
+        qs: Sequence[int],
+        follows: Sequence[bool],
         lenience: float = 1.0,
     ) -> Weighed:
-        """``scores`` [rows, vocabulary], float32; the law of a ``greedy`` row is all on its best id. The rest has an
-        entry per trial, all of different rows: its row, its token, the address of its q, float32 [vocabulary] (0: all
-        on the token), and whether its factor is the last trial's weight instead of 1. ``lenience`` multiplies q in
-        weights."""
+        """``scores`` [rows, vocabulary], float32; the distribution of a ``greedy`` row is all on its best id. The rest
+        has an entry per trial, all of different rows: its row, its token, the address of its q, float32 [vocabulary]
+        (0: all on the token), and whether its factor is the last trial's weight instead of 1. ``lenience`` multiplies q
+        in weights."""
         scores = _rows(scores)
         count, size = scores.shape
         if len(greedy) != count:
@@ -139,17 +144,19 @@ class Compiled:
         residual, trials = torch.empty_like(scores), len(rows)
         given = [array("q", numbers) for numbers in (greedy, rows, tokens, qs, follows)]
         made = array("f", bytes(4 * (count + 3 * trials)))
-        heat, *lists = (numbers.buffer_info()[0] for numbers in given)
+        temperature, *lists = (numbers.buffer_info()[0] for numbers in given)
         out = made.buffer_info()[0]
         self._weigh(
-            scores.data_ptr(), count, size, heat, trials, *lists, lenience, residual.data_ptr(),
+            scores.data_ptr(), count, size, temperature, trials, *lists, lenience, residual.data_ptr(),
             out, *(out + 4 * (count + part * trials) for part in range(3)),
         )  # fmt: skip
         values = made.tolist()
         ends = (count, count + trials, count + 2 * trials, len(values))
         return Weighed(residual, values[:count], *(values[a:b] for a, b in pairwise(ends)))
 
-    def rank(self, scores: torch.Tensor, rows: Seq[int], into: Seq[int], ids: torch.Tensor, logs: torch.Tensor) -> None:
+    def rank(
+        self, scores: torch.Tensor, rows: Sequence[int], into: Sequence[int], ids: torch.Tensor, logs: torch.Tensor
+    ) -> None:
         """The best ids of some ``rows`` of ``scores`` [rows, vocabulary], float32, best first, and the logs of their
         softmax: into rows ``into`` of ``ids``, int32 [any, count], and ``logs``, float32, which end with -1 and -inf
         where fewer ids are permitted."""
@@ -165,19 +172,19 @@ class Compiled:
             len(ids), ids.data_ptr(), logs.data_ptr(),
         )  # fmt: skip
 
-    def draw(self, weights: torch.Tensor, spots: Seq[float]) -> list[int]:
+    def draw(self, weights: torch.Tensor, quantiles: Sequence[float]) -> list[int]:
         """Per row of ``weights`` [rows, vocabulary], the first id at which the cumulative share exceeds its spot, in
         [0, 1); never an id of weight 0, unless the whole row is 0."""
         weights = _rows(weights.float())
         count, size = weights.shape
-        if len(spots) != count:
-            raise ValueError(f"{len(spots)} spots for {count} rows")
-        numbers, places = array("d", spots), array("q", bytes(8 * count))
-        self._draw(weights.data_ptr(), count, size, numbers.buffer_info()[0], places.buffer_info()[0])
-        return places.tolist()
+        if len(quantiles) != count:
+            raise ValueError(f"{len(quantiles)} spots for {count} rows")
+        numbers, indices = array("d", quantiles), array("q", bytes(8 * count))
+        self._draw(weights.data_ptr(), count, size, numbers.buffer_info()[0], indices.buffer_info()[0])
+        return indices.tolist()
 
     def overlaps(
-        self, scores: torch.Tensor, rows: Seq[int], tokens: Seq[int], qs: Seq[torch.Tensor | None]
+        self, scores: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], qs: Sequence[torch.Tensor | None]
     ) -> list[float]:
         """Per trial, sum_x min(p, q) for p the softmax of its row of ``scores`` and q [vocabulary]; where q is None,
         p of its token."""

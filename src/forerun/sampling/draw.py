@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from math import inf
 
 import torch
@@ -28,40 +28,43 @@ class Sampler:
         self.noise = Gumbel(vocab_size, device)
         self.compiled = self.noise.compiled
 
-    def shared(self, warped: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+    def shared(self, warped: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         """Scores whose argmax samples each row with the noise of its absolute position (greedy rows: no noise).
 
         This is the coupling: target and drafter call it with the same seed and position.
         """
-        noisy = [i for i, row in enumerate(rows) if row.heat != 0.0]
+        noisy = [i for i, row in enumerate(rows) if row.effective_temperature != 0.0]
         if not noisy:
             return warped
-        places = [(rows[i].sequence.seed, rows[i].position) for i in noisy]
-        keys = [target_key(seed, position) for seed, position in places]
+        indices = [(rows[i].sequence.seed, rows[i].position) for i in noisy]
+        keys = [target_key(seed, position) for seed, position in indices]
         ahead: list[int] = []
         if any(key not in self.noise for key in keys):
             # A round needs its next positions too; together they cost little more than one.
-            ahead = [target_key(seed, position + i) for seed, position in places for i in range(1, _AHEAD)]
+            ahead = [target_key(seed, position + i) for seed, position in indices for i in range(1, _AHEAD)]
         return _add(warped, noisy, self.noise.rows(keys, ahead))
 
     def pick(
-        self, warped: torch.Tensor, rows: Seq[Row], law: bool = False
+        self, warped: torch.Tensor, rows: Sequence[Row], distribution: bool = False
     ) -> tuple[list[float], list[int], torch.Tensor | None]:
-        """``best`` of ``shared``, on the host, and with ``law`` the softmax of ``warped``."""
+        """``best`` of ``shared``, on the host, and with ``distribution`` the softmax of ``warped``."""
         if self.compiled is not None:
-            keys = [target_key(row.sequence.seed, row.position) if row.heat != 0.0 else None for row in rows]
-            return self.compiled.choose(warped, keys, law)
+            keys = [
+                target_key(row.sequence.seed, row.position) if row.effective_temperature != 0.0 else None
+                for row in rows
+            ]
+            return self.compiled.choose(warped, keys, distribution)
         top, ids = fetch(*best(self.shared(warped, rows)))
-        return top, ids, probabilities(warped) if law else None
+        return top, ids, probabilities(warped) if distribution else None
 
-    def law(self, warped: torch.Tensor) -> tuple[torch.Tensor, list[float], list[int]]:
+    def distribution(self, warped: torch.Tensor) -> tuple[torch.Tensor, list[float], list[int]]:
         """Softmax of each row, and its ``best`` on the host."""
         if self.compiled is not None:
-            tops, ids, law = self.compiled.choose(warped, [None] * len(warped), law=True)
-            assert law is not None
-            return law, tops, ids
-        top, places = fetch(*best(warped))
-        return probabilities(warped), top, places
+            tops, ids, distribution = self.compiled.choose(warped, [None] * len(warped), distribution=True)
+            assert distribution is not None
+            return distribution, tops, ids
+        top, indices = fetch(*best(warped))
+        return probabilities(warped), top, indices
 
     def rank(self, scores: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """Per row of ``scores`` [rows, vocabulary] the best ``count`` ids, best first, and the logs of their softmax;
@@ -70,11 +73,11 @@ class Sampler:
         ids, logs = torch.empty(len(scores), count, dtype=torch.int32), torch.empty(len(scores), count)
         every = range(len(scores))
         self.rank_into(scores, every, every, ids, logs)
-        found = [[log for log in row if log > -inf] for row in logs.tolist()]
-        return [row[: len(kept)] for row, kept in zip(ids.tolist(), found)], found
+        result = [[log for log in row if log > -inf] for row in logs.tolist()]
+        return [row[: len(kept)] for row, kept in zip(ids.tolist(), result)], result
 
     def rank_into(
-        self, scores: torch.Tensor, rows: Seq[int], into: Seq[int], ids: torch.Tensor, logs: torch.Tensor
+        self, scores: torch.Tensor, rows: Sequence[int], into: Sequence[int], ids: torch.Tensor, logs: torch.Tensor
     ) -> None:
         """The best ids of some ``rows`` of ``scores`` [rows, vocabulary], best first, and the logs of their softmax:
         into rows ``into`` of ``ids``, int32 [any, count], and ``logs``, float32, both on the host. Where fewer ids are
@@ -83,28 +86,28 @@ class Sampler:
             self.compiled.rank(scores, rows, into, ids, logs)
             return
         scores = scores[torch.as_tensor(rows, device=scores.device)].float()
-        values, found = scores.topk(ids.shape[1], dim=1)
-        ids[list(into)] = found.int().cpu()
+        values, result = scores.topk(ids.shape[1], dim=1)
+        ids[list(into)] = result.int().cpu()
         # In float64, so that the order in which a sum is taken, which depends on how many rows there are, is not seen.
         logs[list(into)] = (values - scores.double().logsumexp(dim=1, keepdim=True)).float().cpu()
 
-    def perturb(self, warped: torch.Tensor, keys: Seq[int | None]) -> torch.Tensor:
+    def perturb(self, warped: torch.Tensor, keys: Sequence[int | None]) -> torch.Tensor:
         """``warped`` plus the Gumbel row of each key; None: unchanged."""
         noisy = [i for i, key in enumerate(keys) if key is not None]
         if not noisy:
             return warped
         return _add(warped, noisy, self.noise.rows([key for key in keys if key is not None]))
 
-    def draw(self, weights: torch.Tensor, keys: Seq[int]) -> torch.Tensor:
+    def draw(self, weights: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
         """One id per row of unnormalised probabilities ``weights`` [rows, vocabulary]: where the row's cumulative
         sum passes the uniform of its key. An id of weight 0 is never drawn, unless its whole row is 0."""
-        spots = [uniform(key) for key in keys]
+        quantiles = [uniform(key) for key in keys]
         if self.compiled is not None and weights.dtype is torch.float32:
-            return torch.tensor(self.compiled.draw(weights, spots))
-        return invert(weights, torch.tensor(spots, dtype=torch.float64, device=weights.device)[:, None])
+            return torch.tensor(self.compiled.draw(weights, quantiles))
+        return invert(weights, torch.tensor(quantiles, dtype=torch.float64, device=weights.device)[:, None])
 
 
-def _add(warped: torch.Tensor, noisy: Seq[int], noise: torch.Tensor) -> torch.Tensor:
+def _add(warped: torch.Tensor, noisy: Sequence[int], noise: torch.Tensor) -> torch.Tensor:
     if len(noisy) == len(warped):
         return warped + noise
     scores = warped.clone()
@@ -112,19 +115,19 @@ def _add(warped: torch.Tensor, noisy: Seq[int], noise: torch.Tensor) -> torch.Te
     return scores
 
 
-def invert(weights: torch.Tensor, spots: torch.Tensor) -> torch.Tensor:
-    """Per row of ``weights`` [rows, size], the first id at which the cumulative share exceeds ``spots`` [rows, 1],
+def invert(weights: torch.Tensor, quantiles: torch.Tensor) -> torch.Tensor:
+    """Per row of ``weights`` [rows, size], the first id at which the cumulative share exceeds ``quantiles`` [rows, 1],
     in [0, 1). Wide rows take two levels: first the block, then the id inside it."""
     size = weights.shape[1]
     if size <= _NARROW:
-        return _first_above(weights.cumsum(dim=1, dtype=torch.float64), spots)[:, 0]
+        return _first_above(weights.cumsum(dim=1, dtype=torch.float64), quantiles)[:, 0]
     whole = size // _BLOCK
     sums = weights[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(dim=2)
     if whole * _BLOCK < size:
         sums = torch.cat([sums, weights[:, whole * _BLOCK :].sum(dim=1, keepdim=True)], dim=1)
     sums = sums.double()
     reach = sums.cumsum(dim=1)
-    block = _first_above(reach, spots)
+    block = _first_above(reach, quantiles)
     first = block * _BLOCK
     ids = first + torch.arange(_BLOCK, device=weights.device)
     inside = weights.gather(1, ids.clamp(max=size - 1)).double()
@@ -132,13 +135,13 @@ def invert(weights: torch.Tensor, spots: torch.Tensor) -> torch.Tensor:
         inside.masked_fill_(ids >= size, 0.0)
     # What is left as a share of the block, times the block's sum as added up here: no rounding of the one or the
     # other sum can lead outside.
-    share = 1.0 - (reach.gather(1, block) - reach[:, -1:] * spots) / sums.gather(1, block)
-    return (first + _first_above(inside.cumsum(dim=1), share)).clamp_(max=size - 1)[:, 0]
+    fraction = 1.0 - (reach.gather(1, block) - reach[:, -1:] * quantiles) / sums.gather(1, block)
+    return (first + _first_above(inside.cumsum(dim=1), fraction)).clamp_(max=size - 1)[:, 0]
 
 
-def _first_above(reach: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The first column of each row of cumulative sums that exceeds ``share`` [rows, 1] of the last one."""
-    goal = reach[:, -1:] * share.clamp(0.0, _ALMOST_ONE)
+def _first_above(reach: torch.Tensor, fraction: torch.Tensor) -> torch.Tensor:
+    """The first column of each row of cumulative sums that exceeds ``fraction`` [rows, 1] of the last one."""
+    goal = reach[:, -1:] * fraction.clamp(0.0, _ALMOST_ONE)
     return torch.searchsorted(reach, goal, right=True).clamp_(max=reach.shape[1] - 1)
 
 

@@ -48,23 +48,23 @@ def _bias(given: Any) -> dict[int, float]:
     """``logit_bias`` by id; ids may be text, as in JSON."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"logit_bias maps token ids to numbers, not {shown(given)}")
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for key, value in given.items():
         text = str(key)
         named = isinstance(key, (str, Integral)) and text.isascii() and text.isdecimal() and len(text) <= 10
         if not named:  # -1, 1.7, True, ...
             raise ConfigError(f"logit_bias maps token ids to numbers: {text[:40]!r} is not a token id")
-        if int(text) in found:
+        if int(text) in result:
             raise ConfigError(f"logit_bias names token id {int(text)} twice")
         try:
-            found[int(text)] = float(value)
+            result[int(text)] = float(value)
         except (TypeError, ValueError, OverflowError):
-            found[int(text)] = math.nan
-        if not found[int(text)] <= LARGEST:
+            result[int(text)] = math.nan
+        if not result[int(text)] <= LARGEST:
             raise ConfigError(
                 f"logit_bias maps token ids to numbers of at most {LARGEST:g}, not {shown(key)}: {shown(value)}"
             )
-    return found
+    return result
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,13 @@ its own request's options and its own context, drafted tokens before it included
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy
 import torch
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.sampling import compiled
 
 NEG_INF = float("-inf")
@@ -20,8 +19,8 @@ NEG_INF = float("-inf")
 class Row:
     """What one row of logits predicts: the token after ``sequence.tokens`` and the drafted ``path`` behind them."""
 
-    sequence: Sequence
-    path: Seq[int] = ()
+    sequence: RequestState
+    path: Sequence[int] = ()
     temperature: float | None = None
     """Overrides the request's temperature (a drafter's own)."""
 
@@ -31,14 +30,14 @@ class Row:
         return len(self.sequence.tokens) + len(self.path)
 
     @property
-    def heat(self) -> float:
+    def effective_temperature(self) -> float:
         params = self.sequence.params
         if self.temperature is None or params.greedy:
             return params.temperature
         return self.temperature
 
 
-def warp(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Float32 [rows, vocabulary] logits whose softmax is the sampled distribution; banned tokens are -inf.
 
     ``logits`` may be changed in place. A greedy row is edited (bias, penalties, bans) but neither scaled nor
@@ -47,13 +46,13 @@ def warp(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
     logits = edit(logits, rows)
     if logits.dtype == torch.float32 and compiled.can_sample(logits.device):
         return _restrict(logits, rows)
-    hot = [i for i, row in enumerate(rows) if row.heat not in (0.0, 1.0)]
+    hot = [i for i, row in enumerate(rows) if row.effective_temperature not in (0.0, 1.0)]
     if hot:
         scale = torch.ones(len(rows), 1)
         for i in hot:
-            scale[i] = rows[i].heat
+            scale[i] = rows[i].effective_temperature
         logits = logits / scale.to(logits.device)
-    chosen = [i for i, row in enumerate(rows) if row.heat > 0.0 and row.sequence.params.filters]
+    chosen = [i for i, row in enumerate(rows) if row.effective_temperature > 0.0 and row.sequence.params.filters]
     if chosen:
         picked = logits if len(chosen) == len(rows) else logits[chosen]
         kept = _filter(picked, [rows[i].sequence.params for i in chosen])
@@ -64,17 +63,17 @@ def warp(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
     return logits
 
 
-def _restrict(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+def _restrict(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Temperature and filters through our own kernel."""
-    heats = [row.heat for row in rows]
+    temperatures = [row.effective_temperature for row in rows]
     params = [row.sequence.params for row in rows]
-    if not any(heat != 1.0 or each.filters for heat, each in zip(heats, params) if heat):
+    if not any(temperature != 1.0 or each.filters for temperature, each in zip(temperatures, params) if temperature):
         return logits
-    shares = [share for each in params for share in (each.min_p, each.top_p)]
-    return compiled.restrict(logits, heats, shares, [each.top_k for each in params])
+    thresholds = [fraction for each in params for fraction in (each.min_p, each.top_p)]
+    return compiled.restrict(logits, temperatures, thresholds, [each.top_k for each in params])
 
 
-def edit(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+def edit(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Allowed ids, logit bias, bans, penalties and grammars, for the rows whose requests ask for them."""
     for i, row in enumerate(rows):
         params = row.sequence.params
@@ -86,7 +85,7 @@ def edit(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
     return logits
 
 
-def _constrain(logits: torch.Tensor, rows: Seq[Row]) -> None:
+def _constrain(logits: torch.Tensor, rows: Sequence[Row]) -> None:
     """Ban what the grammar of each row's request does not permit after the row's path."""
     chosen, masks = [], []
     for i, row in enumerate(rows):
@@ -176,7 +175,7 @@ _BINS = 4096
 _PER_NAT = 100.0
 
 
-def _filter(logits: torch.Tensor, params: Seq) -> torch.Tensor:
+def _filter(logits: torch.Tensor, params: Sequence) -> torch.Tensor:
     """min-p, then top-k, then top-p: -inf outside. Ties with the last kept token are kept."""
     device = logits.device
     size = logits.shape[1]
@@ -208,7 +207,7 @@ def _top_p_floor(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     In narrow rows the first candidates usually suffice. Which way is taken depends on the row alone.
     """
     if logits.shape[1] > _WIDE and logits.device.type == "cpu":
-        return torch.stack([_binned_floor(row, share) for row, share in zip(logits, top_p.tolist())])
+        return torch.stack([_binned_floor(row, fraction) for row, fraction in zip(logits, top_p.tolist())])
     total = torch.logsumexp(logits, dim=1, keepdim=True)
     values = logits.topk(min(_QUICK, logits.shape[1]), dim=1).values
     mass = (values - total).exp().cumsum(dim=1)

@@ -6,8 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 R = TypeVar("R", bound=Hashable)
@@ -21,7 +20,7 @@ REMEMBERED = 100_000
 """Blocks and sessions that are known; the ones longest not seen are forgotten first."""
 
 
-def blocks(tokens: Seq[int], size: int = BLOCK) -> Iterator[bytes]:
+def blocks(tokens: Sequence[int], size: int = BLOCK) -> Iterator[bytes]:
     """A name for each whole block of a prompt and all before it."""
     digest = hashlib.blake2b(digest_size=12)
     for end in range(size, len(tokens) + 1, size):
@@ -40,14 +39,16 @@ class Affinity:
         self._seen: OrderedDict[bytes, Hashable] = OrderedDict()
         """By block or session: the replica that had it last."""
 
-    def order(self, load: Mapping[R, int], tokens: Seq[int], session: str | None = None, refused: int = 0) -> list[R]:
+    def order(
+        self, load: Mapping[R, int], tokens: Sequence[int], session: str | None = None, refused: int = 0
+    ) -> list[R]:
         """The replicas of ``load``, requests in progress by replica, the best first. A request that was ``refused`` so
         often, for a replica's weights, begins so far down, and the best ones come last."""
         ranked = self.order_named(load, list(blocks(tokens, self.block)), session)
         turn = refused % max(1, len(ranked))
         return ranked[turn:] + ranked[:turn]
 
-    def order_named(self, load: Mapping[R, int], names: Seq[bytes], session: str | None = None) -> list[R]:
+    def order_named(self, load: Mapping[R, int], names: Sequence[bytes], session: str | None = None) -> list[R]:
         """The replicas, the best first, for a prompt whose blocks have these ``names``."""
         limit = math.ceil(self.bound * (sum(load.values()) + 1) / max(1, len(load)))
         known = self._matches(names)
@@ -64,11 +65,11 @@ class Affinity:
 
         return sorted(load, key=rank)
 
-    def note(self, replica: Hashable, tokens: Seq[int], session: str | None = None) -> None:
+    def note(self, replica: Hashable, tokens: Sequence[int], session: str | None = None) -> None:
         """A request went to ``replica``."""
         self.note_named(replica, list(blocks(tokens, self.block)), session)
 
-    def note_named(self, replica: Hashable, names: Seq[bytes], session: str | None = None) -> None:
+    def note_named(self, replica: Hashable, names: Sequence[bytes], session: str | None = None) -> None:
         """The same for a prompt whose blocks have these ``names``."""
         for name in names if session is None else [*names, _of_session(session)]:
             self._seen[name] = replica
@@ -81,15 +82,15 @@ class Affinity:
         for name in [name for name, where in self._seen.items() if where == replica]:
             del self._seen[name]
 
-    def _matches(self, names: Seq[bytes]) -> dict[Hashable, int]:
+    def _matches(self, names: Sequence[bytes]) -> dict[Hashable, int]:
         """By replica: how many leading blocks of a prompt it had, as far as is known."""
-        found: dict[Hashable, int] = {}
+        result: dict[Hashable, int] = {}
         for count, name in enumerate(names, start=1):
             where = self._seen.get(name)
             if where is None:
                 break
-            found[where] = count
-        return found
+            result[where] = count
+        return result
 
 
 def _of_session(session: str) -> bytes:

@@ -155,8 +155,8 @@ class EngineReplica:
         return self.replica.snapshot()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        usage, places = self.replica.snapshot().usage, self.replica.facts.max_num_seqs
-        return {"usage": usage, "places": places, "listeners": sum(each.listeners for each in self.outboxes.values())}
+        usage, capacity = self.replica.snapshot().usage, self.replica.facts.max_num_seqs
+        return {"usage": usage, "places": capacity, "listeners": sum(each.listeners for each in self.outboxes.values())}
 
     def __del__(self) -> None:
         if hasattr(self, "replica"):
@@ -235,11 +235,13 @@ def _lost(inboxes: Callable[[], list[_Inbox]]) -> Iterator[None]:
     except RequestCancelledError:
         pass  # by us
     except Exception as error:  # it belongs to whoever waits
-        told = LostError(one_line(error)) if isinstance(error, (RayError, RayServeException, ClosedError)) else error
+        reported = (
+            LostError(one_line(error)) if isinstance(error, (RayError, RayServeException, ClosedError)) else error
+        )
         if not isinstance(error, (RayActorError, WorkerCrashedError, ClosedError)):
             log.error("a replica failed with a request", exc_info=error)
         for inbox in inboxes():
-            inbox.said.put_nowait(told)
+            inbox.said.put_nowait(reported)
 
 
 class Cluster:
@@ -258,24 +260,24 @@ class Cluster:
 
     async def facts(self) -> Facts:
         """Of one of the replicas. Raises ConfigError where others have another checkpoint or version."""
-        found: Facts = await self.handle.options(method_name="facts").remote()
-        told = await asyncio.to_thread(self._all, "facts")
-        alike(item.checkpoint for item in told if isinstance(item, Facts))
-        return found
+        result: Facts = await self.handle.options(method_name="facts").remote()
+        reported = await asyncio.to_thread(self._all, "facts")
+        alike(item.checkpoint for item in reported if isinstance(item, Facts))
+        return result
 
     async def send(self, request: Request) -> AsyncGenerator[Message]:
         """A pool's ``send``."""
         number, inbox = next(self._numbers), _Inbox()
         self._inboxes[number] = inbox
         asked = self.answering.remote(request, self._name, number)
-        asking = asyncio.create_task(self._ask(asked, self._name, inbox))
+        task = asyncio.create_task(self._ask(asked, self._name, inbox))
         try:
             while (said := await inbox.said.get()) is not None:
                 if isinstance(said, Exception):
                     raise said
                 yield said
         finally:
-            asking.cancel()
+            task.cancel()
             asked.cancel()
             del self._inboxes[number]
 
@@ -316,7 +318,7 @@ class Cluster:
     async def pool(self, max_queue: int) -> Pool:
         """The replicas as one engine, which knows how they stand for as long as the event loop runs."""
         facts = await self.facts()
-        pool = Pool(facts, self.send, max_queue=max_queue, places=lambda: self.number * facts.max_num_seqs)
+        pool = Pool(facts, self.send, max_queue=max_queue, capacity=lambda: self.number * facts.max_num_seqs)
         pool.latest = await asyncio.to_thread(self.together)
         self.watching = asyncio.create_task(self.watch(pool))
         return pool
@@ -333,16 +335,16 @@ class Cluster:
 
     def together(self) -> Snapshot:
         """How the replicas stand, together."""
-        told = self.look()
-        self.number = len(told)
-        return Snapshot.merged(told)
+        reported = self.look()
+        self.number = len(reported)
+        return Snapshot.merged(reported)
 
     def look(self) -> list[Snapshot]:
         """How the replicas stand that say so within ``UNTOLD`` seconds. Raises TimeoutError where none does."""
-        found = [item for item in self._all("snapshot") if isinstance(item, Snapshot)]
-        if not found:
+        result = [item for item in self._all("snapshot") if isinstance(item, Snapshot)]
+        if not result:
             raise TimeoutError("there is none")
-        return found
+        return result
 
     def _all(self, method: str) -> list[Any]:
         """What every replica says, or its exception."""

@@ -37,23 +37,23 @@ START = 600.0
 
 
 @contextlib.contextmanager
-def cluster(*wanted: Replicas) -> Iterator[list[DeploymentHandle]]:
-    """The running replicas, an application for each of ``wanted``; on leaving, they end. Raises ConfigError where they
-    do not come up."""
+def cluster(*requested: Replicas) -> Iterator[list[DeploymentHandle]]:
+    """The running replicas, an application for each of ``requested``; on leaving, they end. Raises ConfigError where
+    they do not come up."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     local = ADDRESS not in os.environ
-    cores = sum((replicas.most or replicas.number) * replicas.cores for replicas in wanted)
+    cores = sum((replicas.most or replicas.number) * replicas.cores for replicas in requested)
     ray.init(
         num_cpus=cores if local else None, include_dashboard=False if local else None, log_to_driver=False,
         logging_level=logging.ERROR, configure_logging=False,
     )  # fmt: skip
     try:
         serve.start(proxy_location="Disabled")
-        names = [f"{NAME}-{uuid4().hex[:8]}" for _ in wanted]
+        names = [f"{NAME}-{uuid4().hex[:8]}" for _ in requested]
         with contextlib.ExitStack() as begun:
             handles = []
-            for replicas, name in zip(wanted, names):
+            for replicas, name in zip(requested, names):
                 begun.callback(serve.delete, name)
                 handles.append(started(replicas, name))
             yield handles
@@ -65,7 +65,7 @@ def started(replicas: Replicas, name: str) -> DeploymentHandle:
     """Deploy, or update what is deployed, and wait until all of it runs. Raises ConfigError if it does not."""
     target = RunTarget(replicas.bound(), name=name, route_prefix=None)
     (handle,) = serve.run_many([target], wait_for_applications_running=False)
-    ends, told = time.monotonic() + START, ""
+    ends, reported = time.monotonic() + START, ""
     while True:
         application = serve.status().applications[name]
         if application.status == ApplicationStatus.RUNNING:
@@ -75,9 +75,9 @@ def started(replicas: Replicas, name: str) -> DeploymentHandle:
         if time.monotonic() > ends:
             raise ConfigError(f"the replicas have not come up within {START:g} seconds: {_cause(application)}")
         said = _said(application)
-        if said != told:
+        if said != reported:
             log.warning("the replicas are not up yet: %s", _cause(application))
-        told = said
+        reported = said
         time.sleep(0.1)
 
 

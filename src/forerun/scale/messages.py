@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +45,7 @@ class Facts:
 class Request:
     """One answer to one prompt, from behind ``committed`` on, or a beam search, whose answers end together."""
 
-    prompt: Seq[int]
+    prompt: Sequence[int]
     params: SamplingParams | BeamSearchParams
     choices: Mapping[str, Any] = field(default_factory=dict)
     committed: tuple[int, ...] = ()

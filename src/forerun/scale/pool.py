@@ -6,15 +6,14 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any
 
 from forerun.core.errors import ForerunError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.engine.admission import check_length, check_source
 from forerun.engine.async_engine import ClosedError, QueueFullError, TimeLimitError, drained
 from forerun.engine.grammar import GrammarCompiler
@@ -65,8 +64,8 @@ class _Answer:
 
 
 class Pool:
-    """``AsyncEngine``'s side that the server sees, with replicas behind it; ``send`` chooses among them and ``places``
-    says how many sequences all of them decode at a time.
+    """``AsyncEngine``'s side that the server sees, with replicas behind it; ``send`` chooses among them and
+    ``capacity`` says how many sequences all of them decode at a time.
 
     Whatever a replica has given is kept in front; if it is lost, another one goes on behind that, and the seed, which
     every request has or gets, gives the tokens that the first one would have given.
@@ -74,13 +73,13 @@ class Pool:
 
     max_backlog = 64
 
-    def __init__(self, facts: Facts, send: Send, *, max_queue: int = 1024, places: Callable[[], int]) -> None:
+    def __init__(self, facts: Facts, send: Send, *, max_queue: int = 1024, capacity: Callable[[], int]) -> None:
         self.facts = facts
         self.send = send
         self.max_queue = max_queue
-        self.places = places
+        self.capacity = capacity
         self.tokenizer = load_tokenizer(facts.tokenizer)
-        self.on_deltas: Callable[[Stream, Seq[Delta]], None] | None = None
+        self.on_deltas: Callable[[Stream, Sequence[Delta]], None] | None = None
         self.on_forget: Callable[[Stream], None] | None = None
         self.streams: set[Stream] = set()
         self.draining = False
@@ -115,13 +114,13 @@ class Pool:
     def clock(self) -> float:
         return perf_counter()
 
-    def check_length(self, prompt: Seq[int]) -> None:
+    def check_length(self, prompt: Sequence[int]) -> None:
         if self.facts.longest_source is None:
             check_length(prompt, self.max_model_len)
         else:
             check_source(prompt, self.facts.longest_source)
 
-    def room_taken(self, prompt: Seq[int]) -> int:
+    def prompt_tokens_computed(self, prompt: Sequence[int]) -> int:
         return len(prompt) if self.facts.longest_source is None else len(self.facts.start)
 
     @cached_property
@@ -132,9 +131,9 @@ class Pool:
             memory=facts.grammar_bytes, reasoning_parser=facts.reasoning_parser,
         )  # fmt: skip
 
-    def compile(self, wanted: StructuredOutputsParams) -> None:
+    def compile(self, requested: StructuredOutputsParams) -> None:
         """Refuse here what every replica would refuse."""
-        self._grammars.compile(wanted)
+        self._grammars.compile(requested)
 
     def snapshot(self) -> Snapshot:
         if self.latest is None:
@@ -143,7 +142,7 @@ class Pool:
 
     async def submit(
         self,
-        prompt: Seq[int],
+        prompt: Sequence[int],
         params: SamplingParams | BeamSearchParams,
         *,
         timeout: float | None = None,
@@ -154,9 +153,9 @@ class Pool:
         because its beams belong to one engine."""
         if self.draining:
             raise ClosedError("the server is shutting down and takes no new requests")
-        ahead, places = sum(stream._unfinished for stream in self.streams), self.places()
-        if ahead and ahead + params.n > places + self.max_queue:
-            waiting = max(0, ahead - places)
+        ahead, capacity = sum(stream._unfinished for stream in self.streams), self.capacity()
+        if ahead and ahead + params.n > capacity + self.max_queue:
+            waiting = max(0, ahead - capacity)
             raise QueueFullError(f"{waiting} sequences wait already; at most {self.max_queue} may: try again later")
         loop = asyncio.get_running_loop()
         stream = Stream(self, loop)
@@ -178,7 +177,7 @@ class Pool:
         return stream
 
     def _answers(
-        self, stream: Stream, prompt: Seq[int], params: SamplingParams | BeamSearchParams, session: str | None,
+        self, stream: Stream, prompt: Sequence[int], params: SamplingParams | BeamSearchParams, session: str | None,
         choices: Mapping[str, Any],
     ) -> list[_Answer]:  # fmt: skip
         """What is asked of replicas: every sampled answer with the noise that it would have among the others."""
@@ -195,14 +194,14 @@ class Pool:
         return answers
 
     def _job(
-        self, stream: Stream, prompt: Seq[int], params: SamplingParams, seed: int, index: int,
+        self, stream: Stream, prompt: Sequence[int], params: SamplingParams, seed: int, index: int,
         choices: Mapping[str, Any],
     ) -> Job:  # fmt: skip
         """What the stream's reader sees of its ``index``-th answer."""
         reads = self.facts.longest_source is not None
         begun = list(self.facts.start if reads else prompt)
         drafter = choices.get("method") or next(iter(self.facts.drafters), None)
-        sequence = Sequence(
+        sequence = RequestState(
             id=next(self._ids),
             tokens=begun,
             num_prompt=len(begun),

@@ -89,7 +89,7 @@ def facts_of(llm: LLM) -> Facts:
         weights=f"{checkpoint}-{numerics_of(llm)}",
         tokenizer=str(config.tokenizer or config.model),
         max_model_len=engine.max_model_len,
-        longest_source=None if info.encoder is None else engine.entrance.longest,
+        longest_source=None if info.encoder is None else engine.validator.longest,
         start=() if info.encoder is None else info.encoder.start,
         max_num_seqs=config.max_num_seqs,
         vocab_size=info.vocab_size,
@@ -117,5 +117,5 @@ def alike(checkpoints: Iterable[str]) -> None:
     """Raise ConfigError unless all replicas have one checkpoint and one version."""
     count = Counter(checkpoints)
     if len(count) > 1:
-        told = ", ".join(f"{number} of {name}" for name, number in sorted(count.items()))
-        raise ConfigError(f"the replicas differ in version or checkpoint ({told}): give every machine the same")
+        reported = ", ".join(f"{number} of {name}" for name, number in sorted(count.items()))
+        raise ConfigError(f"the replicas differ in version or checkpoint ({reported}): give every machine the same")

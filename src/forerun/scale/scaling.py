@@ -11,10 +11,10 @@ PAGES = 0.8
 """The same for its KV pages: beyond it long requests push each other out."""
 
 
-def wanted(replicas: int, *, requests: float, usage: float, places: int) -> int:
-    """Replicas for so many ``requests``, running or queued, where each of ``replicas`` decodes up to ``places`` at a
+def wanted(replicas: int, *, requests: float, usage: float, capacity: int) -> int:
+    """Replicas for so many ``requests``, running or queued, where each of ``replicas`` decodes up to ``capacity`` at a
     time and uses, at the mean, the share ``usage`` of its pages."""
-    by_queue = math.ceil(requests / (FULL * places))
+    by_queue = math.ceil(requests / (FULL * capacity))
     by_pages = math.ceil(replicas * usage / PAGES)
     return max(1, by_queue, by_pages)
 
@@ -22,13 +22,15 @@ def wanted(replicas: int, *, requests: float, usage: float, places: int) -> int:
 def policy(context: Any) -> tuple[int, dict[str, Any]]:
     """Ray Serve's autoscaling policy: from an ``AutoscalingContext``, replicas and a state, which is empty. Its delays
     and bounds apply to the number afterwards."""
-    told = context.aggregated_metrics or {}
-    usages, places, listeners = (list((told.get(name) or {}).values()) for name in ("usage", "places", "listeners"))
-    if not places:
+    reported = context.aggregated_metrics or {}
+    usages, capacity, listeners = (
+        list((reported.get(name) or {}).values()) for name in ("usage", "places", "listeners")
+    )
+    if not capacity:
         return max(1, context.target_num_replicas), {}
     return wanted(
         context.current_num_replicas,
         requests=context.total_num_requests - sum(listeners),  # those are Ray's requests, and wait for tokens alone
         usage=sum(usages) / len(usages),
-        places=int(sum(places) / len(places)),
+        capacity=int(sum(capacity) / len(capacity)),
     ), {}

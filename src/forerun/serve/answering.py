@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from forerun.engine.snapshot import Snapshot
@@ -16,7 +15,7 @@ class Answering(Protocol):
     """``AsyncEngine``'s side that the server sees; its members' documentation is there."""
 
     tokenizer: Any
-    on_deltas: Callable[[Stream, Seq[Delta]], None] | None
+    on_deltas: Callable[[Stream, Sequence[Delta]], None] | None
     on_forget: Callable[[Stream], None] | None
     draining: bool
 
@@ -35,17 +34,17 @@ class Answering(Protocol):
     @property
     def reasoning_parser(self) -> str | None: ...
 
-    def check_length(self, prompt: Seq[int]) -> None: ...
+    def check_length(self, prompt: Sequence[int]) -> None: ...
 
-    def room_taken(self, prompt: Seq[int]) -> int: ...
+    def prompt_tokens_computed(self, prompt: Sequence[int]) -> int: ...
 
-    def compile(self, wanted: StructuredOutputsParams) -> None: ...
+    def compile(self, requested: StructuredOutputsParams) -> None: ...
 
     def snapshot(self) -> Snapshot: ...
 
     async def submit(
         self,
-        prompt: Seq[int],
+        prompt: Sequence[int],
         params: SamplingParams | BeamSearchParams,
         *,
         timeout: float | None = None,

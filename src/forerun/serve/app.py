@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
-from collections.abc import Sequence as Seq
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,12 +52,12 @@ class ServerOptions:
 
     model_name: str = "forerun"
     """As answers say it."""
-    aliases: Seq[str] = ()
+    aliases: Sequence[str] = ()
     """What requests may call the model beside that."""
     api_key: str | None = None
-    allowed_hosts: Seq[str] | None = ()
+    allowed_hosts: Sequence[str] | None = ()
     """Names that a request may be sent to, beside loopback ones; None: any."""
-    allowed_origins: Seq[str] = ()
+    allowed_origins: Sequence[str] = ()
     """Origins whose web pages may read answers; ``*``: any."""
     chat_template: str | None = None
     max_body_bytes: int = 4 << 20
@@ -136,13 +135,17 @@ class Server:
         }
 
     async def submit(
-        self, prompts: Seq[Seq[int]], params: SamplingParams | BeamSearchParams, body: Generation, limit: int | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | BeamSearchParams,
+        body: Generation,
+        limit: int | None,
     ) -> list[Stream]:
         """Queue every prompt, or none. ``limit`` is the client's own bound on new tokens."""
         choices = self.choices(body.speculative, body.priority)
         limited, session = self.options.request_timeout, body.session
         for prompt in prompts:
-            before = self.engine.room_taken(prompt)
+            before = self.engine.prompt_tokens_computed(prompt)
             if limit is not None and before + limit > self.limit:
                 raise ApiError(
                     400,
@@ -151,13 +154,13 @@ class Server:
                     param=body.limit_field,
                     code="context_length_exceeded",
                 )
-        wanted = params.grammar if isinstance(params, SamplingParams) else None
-        if wanted is not None:
+        requested = params.grammar if isinstance(params, SamplingParams) else None
+        if requested is not None:
             # A schema may take a second to compile: not in the engine's thread.
             try:
-                await asyncio.to_thread(self.engine.compile, wanted)
+                await asyncio.to_thread(self.engine.compile, requested)
             except RequestError as error:
-                error.param = "tools" if wanted.schemas is not None else body.shape_field
+                error.param = "tools" if requested.schemas is not None else body.shape_field
                 raise
         streams: list[Stream] = []
         try:
@@ -171,7 +174,9 @@ class Server:
             raise
         return streams
 
-    def reply_options(self, body: Generation, streams: Seq[Stream], logprobs: bool, request_id: str) -> dict[str, Any]:
+    def reply_options(
+        self, body: Generation, streams: Sequence[Stream], logprobs: bool, request_id: str
+    ) -> dict[str, Any]:
         sequence = streams[0].jobs[0].sequence
         own = self.engine.drafters.get(sequence.drafter or "", 0)
         stream_options = body.stream_options
@@ -217,7 +222,7 @@ class Server:
             prompt = [prompt]
         return [await self.text.encode(item) if isinstance(item, str) else list(item) for item in prompt]
 
-    async def _echo(self, body: CompletionRequest, prompts: Seq[Seq[int]]) -> list[Echo]:
+    async def _echo(self, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[Echo]:
         for prompt in prompts:  # before anything is written for each of its tokens
             self.engine.check_length(prompt)
         given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt

@@ -159,7 +159,7 @@ async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tal
     """Answer what is not answered yet, ``together`` lines at a time. Whatever ends it early leaves whole answers, and
     the same call goes on behind them. Raises OSError where an answer cannot be written."""
     tally = Tally()
-    places = asyncio.Semaphore(together)
+    slots = asyncio.Semaphore(together)
 
     async def answer(line: Line) -> None:
         try:
@@ -171,7 +171,7 @@ async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tal
             tally.answered += 1
             tally.failed += status != 200
         finally:
-            places.release()
+            slots.release()
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -183,14 +183,14 @@ async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tal
                     tally.answered += 1
                     tally.failed += 1
                 else:
-                    await places.acquire()
+                    await slots.acquire()
                     tasks.create_task(answer(line))
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
     return tally
 
 
-def asking(app: ASGIApp) -> Ask:
+def requester(app: ASGIApp) -> Ask:
     """Asks an ASGI application in this process."""
 
     async def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -81,15 +81,15 @@ def as_api_error(error: Exception) -> ApiError:
 
 def _place(given: Any, loc: Sequence[str | int], missing: bool) -> str | None:
     """Where in the body something is wrong, as the client wrote it; ``loc`` names validators and union members too."""
-    found: list[str] = []
+    result: list[str] = []
     for part in loc:
         known = given if isinstance(given, dict) else range(len(given)) if isinstance(given, list) else ()
         if part in known:
-            found.append(str(part))
+            result.append(str(part))
             given = given[part]
     if missing:
-        found.append(str(loc[-1]))
-    return ".".join(found) or None
+        result.append(str(loc[-1]))
+    return ".".join(result) or None
 
 
 def _invalid(error: RequestValidationError, content_type: str | None) -> ApiError:

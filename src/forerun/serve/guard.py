@@ -118,9 +118,9 @@ class Guard:
 def host_name(host: str) -> str | None:
     """A Host header's name or address, without the port; None where it holds anything else."""
     host = host.strip(" \t").lower()
-    found = HOST.fullmatch(host)
-    if found is not None:
-        return (found[1] or found[2]).removesuffix(".")
+    result = HOST.fullmatch(host)
+    if result is not None:
+        return (result[1] or result[2]).removesuffix(".")
     return host if _address(host) is not None else None  # an IPv6 address without brackets
 
 

@@ -72,7 +72,7 @@ class KVEvents:
         )
 
     def removed(self, nodes: Sequence[Any]) -> None:
-        hashes = [found for node in nodes if (found := self.hashes.pop(node, None)) is not None]
+        hashes = [result for node in nodes if (result := self.hashes.pop(node, None)) is not None]
         if hashes:
             self._tell({"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIUM})
 

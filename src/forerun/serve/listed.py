@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,11 @@ class Listed:
     beyond it. The parts of a character are all placed where it begins.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Seq[int], *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._waiting: list[Placed] = []
 
-    def after(self, items: Seq[TokenLogprobs], shown: int, finish: Finish | None) -> list[Placed]:
+    def after(self, items: Sequence[TokenLogprobs], shown: int, finish: Finish | None) -> list[Placed]:
         """Those to be listed once ``items`` have come and ``shown`` characters of the answer can be seen."""
         for item in items:
             self._waiting.append(Placed(len(self._detokenizer.text), item))
@@ -48,10 +48,10 @@ class Listed:
 def by_name(item: TokenLogprobs, text: TextService) -> dict[str, float]:
     """The likeliest tokens and the emitted one. Of two that look the same, the second goes by its id."""
     holders = {text.token_name(item.token): item.token}
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for token, value in {**item.top, item.token: item.logprob}.items():
         name = text.token_name(token)
         if holders.setdefault(name, token) != token:
             name = f"token_id:{token}"
-        found[name] = finite(value)
-    return found
+        result[name] = finite(value)
+    return result

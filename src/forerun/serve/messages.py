@@ -141,9 +141,9 @@ class Message(Body):
 
 def _answers_calls(messages: list[Message]) -> list[Message]:
     made: set[str] = set()
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message.role == "tool" and message.tool_call_id not in made:
-            raise ValueError(f"message {place} answers the call {message.tool_call_id!r}, which no message before made")
+            raise ValueError(f"message {index} answers the call {message.tool_call_id!r}, which no message before made")
         made |= {call.id for call in message.tool_calls or ()}
     return messages
 

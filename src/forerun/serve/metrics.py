@@ -4,8 +4,7 @@ latency histograms are kept here."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -92,8 +91,8 @@ class EngineCollector:
             "spec_decode_num_accepted_tokens_per_pos", "accepted tokens by draft position", by_position, ["position"]
         )
         by_context = dict(stats.by_context)
-        for place, name in enumerate(("num_drafts", "num_draft_tokens", "num_accepted_tokens")):
-            values = {(str(length),): counts[place] for length, counts in sorted(by_context.items())}
+        for index, name in enumerate(("num_drafts", "num_draft_tokens", "num_accepted_tokens")):
+            values = {(str(length),): counts[index] for length, counts in sorted(by_context.items())}
             text = f"{name} by the length of the text drafted for: at most so many tokens, more than half"
             yield self._counter(f"spec_decode_{name}_by_context", text, values, ["context"])
         phases = ("draft", "verify", "accept", "host")
@@ -156,7 +155,7 @@ class Recorder:
         engine.on_deltas = self.observe
         engine.on_forget = self.forget
 
-    def observe(self, stream: Stream, deltas: Seq[Delta]) -> None:
+    def observe(self, stream: Stream, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             key = (stream, delta.index)
             latest = self._latest.get(key)

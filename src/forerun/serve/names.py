@@ -18,9 +18,9 @@ def names(model: str) -> tuple[str, ...]:
     A path goes by its last part, without the suffix of GGUF files; the path and the file's name are understood too,
     with and without that suffix. What is no path, such as a hub's id, keeps its name, and its last part is understood.
     """
-    place = Path(model).expanduser()
-    local = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX) or place.is_dir()
-    file = Path(os.path.abspath(place)).name or model if local else model.rpartition("/")[2]
+    folder = Path(model).expanduser()
+    local = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX) or folder.is_dir()
+    file = Path(os.path.abspath(folder)).name or model if local else model.rpartition("/")[2]
     usual = file.removesuffix(SUFFIX) if local else model
     return tuple(dict.fromkeys((usual, model, model.removesuffix(SUFFIX), file, file.removesuffix(SUFFIX))))
 

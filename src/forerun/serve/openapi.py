@@ -35,11 +35,11 @@ ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
 
 def responses(*statuses: int, good: type[BaseModel] | None = None, chunk: type[BaseModel] | None = None) -> Responses:
     """A route's answers: errors by status, the ``good`` one, and the kind of event that it streams."""
-    found: Responses = {
+    result: Responses = {
         status: {"description": STATUSES[status], "content": ERROR} for status in (*EVERYWHERE, *statuses)
     }
     if good is not None:
-        found[200] = {"description": "The answer", "model": good}
+        result[200] = {"description": "The answer", "model": good}
     if chunk is not None:
         ends = "or an Error that ends the answer; the last is [DONE]"
         if chunk is answers.ResponseEvent:
@@ -47,8 +47,8 @@ def responses(*statuses: int, good: type[BaseModel] | None = None, chunk: type[B
         events = f"Server-sent events if stream is true: each data is a {chunk.__name__}, {ends}"
         fields = {"event": {"type": "string"}, "data": {"type": "string"}}
         event = {"type": "object", "properties": fields, "required": ["data"], "description": events}
-        found[200]["content"] = {"text/event-stream": {"schema": event}}  # of each event, as before OpenAPI 3.2
-    return found
+        result[200]["content"] = {"text/event-stream": {"schema": event}}  # of each event, as before OpenAPI 3.2
+    return result
 
 
 def install(app: FastAPI, *, names: Sequence[str], methods: dict[str, int], has_key: bool) -> None:

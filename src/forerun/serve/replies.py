@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +22,16 @@ class Echo:
     """A prompt as an answer repeats it, and where its tokens begin."""
 
     text: str = ""
-    offsets: Seq[int] = ()
+    offsets: Sequence[int] = ()
 
 
 class CompletionReply(Reply):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, *arguments: Any, echo: Seq[Echo] | None = None, silent: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, echo: Sequence[Echo] | None = None, silent: bool = False, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self.silent = silent
         """Only the prompt was asked for: the token that the engine makes in reading it is not part of the answer."""
@@ -39,10 +41,10 @@ class CompletionReply(Reply):
     def _echo(self, choice: Choice) -> Echo:
         return self.echo[choice.index // self.per_prompt] if self.echo is not None else Echo()
 
-    def _read(self, place: int, delta: Delta) -> Choice:
+    def _read(self, index: int, delta: Delta) -> Choice:
         if self.silent and delta.finish is not None and delta.finish.reason != ERROR:
             delta = Delta(delta.index, [], [], None, Finish(LENGTH), delta.seconds)
-        return super()._read(place, delta)
+        return super()._read(index, delta)
 
     def openings(self) -> list[dict[str, Any]]:
         if self.echo is None:

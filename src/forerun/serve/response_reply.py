@@ -43,7 +43,7 @@ class ResponseReply(ChatReply):
     # ------------------------------------------------------------------------------------------------ whole or streamed
 
     def _collected(self) -> dict[str, Any]:
-        self._told(self.choices[0])
+        self._emit(self.choices[0])
         return self._done().model_dump(mode="json", exclude_unset=True)
 
     def _begun(self) -> list[str]:
@@ -56,7 +56,7 @@ class ResponseReply(ChatReply):
     def _broken(self, error: ApiError) -> str:
         return self._state("failed", error)
 
-    def _told(self, choice: Choice) -> list[str]:
+    def _emit(self, choice: Choice) -> list[str]:
         last = choice.finish is not None
         pieces = [Piece(choice.text)] if choice.text or choice.logprobs else []
         if self._reader is not None:
@@ -156,12 +156,12 @@ class ResponseReply(ChatReply):
         return f"event: {about['type']}\ndata: {event.model_dump_json(exclude_unset=True)}\n\n"
 
     def _of_item(self, what: str) -> str:
-        place, item = len(self.output) - 1, self.output[-1]
-        return self._event_of(answers.ItemEvent, type=f"response.output_item.{what}", output_index=place, item=item)
+        index, item = len(self.output) - 1, self.output[-1]
+        return self._event_of(answers.ItemEvent, type=f"response.output_item.{what}", output_index=index, item=item)
 
     def _in_item(self, kind: type[answers.InItem], what: str, **about: Any) -> str:
-        place, item = len(self.output) - 1, self.output[-1]
-        return self._event_of(kind, type=f"response.{what}", output_index=place, item_id=item.id, **about)
+        index, item = len(self.output) - 1, self.output[-1]
+        return self._event_of(kind, type=f"response.{what}", output_index=index, item_id=item.id, **about)
 
     def _of_part(self, what: str) -> str:
         (part,) = self.output[-1].content  # type: ignore[union-attr]

@@ -94,20 +94,20 @@ InputItem = Annotated[
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
     """The items as messages of a chat. An assistant's text and the calls behind it are one."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, InputMessage):
-            found.append({"role": item.role, "content": _text(item.content)})
+            result.append({"role": item.role, "content": _text(item.content)})
         elif isinstance(item, InputCallOutput):
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            result.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         elif isinstance(item, InputCall):
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
+            if not result or result[-1]["role"] != "assistant":
+                result.append({"role": "assistant", "content": ""})
             function = {"name": item.name, "arguments": item.arguments}
-            found[-1].setdefault("tool_calls", []).append(
+            result[-1].setdefault("tool_calls", []).append(
                 {"id": item.call_id, "type": "function", "function": function}
             )
-    return found
+    return result
 
 
 class TextFormat(Body):

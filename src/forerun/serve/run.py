@@ -52,16 +52,16 @@ def address_of(host: str, listener: socket.socket) -> str:
 
 def allow_files(connections: int) -> None:
     """Let this process have so many connections. Raises ConfigError where the system does not."""
-    wanted = connections + OTHER_FILES
+    requested = connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= requested:
         return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    if hard != resource.RLIM_INFINITY and hard < requested:
         raise ConfigError(
-            f"{connections} connections need {wanted} open files and this process may have {hard}: lower "
+            f"{connections} connections need {requested} open files and this process may have {hard}: lower "
             "--max-connections, or raise ulimit -n"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (requested, hard))
 
 
 def configure(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:

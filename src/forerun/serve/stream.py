@@ -6,8 +6,7 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator
-from collections.abc import Sequence as Seq
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring as quote
@@ -40,15 +39,15 @@ class Choice:
     trace: list[dict[str, Any]] = field(default_factory=list)
 
 
-async def merge(streams: Seq[Stream]) -> AsyncGenerator[list[tuple[int, Delta]]]:
+async def merge(streams: Sequence[Stream]) -> AsyncGenerator[list[tuple[int, Delta]]]:
     """Deltas of several requests, with the request's place, as they come: each time all that are there. Whoever leaves
     early ends them all."""
     queue: asyncio.Queue[list[tuple[int, Delta]] | Exception] = asyncio.Queue(maxsize=1)
 
-    async def forward(place: int, stream: Stream) -> None:
+    async def forward(index: int, stream: Stream) -> None:
         try:
             while deltas := await stream.read():
-                await queue.put([(place, delta) for delta in deltas])
+                await queue.put([(index, delta) for delta in deltas])
         except ForerunError as error:
             await queue.put(error)
         await queue.put([])
@@ -59,7 +58,7 @@ async def merge(streams: Seq[Stream]) -> AsyncGenerator[list[tuple[int, Delta]]]
             while deltas := await streams[0].read():
                 yield [(0, delta) for delta in deltas]
             return
-        tasks = [asyncio.create_task(forward(place, stream)) for place, stream in enumerate(streams)]
+        tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
         running = len(tasks)
         while running:
             item = await queue.get()
@@ -87,7 +86,7 @@ class Reply(ABC):
 
     def __init__(
         self,
-        streams: Seq[Stream],
+        streams: Sequence[Stream],
         text: TextService,
         *,
         model: str,
@@ -130,29 +129,29 @@ class Reply(ABC):
         """Choices to stream before the first token."""
         return []
 
-    def _read(self, place: int, delta: Delta) -> Choice:
+    def _read(self, index: int, delta: Delta) -> Choice:
         """The delta as a choice; the full one is extended by it. Raises ApiError if the answer failed."""
         if delta.finish is not None and delta.finish.reason == ERROR:
             message = str(delta.finish.stopped_by)
             raise ApiError(400 if message == NO_TOKEN or message.startswith("the grammar") else 500, message)
-        choice = self.choices[place * self.per_prompt + delta.index]
+        choice = self.choices[index * self.per_prompt + delta.index]
         choice.text += delta.text
-        new = Choice(choice.index, delta.text, self._list(choice, place, delta), delta.finish, len(delta.token_ids))
+        new = Choice(choice.index, delta.text, self._list(choice, index, delta), delta.finish, len(delta.token_ids))
         if self.traced and delta.round is not None:
-            new.trace = [self._trace(choice.index, place, delta)]
+            new.trace = [self._trace(choice.index, index, delta)]
         choice.logprobs.extend(new.logprobs)
         choice.num_tokens += new.num_tokens
         choice.finish = delta.finish
         choice.trace.extend(new.trace)
         return new
 
-    def _list(self, choice: Choice, place: int, delta: Delta) -> list[Placed]:
+    def _list(self, choice: Choice, index: int, delta: Delta) -> list[Placed]:
         """The tokens whose text has come to be shown."""
         if not self.logprobs:
             return []
         listed = self._listed.get(choice.index)
         if listed is None:
-            sequence = self.streams[place].jobs[delta.index].sequence
+            sequence = self.streams[index].jobs[delta.index].sequence
             listed = self._listed[choice.index] = Listed(
                 self.text.tokenizer,
                 sequence.tokens[: sequence.num_prompt],
@@ -160,14 +159,14 @@ class Reply(ABC):
             )
         return listed.after(delta.logprobs, len(choice.text), delta.finish)
 
-    def _trace(self, index: int, place: int, delta: Delta) -> dict[str, Any]:
+    def _trace(self, index: int, slot: int, delta: Delta) -> dict[str, Any]:
         """A round in text: every emitted token with its origin, and the drafted tokens that were not kept. All emitted
         tokens begin with the answer's text; behind it is what a stop cut off."""
         round_ = delta.round
         assert round_ is not None
         detokenizer = self._detokenizers.get(index)
         if detokenizer is None:
-            sequence = self.streams[place].jobs[delta.index].sequence
+            sequence = self.streams[slot].jobs[delta.index].sequence
             detokenizer = self._detokenizers[index] = Detokenizer(
                 self.text.tokenizer,
                 sequence.tokens[: sequence.num_prompt],
@@ -189,8 +188,8 @@ class Reply(ABC):
         """The whole answer. Raises ApiError or ForerunError if it failed."""
         async with aclosing(merge(self.streams)) as batches:
             async for batch in batches:
-                for place, delta in batch:
-                    self._read(place, delta)
+                for index, delta in batch:
+                    self._read(index, delta)
         return self._collected()
 
     def _collected(self) -> dict[str, Any]:
@@ -243,12 +242,12 @@ class Reply(ABC):
         """The last events of one that failed."""
         return _data(error.body) + DONE
 
-    def _tell(self, batch: Seq[tuple[int, Delta]]) -> tuple[str, ApiError | None]:
+    def _tell(self, batch: Sequence[tuple[int, Delta]]) -> tuple[str, ApiError | None]:
         """Events for deltas, up to one that failed. What is nothing but text shares an event."""
         events: list[str] = []
         texts: dict[int, str] = {}
-        for place, delta in batch:
-            index = place * self.per_prompt + delta.index
+        for slot, delta in batch:
+            index = slot * self.per_prompt + delta.index
             if delta.finish is None and not (self.logprobs or self.traced or self.continuous_usage or self.parsed):
                 self.choices[index].num_tokens += len(delta.token_ids)
                 texts[index] = texts.get(index, "") + delta.text
@@ -256,15 +255,15 @@ class Reply(ABC):
             if index in texts:
                 events.append(self._more_text(index, texts.pop(index)))
             try:
-                new = self._read(place, delta)
+                new = self._read(slot, delta)
             except ApiError as error:
                 return "".join(events), error
             if new.text or new.finish is not None or new.trace or (self.logprobs and new.logprobs):
-                events.extend(self._told(new))
+                events.extend(self._emit(new))
         events.extend(self._more_text(index, text) for index, text in texts.items())
         return "".join(events), None
 
-    def _told(self, new: Choice) -> list[str]:
+    def _emit(self, new: Choice) -> list[str]:
         """The events of what is new of an answer."""
         bodies = self.pieces(new)
         if new.finish is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
@@ -35,7 +34,7 @@ def _byte_letters() -> dict[str, int]:
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in plain}
     others = [byte for byte in range(256) if byte not in set(plain)]
-    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 BYTE_LETTERS = _byte_letters()
@@ -105,21 +104,21 @@ class TextService:
 
     def _encode(self, tokenizer: Any, text: str, special: bool) -> list[int]:
         if len(text) > max(PIECE, PER_TOKEN * self.limit):
-            self._check_room(tokenizer, text)
+            self._check_length(tokenizer, text)
         return _tokens(tokenizer, text, special)
 
-    def _check_room(self, tokenizer: Any, text: str) -> None:
+    def _check_length(self, tokenizer: Any, text: str) -> None:
         """Cutting a text changes the tokens around the cuts; twice as many as there may be do not come of that."""
-        found = 0
+        result = 0
         for start in range(0, len(text), PIECE):
-            found += max(0, len(_tokens(tokenizer, text[start : start + PIECE], False)) - AROUND_A_CUT)
-            if found >= 2 * self.limit:
+            result += max(0, len(_tokens(tokenizer, text[start : start + PIECE], False)) - AROUND_A_CUT)
+            if result >= 2 * self.limit:
                 raise ContextLengthError(
                     f"the prompt has more than {self.limit} tokens; max_model_len {self.limit} leaves no room",
                     param="prompt",
                 )
 
-    async def decode(self, tokens: Seq[int], *, param: str = "tokens") -> str:
+    async def decode(self, tokens: Sequence[int], *, param: str = "tokens") -> str:
         """Raises RequestError, about ``param``, for an id beyond the tokenizer."""
         size = len(self.tokenizer)
         largest = max(tokens, default=0)
@@ -127,11 +126,11 @@ class TextService:
             raise RequestError(f"token id {largest} is outside the tokenizer's {size}", param=param)
         return await self.run(4 * len(tokens), _text, list(tokens))
 
-    async def offsets(self, prompt: Seq[int], text: str) -> list[int]:
+    async def offsets(self, prompt: Sequence[int], text: str) -> list[int]:
         """Where a prompt's tokens begin in its text, which may lack the special tokens put before it."""
         return await self.run(4 * len(prompt), self._offsets, prompt, text)
 
-    def _offsets(self, tokenizer: Any, prompt: Seq[int], text: str) -> list[int]:
+    def _offsets(self, tokenizer: Any, prompt: Sequence[int], text: str) -> list[int]:
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
         offsets = []
         for token in prompt:
@@ -142,7 +141,7 @@ class TextService:
         return [min(max(0, offset - before), len(text)) for offset in offsets]
 
     async def encode_chat(
-        self, messages: Seq[Message], tools: Seq[dict[str, Any]] = (), *, counted: bool = False
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, counted: bool = False
     ) -> list[int]:
         """A conversation's tokens. Raises RequestError if there is no template, or it refuses the messages, and
         ContextLengthError as ``encode`` does, or what ``count`` does where they are only ``counted``."""
@@ -153,7 +152,7 @@ class TextService:
         size = sum(len(message["content"]) + _written(message.get("tool_calls")) for message in messages)
         return await self.run(size + _written(tools), self._encode_chat, list(messages), tools, counted)
 
-    def _encode_chat(self, tokenizer: Any, messages: list[Message], tools: Seq[Any], counted: bool) -> list[int]:
+    def _encode_chat(self, tokenizer: Any, messages: list[Message], tools: Sequence[Any], counted: bool) -> list[int]:
         text = render_chat(tokenizer, messages, tools=tools, chat_template=self.own_template)
         try:
             if not counted:
@@ -190,7 +189,7 @@ class TextService:
     def _special(self) -> dict[str, int]:
         return {token.content: id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
-    def reading(self, prompt: Seq[int], tools: ToolOptions | None) -> Reading:
+    def reading(self, prompt: Sequence[int], tools: ToolOptions | None) -> Reading:
         """How to read the answers to a chat's ``prompt``."""
         channels = self.reasoning_parser == HARMONY or (tools is not None and tools.form is CallForm.HARMONY)
         opened = None if self.boundary is None else self.boundary.opened(prompt)

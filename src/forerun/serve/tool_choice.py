@@ -61,7 +61,7 @@ def _calls(
         return _mistral_calls(tools, special, several=several)
     hermes = form is CallForm.HERMES
     key = "arguments" if hermes else "parameters"
-    functions = " | ".join(f"function_{place}" for place in range(len(tools)))
+    functions = " | ".join(f"function_{index}" for index in range(len(tools)))
     more = f" ({_quoted(chr(10))} call){{0,{MOST_CALLS - 1}}}" if several and hermes else ""
     line = chr(10) if hermes else ""
     call = f"{_quoted(line + OBJECT)} ({functions}) {_quoted('}' + line)}"
@@ -69,21 +69,21 @@ def _calls(
         opening, closing = (mark if mark in special else _quoted(mark) for mark in (OPENING, CLOSING))
         call = f"{opening} {call} {closing}"
     rules = [f"calls: call{more}", f"call: {call}"]
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         begun = f"{json.dumps(tool.function.name)}, {json.dumps(key)}: "
-        rules.append(f"function_{place}: {_quoted(begun)} @arguments_{place}")
-    schemas = {f"arguments_{place}": _closed(tool.function.parameters) for place, tool in enumerate(tools)}
+        rules.append(f"function_{index}: {_quoted(begun)} @arguments_{index}")
+    schemas = {f"arguments_{index}": _closed(tool.function.parameters) for index, tool in enumerate(tools)}
     return "\n".join(rules) + "\n", schemas
 
 
 def _mistral_calls(tools: list[Tool], special: Mapping[str, int], *, several: bool) -> tuple[str, dict[str, Any]]:
     named = (f"<[{special[mark]}]>" if mark in special else _quoted(mark) for mark in MARKERS[CallForm.MISTRAL])
     opening, arguments, _ = named
-    functions = " | ".join(f"function_{place}" for place in range(len(tools)))
+    functions = " | ".join(f"function_{index}" for index in range(len(tools)))
     rules = [f"calls: call{f'{{1,{MOST_CALLS}}}' if several else ''}", f"call: {opening} ({functions})"]
-    for place, tool in enumerate(tools):
-        rules.append(f"function_{place}: {_quoted(tool.function.name)} {arguments} @arguments_{place}")
-    schemas = {f"arguments_{place}": _closed(tool.function.parameters) for place, tool in enumerate(tools)}
+    for index, tool in enumerate(tools):
+        rules.append(f"function_{index}: {_quoted(tool.function.name)} {arguments} @arguments_{index}")
+    schemas = {f"arguments_{index}": _closed(tool.function.parameters) for index, tool in enumerate(tools)}
     return "\n".join(rules) + "\n", schemas
 
 

@@ -17,8 +17,7 @@ import ast
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +87,7 @@ class Brackets:
 
     def end(self, text: str) -> int | None:
         """How much of the next ``text`` belongs to it, if it ends there."""
-        for place, letter in enumerate(text):
+        for index, letter in enumerate(text):
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
@@ -100,7 +99,7 @@ class Brackets:
             elif letter in self._closing:
                 self._depth -= 1
                 if self._depth <= 0:
-                    return place + 1
+                    return index + 1
         return None
 
 
@@ -172,9 +171,9 @@ class ToolParser:
                 return self._begin(0, block.end())
             if BEGUN_FENCE.fullmatch(held, bare) and not self._last:
                 return False
-        found = [(at, marker) for marker in self.openings if (at := held.find(marker)) >= 0]
-        if found:
-            at, marker = min(found)
+        result = [(at, marker) for marker in self.openings if (at := held.find(marker)) >= 0]
+        if result:
+            at, marker = min(result)
             before = held[:at].rstrip()
             self._say(before)
             return self._begin(len(before), at + len(marker))
@@ -382,7 +381,7 @@ class ToolParser:
             self._new.append(Piece(arguments, call))
 
 
-def begun_marker(text: str, markers: Seq[str]) -> int:
+def begun_marker(text: str, markers: Sequence[str]) -> int:
     """How much of ``text`` cannot become one of the ``markers``, whatever follows."""
     longest = max(map(len, markers))
     for at in range(max(0, len(text) - longest + 1), len(text)):
@@ -424,7 +423,7 @@ def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
         end = text.index(GEMMA_QUOTE, start)
         return text[start:end], end + len(GEMMA_QUOTE)
     if text[at : at + 1] not in ("{", "["):
-        end = next((place for place in range(at, len(text)) if text[place] in ",]}"), len(text))
+        end = next((index for index in range(at, len(text)) if text[index] in ",]}"), len(text))
         return json.loads(text[at:end]), end
     named: dict[str, Any] | None = {} if text[at] == "{" else None
     listed: list[Any] = []
@@ -475,24 +474,24 @@ def head_of(text: str) -> tuple[str | None, int]:
 
 
 def _match(text: str, parts: tuple[tuple[str, ...], ...]) -> tuple[str | None, int]:
-    name, place = None, 0
+    name, index = None, 0
     for options in parts:
-        rest = text[place:].lstrip()
-        place = len(text) - len(rest)
+        rest = text[index:].lstrip()
+        index = len(text) - len(rest)
         if options == (NAME,):
-            found = STRING.match(rest)
-            if found is None:
+            result = STRING.match(rest)
+            if result is None:
                 return None, -1 if not rest or OPEN_STRING.fullmatch(rest) else 0
-            name = _unquoted(found[0])
+            name = _unquoted(result[0])
             if not name:
                 return None, 0
-            place += found.end()
+            index += result.end()
             continue
         whole = next((option for option in options if rest.startswith(option)), None)
         if whole is None:
             return None, -1 if any(option.startswith(rest) for option in options) else 0
-        place += len(whole)
-    return name, place
+        index += len(whole)
+    return name, index
 
 
 def _unquoted(text: str) -> str | None:
@@ -508,13 +507,13 @@ def calls_in(text: str) -> list[tuple[str, str]] | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    found = []
+    result = []
     for call in value if isinstance(value, list) else [value]:
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or not name:
             return None
-        found.append((name, _as_text(call.get("arguments", call.get("parameters")))))
-    return found or None
+        result.append((name, _as_text(call.get("arguments", call.get("parameters")))))
+    return result or None
 
 
 def _as_text(arguments: Any) -> str:

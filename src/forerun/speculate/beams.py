@@ -7,7 +7,7 @@ and scores are plain beam search's to the last bit, whatever the drafts, where l
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from forerun.core.beams import Beams, Hypothesis
+from forerun.core.request import RequestState
 from forerun.core.scores import Scores
-from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import NAN
@@ -29,7 +29,7 @@ Ranked = tuple[list[int], list[float]]
 class Live(NamedTuple):
     """A beam inside the round: behind which node of which sequence's draft it stands, and its log-probability."""
 
-    place: int
+    member: int
     node: int
     log: float
 
@@ -42,16 +42,16 @@ class Chosen(NamedTuple):
     log: float
 
 
-class Twin(NamedTuple):
+class Fork(NamedTuple):
     """A beam more behind the ``source``-th sequence of the round: what that was before the round, with a verdict of its
     own."""
 
     source: int
-    sequence: Sequence
+    sequence: RequestState
     verdict: Verdict
 
 
-def step(beams: Beams, logs: Seq[float], rows: Seq[Ranked], length: int) -> tuple[list[Chosen], list[Chosen]]:
+def step(beams: Beams, logs: Sequence[float], rows: Sequence[Ranked], length: int) -> tuple[list[Chosen], list[Chosen]]:
     """One plain beam step (transformers' since 4.50): of all continuations of the live beams, the ``candidates`` best;
     the best ``width`` of them that go on, and those that end among the best ``width``.
 
@@ -70,7 +70,7 @@ def step(beams: Beams, logs: Seq[float], rows: Seq[Ranked], length: int) -> tupl
     return live[: beams.width], ended
 
 
-def finished(beams: Beams, live: Seq[Chosen], length: int) -> bool:
+def finished(beams: Beams, live: Sequence[Chosen], length: int) -> bool:
     """Whether no live beam, of ``length`` output tokens, goes on: none is left, or enough have finished for
     ``early_stopping``."""
     if not live:
@@ -87,52 +87,56 @@ def split(scores: Scores) -> tuple[list[int], dict[Beams, list[int]]]:
     """Places of the sequences that decode alone, and those of each group's members, in the members' order."""
     alone: list[int] = []
     groups: dict[Beams, list[int]] = {}
-    for place, sequence in enumerate(scores.sequences):
+    for member, sequence in enumerate(scores.sequences):
         if sequence.group is None:
-            alone.append(place)
+            alone.append(member)
         else:
-            groups.setdefault(sequence.group, []).append(place)
+            groups.setdefault(sequence.group, []).append(member)
     return alone, groups
 
 
 def search(
     result: Verification, groups: dict[Beams, list[int]], sampler: Sampler, verdicts: list[Verdict]
-) -> list[Twin]:
+) -> list[Fork]:
     """Replay every group's plain beam steps over what was scored. The first beam behind a member goes on as that
     member, further ones are twins; members without any are ``dropped``. ``verdicts`` [round's sequences] are filled."""
     if not groups:
         return []
     scores = result.scores
     ranked = _rank(scores, groups, sampler)
-    twins: list[Twin] = []
-    for beams, places in groups.items():
-        live = _replay(beams, places, scores, ranked)
-        members, beams.members, beams.logs = [scores.sequences[place] for place in places], [], []
+    forks: list[Fork] = []
+    for beams, members_at in groups.items():
+        live = _replay(beams, members_at, scores, ranked)
+        members, beams.members, beams.logs = [scores.sequences[member] for member in members_at], [], []
         taken: set[int] = set()
         for beam, token in live:
-            index, draft, source = result.deciding[beam.place], scores.drafts[beam.place], scores.sequences[beam.place]
+            index, draft, source = (
+                result.deciding[beam.member],
+                scores.drafts[beam.member],
+                scores.sequences[beam.member],
+            )
             verdict = Verdict(draft.path(beam.node), token)
-            if source is beams.root or beam.place in taken:
+            if source is beams.root or beam.member in taken:
                 source = replace(source, id=beams.new_id(), tokens=list(source.tokens))
-                twins.append(Twin(index, source, verdict))
+                forks.append(Fork(index, source, verdict))
             else:
                 verdicts[index] = verdict
-            taken.add(beam.place)
+            taken.add(beam.member)
             beams.members.append(source)
             beams.logs.append(beam.log)
         beams.dropped = [member for member in members if member not in beams.members]
-        for place in places if beams.error is not None else ():
-            verdicts[result.deciding[place]] = Verdict(error=beams.error)
-    return twins
+        for member in members_at if beams.error is not None else ():
+            verdicts[result.deciding[member]] = Verdict(error=beams.error)
+    return forks
 
 
 def _rank(scores: Scores, groups: dict[Beams, list[int]], sampler: Sampler) -> dict[int, Ranked]:
     """The best continuations of every row of every group."""
     rows = [
-        scores.row(place, node)
-        for places in groups.values()
-        for place in places
-        for node in range(-1, len(scores.drafts[place]))
+        scores.row(member, node)
+        for members_at in groups.values()
+        for member in members_at
+        for node in range(-1, len(scores.drafts[member]))
     ]
     count = min(max(beams.candidates for beams in groups), scores.warped.shape[1])
     ids, logs = torch.empty(len(rows), count, dtype=torch.int32), torch.empty(len(rows), count)
@@ -140,15 +144,17 @@ def _rank(scores: Scores, groups: dict[Beams, list[int]], sampler: Sampler) -> d
     return dict(zip(rows, zip(ids.tolist(), logs.tolist())))
 
 
-def _replay(beams: Beams, places: Seq[int], scores: Scores, ranked: dict[int, Ranked]) -> list[tuple[Live, int]]:
+def _replay(
+    beams: Beams, members_at: Sequence[int], scores: Scores, ranked: dict[int, Ranked]
+) -> list[tuple[Live, int]]:
     """Plain steps up to the first that leaves the drafts. The beams that go on: where in the drafts each stands, with
     the log-probability of the token behind it; none if the search is over."""
     beams.steps = 0
-    live = [Live(place, -1, log) for place, log in zip(places, beams.logs or [0.0])]
+    live = [Live(member, -1, log) for member, log in zip(members_at, beams.logs or [0.0])]
     while True:
         rows = []
         for beam in live:
-            row = scores.row(beam.place, beam.node)
+            row = scores.row(beam.member, beam.node)
             beams.error = _fault(scores.warped[row], *ranked[row])
             if beams.error is not None:
                 beams.done = True
@@ -156,19 +162,19 @@ def _replay(beams: Beams, places: Seq[int], scores: Scores, ranked: dict[int, Ra
             rows.append(_permitted(*ranked[row]))
         beams.steps += 1
         first = live[0]
-        length = scores.sequences[first.place].num_output + len(scores.drafts[first.place].path(first.node)) + 1
+        length = scores.sequences[first.member].num_output + len(scores.drafts[first.member].path(first.node)) + 1
         chosen, ended = step(beams, [beam.log for beam in live], rows, length)
         _finish(beams, scores, live, ended, length)
         if finished(beams, chosen, length):
             beams.done = True
             return []
-        ahead = [scores.drafts[live[one.parent].place].child(live[one.parent].node, one.token) for one in chosen]
+        ahead = [scores.drafts[live[one.parent].member].child(live[one.parent].node, one.token) for one in chosen]
         if None in ahead:
             return [(live[one.parent]._replace(log=one.log), one.token) for one in chosen]
-        live = [Live(live[one.parent].place, node, one.log) for one, node in zip(chosen, ahead) if node is not None]
+        live = [Live(live[one.parent].member, node, one.log) for one, node in zip(chosen, ahead) if node is not None]
 
 
-def _fault(logits: torch.Tensor, ids: Seq[int], logs: Seq[float]) -> str | None:
+def _fault(logits: torch.Tensor, ids: Sequence[int], logs: Sequence[float]) -> str | None:
     """NaN in a row: it is not ranked, or spoils every log-probability."""
     if isnan(logs[0]) or (ids[0] < 0 and bool(logits.isnan().any())):
         return NAN
@@ -176,23 +182,23 @@ def _fault(logits: torch.Tensor, ids: Seq[int], logs: Seq[float]) -> str | None:
 
 
 def _permitted(ids: list[int], logs: list[float]) -> Ranked:
-    count = next((place for place, log in enumerate(logs) if log == float("-inf")), len(logs))
+    count = next((member for member, log in enumerate(logs) if log == float("-inf")), len(logs))
     return ids[:count], logs[:count]
 
 
-def _finish(beams: Beams, scores: Scores, live: Seq[Live], ended: Seq[Chosen], length: int) -> None:
+def _finish(beams: Beams, scores: Scores, live: Sequence[Live], ended: Sequence[Chosen], length: int) -> None:
     """Enter ended beams among the finished ones, of which the best ``width`` stay."""
     for one in ended:
         beam = live[one.parent]
-        sequence, draft = scores.sequences[beam.place], scores.drafts[beam.place]
+        sequence, draft = scores.sequences[beam.member], scores.drafts[beam.member]
         tokens = [*sequence.tokens[sequence.num_prompt :], *draft.path_tokens(beam.node), one.token]
         score = one.log / length**beams.length_penalty
         beams.finished.append(Hypothesis(tokens, one.log, score, one.token in beams.ends))
-    beams.finished.sort(key=lambda found: -found.score)
+    beams.finished.sort(key=lambda result: -result.score)
     del beams.finished[beams.width :]
 
 
-def told(sequence: Sequence, draft: Draft, verdict: Verdict) -> Verdict:
+def observed(sequence: RequestState, draft: Draft, verdict: Verdict) -> Verdict:
     """What a length policy learns of one sequence of a round. Of a beam: how far its group came, which is one token a
     step for each."""
     if sequence.group is None or not sequence.group.steps:

@@ -6,17 +6,16 @@ reading their prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 from forerun.core.beams import Beams
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import Rule
-from forerun.speculate.beams import Twin, search, split, told
+from forerun.speculate.beams import Fork, observed, search, split
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length.base import LengthPolicy, Seconds
 from forerun.speculate.rollback.caches import roll_back
@@ -35,11 +34,11 @@ class Round:
     """Those whose beams took steps."""
 
 
-Clip = Callable[[Sequence, Draft, Verdict], list[int]]
+Clip = Callable[[RequestState, Draft, Verdict], list[int]]
 
 
 def speculate(
-    sequences: Seq[Sequence],
+    sequences: Sequence[RequestState],
     target: Target,
     drafter: Router,
     rule: Rule,
@@ -58,62 +57,64 @@ def speculate(
     verdicts = [Verdict() for _ in sequences]
     alone, groups = split(result.scores)
     decided = rule.accept(result.scores.of(alone), sampler) if alone else []  # 3 accept, lossless
-    for place, verdict in zip(alone, decided):
-        verdicts[result.deciding[place]] = verdict
-    twins = search(result, groups, sampler, verdicts)  # beams: plain steps as far as drafts reach
-    everyone = _join(groups, twins, target, drafter, policy, sequences, drafts, verdicts)
+    for member, verdict in zip(alone, decided):
+        verdicts[result.deciding[member]] = verdict
+    forks = search(result, groups, sampler, verdicts)  # beams: plain steps as far as drafts reach
+    everyone = _join(groups, forks, target, drafter, policy, sequences, drafts, verdicts)
     for sequence, draft, verdict in zip(*everyone):
         if verdict.token is not None:
             verdict.tokens = clip(sequence, draft, verdict)
     kept = roll_back(target.attention.pool, *everyone)  # 4 keep the path, drop the rest
-    _keep_hidden(target, result, everyone, [*range(len(sequences)), *(twin.source for twin in twins)], kept)
+    _keep_hidden(target, result, everyone, [*range(len(sequences)), *(fork.source for fork in forks)], kept)
     for sequence, _, verdict in zip(*everyone):
         sequence.tokens.extend(verdict.tokens)
         verdict.fed, sequence.scheduled = sequence.scheduled, 0
     drafter.observe(*everyone, result)
     ended = perf_counter()
     seconds = Seconds(drafted - began, verified - drafted, ended - verified)
-    seen = [told(*each) for each in zip(sequences, drafts, verdicts)] if groups else verdicts
+    seen = [observed(*each) for each in zip(sequences, drafts, verdicts)] if groups else verdicts
     policy.observe(sequences, drafts, seen, seconds)
     return Round(drafts, verdicts, result, seconds, list(groups))
 
 
-Everyone = tuple[list[Sequence], list[Draft], list[Verdict]]
+Everyone = tuple[list[RequestState], list[Draft], list[Verdict]]
 
 
 def _join(
     groups: Iterable[Beams],
-    twins: Seq[Twin],
+    forks: Sequence[Fork],
     target: Target,
     drafter: Router,
     policy: LengthPolicy,
-    sequences: Seq[Sequence],
-    drafts: Seq[Draft],
-    verdicts: Seq[Verdict],
+    sequences: Sequence[RequestState],
+    drafts: Sequence[Draft],
+    verdicts: Sequence[Verdict],
 ) -> Everyone:
     """The round's sequences with their drafts and verdicts, twins behind them: these share their source's pages and
     whatever is known of it. Beams that are dropped have no pages any more."""
-    for twin in twins:
-        source = sequences[twin.source]
-        target.attention.pool.fork(source.id, twin.sequence.id, target.attention.pool.length(source.id))
-        drafter.fork(source, twin.sequence)
-        policy.fork(source, twin.sequence)
+    for fork in forks:
+        source = sequences[fork.source]
+        target.attention.pool.fork(source.id, fork.sequence.id, target.attention.pool.length(source.id))
+        drafter.fork(source, fork.sequence)
+        policy.fork(source, fork.sequence)
     for sequence in [sequence for group in groups for sequence in group.dropped]:
         target.attention.pool.free(sequence.id)  # the others need room to move
     return (
-        [*sequences, *(twin.sequence for twin in twins)],
-        [*drafts, *(drafts[twin.source] for twin in twins)],
-        [*verdicts, *(twin.verdict for twin in twins)],
+        [*sequences, *(fork.sequence for fork in forks)],
+        [*drafts, *(drafts[fork.source] for fork in forks)],
+        [*verdicts, *(fork.verdict for fork in forks)],
     )
 
 
-def _keep_hidden(target: Target, result: Verification, everyone: Everyone, places: Seq[int], kept: Seq[int]) -> None:
-    """Hand drafters that feed on the target's features the rows of every token that stays. ``places``: whose rows in
-    the batch are each sequence's; ``kept``: how much of each path is in the cache."""
+def _keep_hidden(
+    target: Target, result: Verification, everyone: Everyone, members_at: Sequence[int], kept: Sequence[int]
+) -> None:
+    """Hand drafters that feed on the target's features the rows of every token that stays. ``members_at``: whose rows
+    in the batch are each sequence's; ``kept``: how much of each path is in the cache."""
     if not target.hidden:
         return
-    for sequence, _, verdict, place, count in zip(*everyone, places, kept):
-        offset, path = result.batch.offsets[place], verdict.path[:count]
+    for sequence, _, verdict, member, count in zip(*everyone, members_at, kept):
+        offset, path = result.batch.offsets[member], verdict.path[:count]
         first = offset + sequence.scheduled
         rows: slice | list[int] = slice(offset, first + len(path))
         if path != list(range(len(path))):

@@ -1,8 +1,8 @@
 """Stochastic speculative execution of any two functions: ``g`` starts on guesses of what ``f`` will say.
 
 Nothing here knows of language models. ``f(x)`` gives a distribution, ``g``'s input is drawn from it, and the result has
-exactly the law of drawing from ``f(x)`` first and calling ``g`` then; only the waiting differs. Source: section 6 of
-Leviathan et al. 2023 (arXiv 2211.17192), called [L] below.
+exactly the distribution of drawing from ``f(x)`` first and calling ``g`` then; only the waiting differs. Source:
+section 6 of Leviathan et al. 2023 (arXiv 2211.17192), called [L] below.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class Execution(Generic[Y, Z]):
 
 
 def settle(p: Mapping[Y, float], q: Mapping[Y, float], guesses: Sequence[Y]) -> dict[Y, float]:
-    """The law of the outcome, given ``guesses`` drawn independently from ``q``: each in turn is kept with probability
-    min(1, p / q), and p becomes the rest, norm(max(p - q, 0)), where it is not ([L], section 2.3, once per guess).
-    Averaged over the guesses it is ``p``."""
-    law: dict[Y, float] = {}
+    """The distribution of the outcome, given ``guesses`` drawn independently from ``q``: each in turn is kept with
+    probability min(1, p / q), and p becomes the rest, norm(max(p - q, 0)), where it is not ([L], section 2.3, once per
+    guess). Averaged over the guesses it is ``p``."""
+    distribution: dict[Y, float] = {}
     rest, left = dict(p), 1.0
     for guess in guesses:
         kept = left * min(1.0, rest.get(guess, 0.0) / q[guess])
-        law[guess] = law.get(guess, 0.0) + kept
+        distribution[guess] = distribution.get(guess, 0.0) + kept
         left -= kept
-        excess = {y: max(share - q.get(y, 0.0), 0.0) for y, share in rest.items()}
+        excess = {y: max(fraction - q.get(y, 0.0), 0.0) for y, fraction in rest.items()}
         mass = math.fsum(excess.values())
         if left <= 0.0 or mass <= 0.0:
-            return law
-        rest = {y: share / mass for y, share in excess.items()}
-    for y, share in rest.items():
-        law[y] = law.get(y, 0.0) + left * share
-    return law
+            return distribution
+        rest = {y: fraction / mass for y, fraction in excess.items()}
+    for y, fraction in rest.items():
+        distribution[y] = distribution.get(y, 0.0) + left * fraction
+    return distribution
 
 
 def speculate(
@@ -119,20 +119,20 @@ def expected_latency(hit: float, f: float, g: float, guess: float = 0.0) -> floa
     return hit * together + (1.0 - hit) * (f + g)
 
 
-def _distribution(name: str, found: Any) -> dict[Any, float]:
+def _distribution(name: str, result: Any) -> dict[Any, float]:
     """The outcomes that can occur. Raises ConfigError."""
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} must return a probability for each outcome, not {type(found).__name__}")
-    shares = {y: float(share) for y, share in found.items()}
-    total = math.fsum(shares.values())
-    if not all(share >= 0.0 for share in shares.values()) or not abs(total - 1.0) <= TOLERANCE:
+    if not isinstance(result, Mapping):
+        raise ConfigError(f"{name} must return a probability for each outcome, not {type(result).__name__}")
+    fractions = {y: float(fraction) for y, fraction in result.items()}
+    total = math.fsum(fractions.values())
+    if not all(fraction >= 0.0 for fraction in fractions.values()) or not abs(total - 1.0) <= TOLERANCE:
         raise ConfigError(f"{name} must return probabilities that add up to 1, not to {total:g}")
-    return {y: share / total for y, share in shares.items() if share > 0.0}
+    return {y: fraction / total for y, fraction in fractions.items() if fraction > 0.0}
 
 
-def _draw(law: Mapping[Y, float], source: random.Random) -> Y:
-    possible = [(y, share) for y, share in law.items() if share > 0.0]
-    return source.choices([y for y, _ in possible], [share for _, share in possible])[0]
+def _draw(distribution: Mapping[Y, float], source: random.Random) -> Y:
+    possible = [(y, fraction) for y, fraction in distribution.items() if fraction > 0.0]
+    return source.choices([y for y, _ in possible], [fraction for _, fraction in possible])[0]
 
 
 def _forget(running: Mapping[Any, Future[Any]]) -> None:

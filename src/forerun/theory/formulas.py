@@ -177,7 +177,7 @@ def lenient_token_bound(p: Distribution, lenience: float) -> torch.Tensor:
     return (_rows("p", p) / ratio).clamp(max=1.0)
 
 
-def lenient_token_law(p: Distribution, q: Distribution, lenience: float) -> torch.Tensor:
+def lenient_token_distribution(p: Distribution, q: Distribution, lenience: float) -> torch.Tensor:
     """What a lenient step emits: ``min(p/l, q) + (1 - alpha_l) * norm(max(0, p - q))``, of the pair's full shape.
 
     [L] algorithm 1 with q multiplied by l in the comparison only (A.5); the residual stays the lossless one, which

@@ -26,7 +26,7 @@ def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> Shape:
     """
     if nodes < 0 or depth < 0:
         raise ValueError(f"nodes and depth must be at least 0, not {nodes} and {depth}")
-    if any(not 0 <= share <= 1 for share in acceptance) or sum(acceptance) > 1 + 1e-9:
+    if any(not 0 <= fraction <= 1 for fraction in acceptance) or sum(acceptance) > 1 + 1e-9:
         raise ValueError(f"acceptance must be probabilities of exclusive events, not {list(acceptance)}")
 
     @cache

@@ -69,20 +69,20 @@ def export_head(head: str, target: str, out: Path, form: str) -> str:
 def _weights(head: EagleHead, target: Path, layer: str) -> dict[str, torch.Tensor]:
     """By the names that the engines read, with the target's output rows where the head has none of its own, and for
     ``speculators`` with its embedding, which its loader does not take from the target."""
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     theirs = read_tensors(target)
     for name, tensor in head.state_dict().items():
         prefix = layer if name.startswith(LAYER) else f"{layer}self_attn." if name.startswith(ATTENTION) else ""
-        found[prefix + name] = (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
-    if "lm_head.weight" not in found:
-        found["lm_head.weight"] = theirs.get("lm_head.weight", theirs[EMBEDDING]).bfloat16().contiguous()
+        result[prefix + name] = (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
+    if "lm_head.weight" not in result:
+        result["lm_head.weight"] = theirs.get("lm_head.weight", theirs[EMBEDDING]).bfloat16().contiguous()
     if layer == "layers.0.":
-        found["embed_tokens.weight"] = theirs[EMBEDDING].bfloat16().clone()
-    if "d2t" in found:
+        result["embed_tokens.weight"] = theirs[EMBEDDING].bfloat16().clone()
+    if "d2t" in result:
         known = torch.zeros(head.sizes.vocab_size, dtype=torch.bool)
-        known[found["d2t"] + torch.arange(len(found["d2t"]))] = True
-        found["t2d"] = known
-    return found
+        known[result["d2t"] + torch.arange(len(result["d2t"]))] = True
+        result["t2d"] = known
+    return result
 
 
 def _layer(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def run(
                 evaluated = state.tokens
                 figures = looked_at(evaluate, model)
                 log.write(step=state.steps, tokens=state.tokens, seconds=state.seconds, **figures)
-                bar.say(f"held-out text after {state.tokens:,} tokens: {told(figures)}")
+                bar.say(f"held-out text after {state.tokens:,} tokens: {described(figures)}")
             if time.monotonic() - saved > settings.checkpoint_seconds:
                 save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
                 saved = time.monotonic()
@@ -118,8 +118,8 @@ def run(
 
 def _try_batches(batches: Batches, settings: LoopSettings, state: State) -> None:
     """Raise ConfigError now, and not when the run gets there, where the texts are too short for its sequences."""
-    for share, length in ((1 - settings.long_share, settings.length), (settings.long_share, settings.long_length)):
-        if share > 0 and state.tokens < settings.tokens:
+    for fraction, length in ((1 - settings.long_share, settings.length), (settings.long_share, settings.long_length)):
+        if fraction > 0 and state.tokens < settings.tokens:
             batches.batch(state.tokens, max(1, settings.batch_tokens // length), length)
 
 
@@ -130,7 +130,7 @@ def looked_at(evaluate: Evaluation, model: nn.Module) -> Mapping[str, Any]:
         return evaluate(model.eval())
 
 
-def told(figures: Mapping[str, Any]) -> str:
+def described(figures: Mapping[str, Any]) -> str:
     """One line of them."""
     parts = []
     for name, value in figures.items():
@@ -194,12 +194,12 @@ def make_optimizers(model: nn.Module, settings: LoopSettings) -> list[torch.opti
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         options: dict[str, Any] = {"weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        groups = [{"params": found, "peak_lr": settings.matrix_lr * rate} for rate, found in matrices.items()]
+        groups = [{"params": result, "peak_lr": settings.matrix_lr * rate} for rate, result in matrices.items()]
         optimizers.append(torch.optim.Muon(groups, **options))
     if others:
         groups = []
-        for rate, found in others.items():
-            wide, narrow = [p for p in found if p.ndim >= 2], [p for p in found if p.ndim < 2]
+        for rate, result in others.items():
+            wide, narrow = [p for p in result if p.ndim >= 2], [p for p in result if p.ndim < 2]
             for group, decay in ((wide, settings.weight_decay), (narrow, 0.0)):
                 if group:
                     groups.append({"params": group, "weight_decay": decay, "peak_lr": settings.lr * rate})

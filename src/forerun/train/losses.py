@@ -27,7 +27,7 @@ def kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - q_logits.log_softmax(-1))).sum(-1)
 
 
-def tv_ce(p_logits: Tensor, q_logits: Tensor, share: float = 0.1) -> Tensor:
+def tv_ce(p_logits: Tensor, q_logits: Tensor, fraction: float = 0.1) -> Tensor:
     """(1 - share) * |q - p|_1 + share * cross entropy of q under p.
 
     The total variation is what acceptance depends on but hardly has a gradient where p and q do not meet yet; the cross
@@ -35,7 +35,7 @@ def tv_ce(p_logits: Tensor, q_logits: Tensor, share: float = 0.1) -> Tensor:
     """
     p, log_q = p_logits.softmax(-1), q_logits.log_softmax(-1)
     distance = (log_q.exp() - p).abs().sum(-1)
-    return (1 - share) * distance - share * (p * log_q).sum(-1)
+    return (1 - fraction) * distance - fraction * (p * log_q).sum(-1)
 
 
 def lk(p_logits: Tensor, q_logits: Tensor, eta: float = 3.0) -> Tensor:

@@ -6,8 +6,7 @@ The text is given: what is counted at a position is whether the guess there, mad
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,21 +26,21 @@ def of_head(guesses: Callable[[Tensor], Iterable[Guess]], rows: Tensor) -> Figur
     ``accepted_at_0`` and ``accepted_at_1``, the share of drafts of which this position and all before it are kept, at
     temperatures 0 and 1. ``held_out_loss`` is the loss that is trained, the weighted sum."""
     totals: list[list[float]] = []
-    places = 0
+    indices = 0
     for row in rows.split(1):
-        hit, share = torch.tensor(True), torch.tensor(1.0)
+        hit, fraction = torch.tensor(True), torch.tensor(1.0)
         for position, guess in enumerate(guesses(row)):
-            logits, wanted = guess.logits.float(), guess.wanted.float()
+            logits, requested = guess.logits.float(), guess.wanted.float()
             if guess.ids is not None:
-                logits = torch.full_like(wanted, float("-inf")).index_copy_(-1, guess.ids, logits)
-            hit = hit & (logits.argmax(-1) == wanted.argmax(-1))
-            share = share * overlap(wanted, logits)
+                logits = torch.full_like(requested, float("-inf")).index_copy_(-1, guess.ids, logits)
+            hit = hit & (logits.argmax(-1) == requested.argmax(-1))
+            fraction = fraction * overlap(requested, logits)
             if position == len(totals):
                 totals.append([0.0, 0.0, 0.0])
-            for index, value in enumerate((guess.loss(), hit, share)):
+            for index, value in enumerate((guess.loss(), hit, fraction)):
                 totals[position][index] += float(value.sum())
-        places += hit.numel()
-    losses, cold, warm = ([total[index] / places for total in totals] for index in range(3))
+        indices += hit.numel()
+    losses, cold, warm = ([total[index] / indices for total in totals] for index in range(3))
     trained = sum(weight * loss for weight, loss in zip(weights(len(losses)), losses, strict=True))
     return {"held_out_loss": trained, "loss_by_position": losses, "accepted_at_0": cold, "accepted_at_1": warm}
 
@@ -59,7 +58,7 @@ def of_chains(hits: Tensor, overlaps: Tensor, depth: int = DEPTH) -> Figures:
 def table(figures: Mapping[str, Any], first: int = 1) -> list[str]:
     """Lines that show ``accepted_at_0`` and ``accepted_at_1`` position by position, and losses where there are any."""
     cold, warm = figures["accepted_at_0"], figures["accepted_at_1"]
-    losses: Seq[float] | None = figures.get("loss_by_position")
+    losses: Sequence[float] | None = figures.get("loss_by_position")
     lines = ["held-out text: how many drafts are kept up to each position, at T = 0 and T = 1"]
     for index in range(len(cold)):
         loss = "" if losses is None else f"   loss {losses[index]:6.3f} nats"

@@ -38,8 +38,8 @@ class Progress:
             self._started, self._first = now, done
         if now - self._said >= LINE_SECONDS or done == self.total:
             self._said = now
-            share = f"{self.title}: {done:,} of {self.total:,} ({done / max(1, self.total):.0%})"
-            self.say(", ".join(part for part in (share, note, self._left(done, now)) if part))
+            fraction = f"{self.title}: {done:,} of {self.total:,} ({done / max(1, self.total):.0%})"
+            self.say(", ".join(part for part in (fraction, note, self._left(done, now)) if part))
 
     def _left(self, done: int, now: float) -> str:
         fresh = done - (self._first or 0)

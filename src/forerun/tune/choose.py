@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -52,9 +51,9 @@ def retrieving(texts: Path) -> dict[str, Any]:
 
 def choose(
     llm: LLM,
-    drafts: Seq[Mapping[str, Any]],
+    drafts: Sequence[Mapping[str, Any]],
     texts: Path | None,
-    prompts: Seq[Seq[int]],
+    prompts: Sequence[Sequence[int]],
     tokens: int,
     seconds: float,
     shown: bool,
@@ -84,18 +83,23 @@ def _lengths(draft: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*({"num_speculative_tokens": depth} for depth in DEPTHS), *([SURE] if steps else []), TREE]
 
 
-def _best(rows: Seq[Mapping[str, Any]], among: Seq[Mapping[str, Any]]) -> dict[str, Any]:
-    found = [row for row in rows if row["config"] in among]
-    return dict(max(found, key=lambda row: row["speedup"])["config"])
+def _best(rows: Sequence[Mapping[str, Any]], among: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    result = [row for row in rows if row["config"] in among]
+    return dict(max(result, key=lambda row: row["speedup"])["config"])
 
 
 def _measured(
-    llm: LLM, configs: Seq[Mapping[str, Any]], prompts: Seq[Seq[int]], tokens: int, seconds: float, shown: bool
+    llm: LLM,
+    configs: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    seconds: float,
+    shown: bool,
 ) -> list[dict[str, Any]]:
     """A row for each of ``configs``, of which the first is plain decoding: ``speedup`` is the median over prompts and
     turns of its time a token over plain decoding's, at most its tokens a round: no draft makes a round cheaper."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    found: list[list[Measured]] = [[] for _ in configs]
+    result: list[list[Measured]] = [[] for _ in configs]
     began = time.monotonic()
     with progress("measuring", TURNS * len(prompts), shown) as bar:
         for turn in range(TURNS):
@@ -105,17 +109,17 @@ def _measured(
             for number, prompt in enumerate(prompts):
                 if (turn or number >= FEWEST) and time.monotonic() - began > seconds:
                     break
-                for engine, answers in zip(engines, found, strict=True):
+                for engine, answers in zip(engines, result, strict=True):
                     answers.append(measure(engine, [prompt], [params]))
                 bar.update(turn * len(prompts) + number + 1)
-    times = [undisturbed(answers) for answers in found]
+    times = [undisturbed(answers) for answers in result]
     return [
-        {"config": dict(config), **figures(answers, took, [(a.tokens, s) for a, s in zip(found[0], times[0])])}
-        for config, answers, took in zip(configs, found, times, strict=True)
+        {"config": dict(config), **figures(answers, took, [(a.tokens, s) for a, s in zip(result[0], times[0])])}
+        for config, answers, took in zip(configs, result, times, strict=True)
     ]
 
 
-def figures(answers: Seq[Measured], took: Seq[float], plain: Seq[tuple[int, float]]) -> dict[str, float]:
+def figures(answers: Sequence[Measured], took: Sequence[float], plain: Sequence[tuple[int, float]]) -> dict[str, float]:
     """Of one way; ``plain`` are plain decoding's tokens and seconds of the same prompts."""
     made, number = sum(answer.tokens for answer in answers), sum(len(answer.rounds) for answer in answers)
     ratios = [
@@ -130,7 +134,7 @@ def figures(answers: Seq[Measured], took: Seq[float], plain: Seq[tuple[int, floa
     }
 
 
-def undisturbed(answers: Seq[Measured]) -> list[float]:
+def undisturbed(answers: Sequence[Measured]) -> list[float]:
     """Seconds of each of one way's ``answers`` if no round took more than ``DISTURBED`` times the median of its rounds
     with as many rows: where other work has the cores, single rounds take a hundred times as long, in whichever way's
     turn it is. First rounds, in which a drafter may read the prompt, are compared with each other."""
@@ -146,7 +150,9 @@ def _engine(llm: LLM, config: Mapping[str, Any]) -> Engine:
     return Engine(llm.model, llm.tokenizer, replace(llm.config, max_num_seqs=1), SpeculativeConfig.parse(config))
 
 
-def check(llm: LLM, config: Mapping[str, Any], prompts: Seq[Seq[int]], tokens: int, shown: bool) -> dict[str, Any]:
+def check(
+    llm: LLM, config: Mapping[str, Any], prompts: Sequence[Sequence[int]], tokens: int, shown: bool
+) -> dict[str, Any]:
     """``{"passed", "answers", "different"}``: whether held-out prompts get the same tokens with ``config`` and without,
     at temperatures 0 and 0.8."""
     different = answers = 0
@@ -160,15 +166,15 @@ def check(llm: LLM, config: Mapping[str, Any], prompts: Seq[Seq[int]], tokens: i
     return {"passed": not different, "answers": answers, "different": different}
 
 
-def verdict(found: Mapping[str, Any]) -> str:
+def verdict(result: Mapping[str, Any]) -> str:
     """One line: what was chosen, and what it brings."""
-    rows = {str(row["config"]): row for row in found["measured"]}
-    chosen = {key: value for key, value in found["chosen"].items() if key != "length"}
+    rows = {str(row["config"]): row for row in result["measured"]}
+    chosen = {key: value for key, value in result["chosen"].items() if key != "length"}
     row = rows[str(chosen)]
     history = max(rows[str(config)]["speedup"] for config in HISTORY)
     if chosen["method"] == NONE:
         return "no way of drafting pays here: plain decoding is recommended"
-    beaten = any("model" in row["config"] for row in found["measured"]) and "'model'" not in str(chosen)
+    beaten = any("model" in row["config"] for row in result["measured"]) and "'model'" not in str(chosen)
     pays = "; what was trained does not pay, history does" if beaten else ""
     name = f"{chosen['method']} with the model's own text" if "'datastore'" in str(chosen) else chosen["method"]
     return (

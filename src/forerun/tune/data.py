@@ -28,22 +28,22 @@ def read(path: Path | None) -> Data:
         return Data()
     if not path.exists():
         raise ConfigError(f"no such file or folder: {path}")
-    found = Data()
+    result = Data()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
             text = file.read_text(encoding="utf-8", errors="replace")
-            _take(found, text, lines=file.suffix in (".jsonl", ".ndjson"))
-    if not found.turns and not found.paragraphs:
+            _take(result, text, lines=file.suffix in (".jsonl", ".ndjson"))
+    if not result.turns and not result.paragraphs:
         raise ConfigError(
             f"{path} has no usable line: JSONL lines have 'prompt', 'messages' or 'text'; texts have paragraphs of "
             f"{PARAGRAPH[0]} characters or more"
         )
-    return found
+    return result
 
 
-def _take(found: Data, text: str, *, lines: bool) -> None:
+def _take(result: Data, text: str, *, lines: bool) -> None:
     if not lines:
-        found.paragraphs.extend(_paragraphs(text))
+        result.paragraphs.extend(_paragraphs(text))
         return
     for line in text.splitlines():
         try:
@@ -51,8 +51,8 @@ def _take(found: Data, text: str, *, lines: bool) -> None:
         except ValueError:
             continue
         if isinstance(item, dict):
-            found.turns.extend(_asked(item))
-            found.paragraphs.extend(_paragraphs(item.get("text")))
+            result.turns.extend(_asked(item))
+            result.paragraphs.extend(_paragraphs(item.get("text")))
 
 
 def _asked(item: dict[str, Any]) -> Iterator[str]:

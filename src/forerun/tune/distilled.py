@@ -27,16 +27,16 @@ class DistilledDraft(nn.Module):
         body: Any = target.get_decoder()
         count = len(body.layers)
         kept = sorted({layer % count for layer in LAYERS if layer < count})
-        memo: Any = {id(layer): nn.Identity() for place, layer in enumerate(body.layers) if place not in kept}
+        memo: Any = {id(layer): nn.Identity() for index, layer in enumerate(body.layers) if index not in kept}
         self.model: Any = deepcopy(target, memo)
         body = self.model.get_decoder()
-        body.layers = nn.ModuleList(body.layers[place] for place in kept)
-        for place, layer in enumerate(body.layers):
-            layer.self_attn.layer_idx = place
+        body.layers = nn.ModuleList(body.layers[index] for index in kept)
+        for index, layer in enumerate(body.layers):
+            layer.self_attn.layer_idx = index
         text = self.model.config.get_text_config()
         text.num_hidden_layers = len(kept)
         if getattr(text, "layer_types", None):
-            text.layer_types = [text.layer_types[place] for place in kept]
+            text.layer_types = [text.layer_types[index] for index in kept]
         for part in (body.layers, body.norm):
             part.float().requires_grad_(True)
         self.norm, self.last = body.norm, body.layers[-1]
@@ -46,7 +46,7 @@ class DistilledDraft(nn.Module):
         steps = 1 if self.training else LOOKED_AT
         length = lesson.tokens.shape[1]
         at = torch.arange(length - steps)
-        places = lesson.places(at, 1, steps)
+        indices = lesson.places(at, 1, steps)
         seen = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
         if lesson.segments is not None:
             seen = seen & (lesson.segments[:, None, :, None] == lesson.segments[:, None, None, :])
@@ -54,5 +54,5 @@ class DistilledDraft(nn.Module):
         body = self.model.get_decoder()
         states = body(input_ids=lesson.tokens, attention_mask=mask, use_cache=False).last_hidden_state
         for step in range(steps):
-            said = states[:, at + step] if places is None else states[:, at + step][places]
-            yield Guess(functional.linear(said, lesson.head), lesson.wanted(at + step, places))
+            said = states[:, at + step] if indices is None else states[:, at + step][indices]
+            yield Guess(functional.linear(said, lesson.head), lesson.wanted(at + step, indices))

@@ -99,21 +99,21 @@ class Features:
                 at, number = at + count, number + 1
         return out
 
-    def lesson(self, places: Tensor, target: PreTrainedModel, embedding: Tensor, head: Tensor, narrow: bool) -> Lesson:
-        """What a draft learns from at ``places`` (``batch``); ``head`` reads hidden states, of the drafted tokens alone
-        where it is ``narrow``."""
-        rows, length, _ = places.shape
+    def lesson(self, indices: Tensor, target: PreTrainedModel, embedding: Tensor, head: Tensor, narrow: bool) -> Lesson:
+        """What a draft learns from at ``indices`` (``batch``); ``head`` reads hidden states, of the drafted tokens
+        alone where it is ``narrow``."""
+        rows, length, _ = indices.shape
         tokens = torch.empty(rows * length, dtype=torch.long)
         wide = torch.empty(rows * length, self.parts[0]["hidden"].shape[1], dtype=torch.bfloat16)
-        flat = places.view(-1, 3)
+        flat = indices.view(-1, 3)
         for part in flat[:, 0].unique().tolist():
             mine = flat[:, 0] == part
             at = flat[mine, 1]
             tokens[mine] = self.parts[part]["tokens"][at].long()
             wide[mine] = self.parts[part]["hidden"][at]
         states = wide.view(rows, length, -1).float().chunk(len(self.layers), dim=-1)
-        segment = places[..., 2] >> 20
-        prompt = places[..., 2] & ((1 << 20) - 1)
+        segment = indices[..., 2] >> 20
+        prompt = indices[..., 2] & ((1 << 20) - 1)
         inside = torch.arange(length) - _starts(segment)
         return Lesson(
             tokens=tokens.view(rows, length),

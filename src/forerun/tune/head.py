@@ -102,13 +102,13 @@ class Trainer:
         self.embedding, self.output, self.narrow = embedding, output, output[ids]
         self.rows = test.batch(0, LOOKED_AT, LENGTH)
 
-    def loss(self, draft: nn.Module, places: Tensor) -> Tensor:
-        lesson = self.train.lesson(places, self.target, self.embedding, self.narrow, narrow=True)
+    def loss(self, draft: nn.Module, indices: Tensor) -> Tensor:
+        lesson = self.train.lesson(indices, self.target, self.embedding, self.narrow, narrow=True)
         with torch.autocast("cpu", torch.bfloat16):
             guesses = cast(Draft, draft).guesses(lesson)
             losses = [lk(guess.wanted, guess.logits).mean() for guess in guesses]
-        shares = weights(len(losses))
-        return torch.stack([share * loss for share, loss in zip(shares, losses)]).sum() / sum(shares)
+        fractions = weights(len(losses))
+        return torch.stack([fraction * loss for fraction, loss in zip(fractions, losses)]).sum() / sum(fractions)
 
     def evaluate(self, draft: nn.Module) -> Figures:
         def guesses(row: Tensor) -> Iterator[Guess]:

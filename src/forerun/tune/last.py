@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -39,8 +38,8 @@ class Material:
     def __iter__(self) -> Iterator[tuple[Lesson, float]]:
         embedding: Any = self.target.get_input_embeddings().weight
         layers = self.features.layers
-        for part, place, length, prompt in self.features.sample(self.tokens):
-            here = slice(place, place + length - 1)  # the last token's states are not known
+        for part, index, length, prompt in self.features.sample(self.tokens):
+            here = slice(index, index + length - 1)  # the last token's states are not known
             states = part["hidden"][here].float()[None].chunk(len(layers), dim=-1)
             tokens = part["tokens"][here].long()[None]
             hidden = dict(zip(layers, states))
@@ -48,7 +47,7 @@ class Material:
 
 
 @torch.no_grad()
-def fit_last(draft: Draft, norm: Any, linears: Seq[nn.Linear], material: Material) -> None:
+def fit_last(draft: Draft, norm: Any, linears: Sequence[nn.Linear], material: Material) -> None:
     """Fits each of ``linears`` in turn, what the parts of the last layer say, so that the stream before ``norm`` points
     where the target's last hidden state does. What is behind one says nothing until then."""
     size = len(norm.weight)
@@ -64,13 +63,13 @@ def fit_last(draft: Draft, norm: Any, linears: Seq[nn.Linear], material: Materia
     for linear in linears:
         fit = Fit(linear.in_features, linear.out_features)
         hooks = [part.register_forward_pre_hook(keep) for part in (linear, norm)]
-        for lesson, share in states:
-            wanted = torch.stack([guess.wanted for guess in draft.guesses(lesson)], dim=-2)[0]
-            few = round(share * len(wanted))
+        for lesson, fraction in states:
+            requested = torch.stack([guess.wanted for guess in draft.guesses(lesson)], dim=-2)[0]
+            few = round(fraction * len(requested))
             if few:
-                inputs, stream = (seen[part][0, len(wanted) - few : len(wanted)] for part in (linear, norm))
+                inputs, stream = (seen[part][0, len(requested) - few : len(requested)] for part in (linear, norm))
                 loud = loud or LOUD * float(stream.square().mean().sqrt())
-                lack = loud * wanted[-few:].view_as(stream) / norm.weight - stream
+                lack = loud * requested[-few:].view_as(stream) / norm.weight - stream
                 fit.add(inputs.reshape(-1, linear.in_features), lack.reshape(-1, size))
         for hook in hooks:
             hook.remove()
@@ -81,9 +80,9 @@ def fit_last(draft: Draft, norm: Any, linears: Seq[nn.Linear], material: Materia
 def sharpen(draft: Draft, norm: Any, material: Material) -> None:
     """Scales ``norm``, and logits with it, so that most of the drafts are kept at temperature 1."""
     kept = torch.zeros(len(SHARPNESS))
-    for lesson, share in replace(material, tokens=CALIBRATED):
+    for lesson, fraction in replace(material, tokens=CALIBRATED):
         for guess in draft.guesses(lesson):
-            few = round(share * guess.logits.shape[1])
-            logits, wanted = (part[0, guess.logits.shape[1] - few :] for part in (guess.logits, guess.wanted))
-            kept += torch.stack([overlap(wanted, factor * logits).sum() for factor in SHARPNESS])
+            few = round(fraction * guess.logits.shape[1])
+            logits, requested = (part[0, guess.logits.shape[1] - few :] for part in (guess.logits, guess.wanted))
+            kept += torch.stack([overlap(requested, factor * logits).sum() for factor in SHARPNESS])
     norm.weight.mul_(SHARPNESS[int(kept.argmax())])

@@ -11,8 +11,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -26,12 +25,12 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.measure.planner import CostCurve, line
-from forerun.measure.rounds import Measured, full, in_turns, measure, rounds
+from forerun.measure.rounds import Measured, full, interleave, measure, rounds
 from forerun.models import sanity
 from forerun.models.checkpoint import read_object
 from forerun.models.formats import blocks
+from forerun.models.inventory import here
 from forerun.models.load import read_config, resolve, sharing, weight_sizes
-from forerun.models.shelf import here
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.model import LARGE, DraftModel
 from forerun.train.progress import Progress, progress
@@ -95,7 +94,7 @@ class PairConfig:
     @property
     def cells(self) -> list[tuple[float, int]]:
         """Temperature and how many sequences at a time."""
-        return [(heat, count) for count in self.concurrency for heat in self.temperatures]
+        return [(temperature, count) for count in self.concurrency for temperature in self.temperatures]
 
 
 @dataclass
@@ -112,11 +111,14 @@ class Form:
     speed: float = 0.0
     """On paper, over plain decoding."""
 
-    def judge(self, cells: Seq[tuple[float, int]]) -> None:
+    def judge(self, cells: Sequence[tuple[float, int]]) -> None:
         """Find the best depth and threshold on paper."""
         for depth in DEPTHS:
             for threshold in THRESHOLDS:
-                speeds = [on_paper(self.replayed[heat], depth, threshold, self.prices[n])[0] for heat, n in cells]
+                speeds = [
+                    on_paper(self.replayed[temperature], depth, threshold, self.prices[n])[0]
+                    for temperature, n in cells
+                ]
                 if (speed := geometric_mean(speeds)) > self.speed:
                     self.speed, self.best = speed, (depth, threshold)
 
@@ -127,7 +129,7 @@ class Form:
 
     def row(self) -> dict[str, Any]:
         """As a page shows it."""
-        every = [each.kept for found in self.replayed.values() for each in found]
+        every = [each.kept for result in self.replayed.values() for each in result]
         guessed = sum(map(sum, every)) / max(1, sum(map(len, every)))
         price = next(iter(self.prices.values()))
         config = {key: value for key, value in self.config().items() if key not in ("method", "model")}
@@ -140,12 +142,12 @@ def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda
     config = replace(config, draft=_name(config.draft))
     if _holds_another(out, config.draft):
         raise ConfigError(f"{out} holds another tuning; name another --out, or remove it")
-    found = search(config, say)
+    result = search(config, say)
     out.mkdir(parents=True, exist_ok=True)
-    (out / REPORT).write_text(pair_page(config.model, found), encoding="utf-8")
-    more = {key: found[key] for key in ("measured", "forms", "verify_cost", "check")}
-    tuned.save(out, config.model, found["chosen"], [], draft=config.draft, **more)
-    say(verdict(found))
+    (out / REPORT).write_text(pair_page(config.model, result), encoding="utf-8")
+    more = {key: result[key] for key in ("measured", "forms", "verify_cost", "check")}
+    tuned.save(out, config.model, result["chosen"], [], draft=config.draft, **more)
+    say(verdict(result))
     say(f"{out}: use it with --tuned {out}, or LLM({config.model!r}, tuned={str(out)!r})")
     return out
 
@@ -158,15 +160,15 @@ def _holds_another(out: Path, draft: str) -> bool:
     return not isinstance(said, dict) or said.get("model") != draft
 
 
-def verdict(found: Mapping[str, Any]) -> str:
+def verdict(result: Mapping[str, Any]) -> str:
     """One line: what was chosen, and what it brings."""
-    told, answers = _told(found["chosen"]), found["check"]["answers"]
+    described, answers = _described(result["chosen"]), result["check"]["answers"]
     said = ", ".join(
         f"{row['speedup']:.2f} at temperature {row['temperature']:g}, {row['concurrency']} at a time"
-        for row in found["measured"]
-        if row["config"] == told
+        for row in result["measured"]
+        if row["config"] == described
     )
-    return f"{json.dumps(told)}: over plain decoding {said}; {answers} answers are the same"
+    return f"{json.dumps(described)}: over plain decoding {said}; {answers} answers are the same"
 
 
 def _name(draft: str) -> str:
@@ -217,12 +219,12 @@ class _Search:
         prompts = [prompts[i] for i in sorted(range(count), key=lambda i: (i % 4, i))]  # one of each category first
         self.seen, self.held = prompts[: count // 4], prompts[count // 4 :]
 
-    def spent(self, share: float) -> bool:
+    def spent(self, fraction: float) -> bool:
         """Whether so much of the time is over."""
         seconds = time.monotonic() - self.began
         if seconds < self.bar.total:
             self.bar.update(round(seconds))
-        return seconds >= share * 60 * self.config.minutes
+        return seconds >= fraction * 60 * self.config.minutes
 
     def stage(self, name: str) -> None:
         self.seconds[name] = time.monotonic() - self.began - sum(self.seconds.values())
@@ -230,8 +232,8 @@ class _Search:
     def engine(self, options: Mapping[str, Any]) -> Engine:
         return Engine(self.llm.model, self.llm.tokenizer, self.llm.config, SpeculativeConfig.parse(options))
 
-    def params(self, heat: float, number: int, tokens: int) -> SamplingParams:
-        return SamplingParams(temperature=heat, max_tokens=tokens, seed=self.config.seed + number)
+    def params(self, temperature: float, number: int, tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=temperature, max_tokens=tokens, seed=self.config.seed + number)
 
     def run(self) -> dict[str, Any]:
         first = {"method": DRAFT, "model": self.config.draft, **self._options(self._kinds()[0])}
@@ -268,17 +270,17 @@ class _Search:
 
     def _write(self) -> None:
         """The target answers a prompt of each category at every temperature, as long as there is time."""
-        heats = self.config.temperatures
+        temperatures = self.config.temperatures
         groups = range(0, len(self.seen), TOGETHER)
         for first in groups:
-            for heat in heats:
+            for temperature in temperatures:
                 if first and self.spent(SHARES["write"]):
                     return
                 prompts = self.seen[first : first + TOGETHER]
-                params = [self.params(heat, first + i, self.config.answer) for i in range(len(prompts))]
+                params = [self.params(temperature, first + i, self.config.answer) for i in range(len(prompts))]
                 said = measure(self.plain, prompts, params).answers
-                found = [Answer(*each) for each in zip(prompts, said, params) if len(each[1]) > 1]
-                self.answers.setdefault(heat, []).extend(found)
+                result = [Answer(*each) for each in zip(prompts, said, params) if len(each[1]) > 1]
+                self.answers.setdefault(temperature, []).extend(result)
 
     def _verify(self) -> None:
         """What a round costs the target by its rows, with drafts that are never kept."""
@@ -306,18 +308,18 @@ class _Search:
         """What each form of the draft costs and guesses, the best on paper first; then the best one's other numbers of
         outputs."""
         drafter: Any = drafting.router.drafters[DRAFT]
-        found: list[Form] = []
-        self._measure(drafting, first, found)
+        result: list[Form] = []
+        self._measure(drafting, first, result)
         del drafting
         base = {"method": DRAFT, "model": self.config.draft}
         for kind in self._kinds()[1:]:
             if not self.spent(SHARES["forms"]):
-                self._add({**base, **self._options(kind)}, found)
-        kind = found[0].options["quantization"]
+                self._add({**base, **self._options(kind)}, result)
+        kind = result[0].options["quantization"]
         for size in self._sizes(drafter):
             if not self.spent(SHARES["forms"]):
-                self._add({**base, **self._options(kind, size)}, found)
-        return found
+                self._add({**base, **self._options(kind, size)}, result)
+        return result
 
     def _sizes(self, drafter: DraftModel) -> list[int]:
         """Smaller numbers of outputs to try, where there are many."""
@@ -326,44 +328,44 @@ class _Search:
         )
         return [size for size in FEWER if 2 * size <= known and drafter.model.info.weight_bytes > LARGE]
 
-    def _add(self, options: Mapping[str, Any], found: list[Form]) -> None:
-        self._measure(self.engine({**options, **TIMED}), options, found)
+    def _add(self, options: Mapping[str, Any], result: list[Form]) -> None:
+        self._measure(self.engine({**options, **TIMED}), options, result)
 
-    def _measure(self, engine: Engine, options: Mapping[str, Any], found: list[Form]) -> None:
+    def _measure(self, engine: Engine, options: Mapping[str, Any], result: list[Form]) -> None:
         drafter: Any = engine.router.drafters[DRAFT]
         replayed, read = {}, []
-        for heat, answers in self.answers.items():
-            replayed[heat], seconds = replay(drafter, answers)
+        for temperature, answers in self.answers.items():
+            replayed[temperature], seconds = replay(drafter, answers)
             read.append(seconds)
         if not all(replayed.values()):
             raise ConfigError(f"{self.config.draft} has too short a context for these prompts: it cannot draft")
         prices = {count: self._price(engine, count, median(read)) for count in self.config.concurrency}
         form = Form(dict(options), replayed, prices, sum(m.info.weight_bytes for m in drafter.models()))
         form.judge(self.config.cells)
-        best = max((each.speed for each in found), default=0.0)
-        found.append(form)
-        found.sort(key=lambda each: -each.speed)
+        best = max((each.speed for each in result), default=0.0)
+        result.append(form)
+        result.sort(key=lambda each: -each.speed)
         if form.speed > best:
-            told = json.dumps(form.row()["config"])
-            self.say(f"so far, after {time.monotonic() - self.began:.0f} s: {told}, {form.speed:.2f} on paper")
+            described = json.dumps(form.row()["config"])
+            self.say(f"so far, after {time.monotonic() - self.began:.0f} s: {described}, {form.speed:.2f} on paper")
 
     def _price(self, engine: Engine, count: int, read: float) -> Price:
         """From rounds that take turns with plain ones."""
         prompts = [self.seen[i % len(self.seen)] for i in range(count)]
         params = [replace(self.params(self.config.temperatures[0], i, 32), ignore_eos=True) for i in range(count)]
         measure(engine, prompts, [replace(each, max_tokens=WARM_UP) for each in params])
-        plain, found = Measured(), Measured()
-        in_turns([rounds(self.plain, prompts, params, plain), rounds(engine, prompts, params, found)])
+        plain, result = Measured(), Measured()
+        interleave([rounds(self.plain, prompts, params, plain), rounds(engine, prompts, params, result)])
         plain.check()
         unit = median(sample.verify for sample in full(plain.rounds, count))
-        samples = [sample for sample in full(found.rounds, count) if sample.depth]
+        samples = [sample for sample in full(result.rounds, count) if sample.depth]
         if not samples:
             raise ConfigError(f"{self.config.draft} drafts nothing for these prompts: it has too short a context")
         start, step = line([(sample.depth, sample.draft / unit) for sample in samples])
         start += median(sample.rest for sample in samples) / unit - self.rests[count]
         return Price(self.curves[count], start, step, self.rests[count], read / unit, count)
 
-    def _candidates(self, forms: Seq[Form]) -> list[dict[str, Any]]:
+    def _candidates(self, forms: Sequence[Form]) -> list[dict[str, Any]]:
         """What is measured: the best on paper, the next form where it comes close, a tree, text that repeats before
         the draft, and that alone."""
         best = forms[0].config()
@@ -377,35 +379,35 @@ class _Search:
         suffix = {"method": "suffix", "num_speculative_tokens": 4}
         return [*chains, tree, {"method": "cascade", "drafters": [suffix, best]}, suffix]
 
-    def _turns(self, ways: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    def _turns(self, ways: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
         """A row for each way and cell, what the check of identity says of the chosen way, and that."""
         configs = [dict(PLAIN), *({**way, "length": "adaptive"} for way in ways)]
         engines = [self.plain, *map(self.engine, configs[1:])]
         for engine in engines:
             measure(engine, self.held[:1], [replace(self.params(0.0, 0, WARM_UP), ignore_eos=True)])
-        found: dict[tuple[int, int], list[Measured]] = defaultdict(list)
+        result: dict[tuple[int, int], list[Measured]] = defaultdict(list)
         active = list(range(len(configs)))
         for turn, cell, prompts in self._groups():
             if turn >= TURNS and self.spent(0.95):
                 break
-            heat, count = self.config.cells[cell]
-            params = [self.params(heat, turn * count + i, self.config.answer) for i in range(count)]
+            temperature, count = self.config.cells[cell]
+            params = [self.params(temperature, turn * count + i, self.config.answer) for i in range(count)]
             for way in active:
-                found[way, cell].append(measure(engines[way], prompts, params))
+                result[way, cell].append(measure(engines[way], prompts, params))
             if cell == len(self.config.cells) - 1:
-                speeds = [self._speed(found, way) for way in active]
+                speeds = [self._speed(result, way) for way in active]
                 least = max(speeds) * (1 - HOPELESS / (1 + turn))
-                told = _told(configs[active[speeds.index(max(speeds))]])
-                self.say(f"measured on {turn + 1} prompts each: {max(speeds):.2f} with {json.dumps(told)}")
+                described = _described(configs[active[speeds.index(max(speeds))]])
+                self.say(f"measured on {turn + 1} prompts each: {max(speeds):.2f} with {json.dumps(described)}")
                 active = [way for way, speed in zip(active, speeds) if not way or speed > least]
-        chosen = max(active, key=lambda way: self._speed(found, way))
+        chosen = max(active, key=lambda way: self._speed(result, way))
         rows = [
-            {"config": _told(config), "temperature": heat, "concurrency": count, "answers": len(found[way, cell]),
-             **self._row(found, way, cell)}
+            {"config": _described(config), "temperature": temperature, "concurrency": count,
+             "answers": len(result[way, cell]), **self._row(result, way, cell)}
             for way, config in enumerate(configs)
-            for cell, (heat, count) in enumerate(self.config.cells)
+            for cell, (temperature, count) in enumerate(self.config.cells)
         ]  # fmt: skip
-        return rows, _check(found, chosen, len(self.config.cells)), configs[chosen]
+        return rows, _check(result, chosen, len(self.config.cells)), configs[chosen]
 
     def _groups(self) -> Iterator[tuple[int, int, list[list[int]]]]:
         """Turn, cell, and prompts that nothing has seen."""
@@ -418,27 +420,27 @@ class _Search:
                 left = left[count:]
             turn += 1
 
-    def _row(self, found: Mapping[tuple[int, int], list[Measured]], way: int, cell: int) -> dict[str, float]:
-        own, plain = found[way, cell], found[0, cell][: len(found[way, cell])]
+    def _row(self, result: Mapping[tuple[int, int], list[Measured]], way: int, cell: int) -> dict[str, float]:
+        own, plain = result[way, cell], result[0, cell][: len(result[way, cell])]
         times = undisturbed(plain)
         return figures(own, undisturbed(own), [(each.tokens, took) for each, took in zip(plain, times)])
 
-    def _speed(self, found: Mapping[tuple[int, int], list[Measured]], way: int) -> float:
-        return geometric_mean([self._row(found, way, cell)["speedup"] for cell in range(len(self.config.cells))])
+    def _speed(self, result: Mapping[tuple[int, int], list[Measured]], way: int) -> float:
+        return geometric_mean([self._row(result, way, cell)["speedup"] for cell in range(len(self.config.cells))])
 
 
-def _told(config: Mapping[str, Any]) -> dict[str, Any]:
+def _described(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration without the place of the draft."""
-    parts = [_told(part) for part in config.get("drafters", ())]
+    parts = [_described(part) for part in config.get("drafters", ())]
     return {key: value for key, value in config.items() if key != "model"} | ({"drafters": parts} if parts else {})
 
 
-def _check(found: Mapping[tuple[int, int], list[Measured]], way: int, cells: int) -> dict[str, Any]:
+def _check(result: Mapping[tuple[int, int], list[Measured]], way: int, cells: int) -> dict[str, Any]:
     """Whether the answers with a way of drafting are plain decoding's."""
     pairs = [
         (mine, theirs)
         for cell in range(cells)
-        for one, other in zip(found[way, cell], found[0, cell])
+        for one, other in zip(result[way, cell], result[0, cell])
         for mine, theirs in zip(one.answers, other.answers, strict=True)
     ]
     different = sum(mine != theirs for mine, theirs in pairs)

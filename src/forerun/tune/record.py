@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs, drafters
 from forerun.speculate.verify.score import Verification
@@ -32,23 +31,27 @@ class Record(Drafter[RecordConfig]):
         self.done: dict[tuple[int, ...], torch.Tensor] = {}
         """[tokens fed, layers * hidden size] of each sequence that ended, by its tokens."""
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         return [Draft() for _ in sequences]
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         for sequence, verdict in zip(sequences, verdicts):
             if verdict.hidden is not None and verdict.error is None:
                 parts = [verdict.hidden[layer] for layer in self.config.layers]
                 self.rows.setdefault(sequence.id, []).append(torch.cat(parts, dim=-1).to(torch.bfloat16))
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         rows = self.rows.pop(sequence.id, None)
         if rows:
             self.done[tuple(sequence.tokens)] = torch.cat(rows)
 
-    def take(self, tokens: Seq[int]) -> torch.Tensor | None:
+    def take(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """What was kept of a finished sequence; forgotten then."""
         return self.done.pop(tuple(tokens), None)
 

@@ -6,7 +6,7 @@ one pass of the draft over an answer says which tokens it would have guessed, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import inf, log
@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 
 from forerun.core.batch import Batch, Span
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.measure.planner import CostCurve
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.model import DraftModel
@@ -62,9 +62,9 @@ class _Place:
     at: int = 0
 
 
-def replay(drafter: DraftModel, answers: Seq[Answer]) -> tuple[list[Replayed], float]:
+def replay(drafter: DraftModel, answers: Sequence[Answer]) -> tuple[list[Replayed], float]:
     """What ``drafter`` would have drafted for ``answers``, and the seconds that it takes to read a prompt's token."""
-    found, seconds, read = [], 0.0, 0
+    result, seconds, read = [], 0.0, 0
     pool, size = drafter.attention.pool, drafter.model.info.vocab_size
     with torch.inference_mode():
         for number, answer in enumerate(answers):
@@ -81,14 +81,14 @@ def replay(drafter: DraftModel, answers: Seq[Answer]) -> tuple[list[Replayed], f
             made = drafter.model.forward(Batch(spans, drafter.model.info.device).within(size), drafter.attention)
             pool.free(key)
             seed = answer.params.seed or 0
-            sequence = Sequence(key, list(answer.prompt), first, answer.params, seed)
+            sequence = RequestState(key, list(answer.prompt), first, answer.params, seed)
             chooser, logits = drafter.chooser, drafter.translate(made.logits)
             sure = [logs[0] if logs else -inf for logs in chooser.sampler.rank(chooser.align(logits), 1)[1]]
-            rows = [chooser.row(sequence, answer.tokens[: place + 1]) for place in range(len(fed))]
+            rows = [chooser.row(sequence, answer.tokens[: index + 1]) for index in range(len(fed))]
             said = chooser.choose(logits, rows, [-1] * len(rows))[0]
             kept = [ids[:1] == [token] for ids, token in zip(said, answer.tokens[1:])]
-            found.append(Replayed(kept, sure, first))
-    return found, seconds / max(1, read)
+            result.append(Replayed(kept, sure, first))
+    return result, seconds / max(1, read)
 
 
 def drafted(answer: Replayed, at: int, depth: int, threshold: float | None) -> tuple[int, int]:
@@ -106,25 +106,25 @@ def drafted(answer: Replayed, at: int, depth: int, threshold: float | None) -> t
     return length, kept
 
 
-def on_paper(answers: Seq[Replayed], depth: int, threshold: float | None, price: Price) -> tuple[float, float]:
+def on_paper(answers: Sequence[Replayed], depth: int, threshold: float | None, price: Price) -> tuple[float, float]:
     """Speed over plain decoding and tokens a round of one sequence, for chains of at most ``depth`` tokens;
     ``price.streams`` answers at a time, and only rounds that are full."""
     waiting = map(_Place, islice(cycle(answers), max(len(answers), price.streams)))
     running = list(islice(waiting, price.streams))
     tokens = rounds = 0
-    time = price.read * sum(place.answer.prompt for place in running)
+    time = price.read * sum(index.answer.prompt for index in running)
     while len(running) == price.streams:
         deepest = rows = 0
-        for place in running:
-            length, kept = drafted(place.answer, place.at, depth, threshold)
-            gained = min(kept + 1, len(place.answer.kept) - place.at)
-            place.at += gained
+        for index in running:
+            length, kept = drafted(index.answer, index.at, depth, threshold)
+            gained = min(kept + 1, len(index.answer.kept) - index.at)
+            index.at += gained
             tokens += gained
             deepest, rows = max(deepest, length), rows + 1 + length
         rounds += price.streams
         time += price.curve(rows) + price.start + deepest * price.step + price.rest
-        left = [place for place in running if place.at < len(place.answer.kept)]
+        left = [index for index in running if index.at < len(index.answer.kept)]
         fresh = list(islice(waiting, price.streams - len(left)))
-        time += price.read * sum(place.answer.prompt for place in fresh)
+        time += price.read * sum(index.answer.prompt for index in fresh)
         running = left + fresh
     return tokens / price.streams * (1 + price.rest) / time, tokens / rounds

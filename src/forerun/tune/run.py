@@ -90,11 +90,11 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     llm, held = _load(config), state.results["held"]
     if "choose" not in state.results:
         with state.stage("choose"):
-            found = choose.choose(
+            result = choose.choose(
                 llm, _drafts(config, llm), _texts(config, run), held[: config.probe], config.probe_tokens,
                 SHARES["choose"] * config.seconds, config.progress,
             )  # fmt: skip
-            state.keep("choose", found)
+            state.keep("choose", result)
     if "check" not in state.results:
         with state.stage("check"):
             chosen = tuned.placed(state.results["choose"]["chosen"], config.out)
@@ -314,10 +314,10 @@ def _settings(config: TuneConfig, kind: Kind, seconds: float, out: Path) -> Loop
 
 
 def _finish(config: TuneConfig, state: State, say: Callable[[str], None]) -> Path:
-    found, checked = state.results["choose"], state.results["check"]
+    result, checked = state.results["choose"], state.results["check"]
     if not checked["passed"]:
         raise ConfigError(f"{config.out}: speculation changed {checked['different']} answers; nothing is recommended")
-    chosen = found["chosen"]
+    chosen = result["chosen"]
     text, files = json.dumps(chosen), []
     for name in (*config.train, TEXTS):
         path = json.dumps(str(config.out / name))
@@ -327,7 +327,7 @@ def _finish(config: TuneConfig, state: State, say: Callable[[str], None]) -> Pat
             files += [str(part.relative_to(config.out)) for part in parts]
     (config.out / REPORT).write_text(page(config.model, state), encoding="utf-8")
     accepted = state.results.get("train", {})
-    tuned.save(config.out, config.model, json.loads(text), files, figures=found["measured"], accepted=accepted)
-    say(choose.verdict(found))
+    tuned.save(config.out, config.model, json.loads(text), files, figures=result["measured"], accepted=accepted)
+    say(choose.verdict(result))
     say(f"{config.out}: use it with --tuned {config.out}, or LLM({config.model!r}, tuned={str(config.out)!r})")
     return config.out

@@ -51,9 +51,9 @@ def scale(module: Any) -> Tensor:
 
 def vocabulary(counts: Tensor, rows: int, always: list[int]) -> Tensor:
     """The ``rows`` commonest tokens of ``counts`` int64 [vocabulary] in ascending order, ``always`` among them."""
-    wanted = counts.clone()
-    wanted[always] = int(counts.max()) + 1
-    return wanted.topk(rows).indices.sort().values
+    requested = counts.clone()
+    requested[always] = int(counts.max()) + 1
+    return requested.topk(rows).indices.sort().values
 
 
 class Fit:
@@ -62,9 +62,9 @@ class Fit:
     def __init__(self, inputs: int, outputs: int) -> None:
         self.left, self.right = torch.zeros(inputs, inputs), torch.zeros(inputs, outputs)
 
-    def add(self, known: Tensor, wanted: Tensor) -> None:
+    def add(self, known: Tensor, requested: Tensor) -> None:
         self.left += known.T @ known
-        self.right += known.T @ wanted
+        self.right += known.T @ requested
 
     def solve(self, some: Tensor | slice = slice(None)) -> Tensor:
         """The weights of the inputs ``some``; every input counts as if its mean square were 1."""
@@ -91,17 +91,17 @@ def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Featu
     known = _Talks(features, embedding.weight.float(), norm, tokens)
     sizes = _fit_input(head, known)
     second = Fit(head.o_proj.in_features, len(norm))
-    for states, said, wanted in known:
+    for states, said, requested in known:
         stream, attended = _attended(head, states, said)
-        second.add(attended[-len(wanted) :], wanted - stream[-len(wanted) :])
+        second.add(attended[-len(requested) :], requested - stream[-len(requested) :])
     head.o_proj.weight.copy_(second.solve())
     third = Fit(head.mlp.down_proj.in_features, len(norm))
-    for states, said, wanted in known:
+    for states, said, requested in known:
         stream, attended = _attended(head, states, said)
         x = stream + head.o_proj(attended)
         normed = head.post_attention_layernorm(x)
         inner = functional.silu(head.mlp.gate_proj(normed)) * head.mlp.up_proj(normed)
-        third.add(inner[-len(wanted) :], wanted - x[-len(wanted) :])
+        third.add(inner[-len(requested) :], requested - x[-len(requested) :])
     head.mlp.down_proj.weight.copy_(third.solve())
     head.norm.weight.mul_(_sharpness(head, replace(known, tokens=CALIBRATED)))
     return sizes
@@ -128,8 +128,8 @@ def _fit_input(head: EagleHead, known: _Talks) -> Tensor:
     assert head.mix is not None
     size, inputs = head.fc.out_features, head.fc.in_features
     fit, squares, count = Fit(size + inputs, size), torch.zeros(inputs), 0
-    for states, said, wanted in known:
-        fit.add(torch.cat([said, states], dim=-1)[-len(wanted) :], wanted)
+    for states, said, requested in known:
+        fit.add(torch.cat([said, states], dim=-1)[-len(requested) :], requested)
         squares += states.square().sum(0)
         count += len(states)
     last = torch.cat([torch.arange(size), torch.arange(inputs, inputs + size)])
@@ -148,12 +148,12 @@ def _sharpness(head: EagleHead, known: _Talks) -> float:
     """The factor of its logits with which most of its drafts are kept at temperature 1."""
     assert head.lm_head is not None
     kept, count = torch.zeros(len(SHARPNESS)), 0
-    for states, said, wanted in known:
+    for states, said, requested in known:
         stream, attended = _attended(head, states, said)
-        logits = head.lm_head(head.norm(head.finish(stream, attended)[-len(wanted) :]))
-        theirs = head.lm_head(wanted * known.norm)
+        logits = head.lm_head(head.norm(head.finish(stream, attended)[-len(requested) :]))
+        theirs = head.lm_head(requested * known.norm)
         kept += torch.stack([overlap(theirs, factor * logits).sum() for factor in SHARPNESS])
-        count += len(wanted)
+        count += len(requested)
     return SHARPNESS[int(kept.argmax())] if count else 1.0
 
 
@@ -168,9 +168,9 @@ class _Talks:
     tokens: int
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for part, place, length, prompt in self.features.sample(self.tokens):
-            states = part["hidden"][place : place + length].float()
-            ids = part["tokens"][place : place + length].long()
+        for part, index, length, prompt in self.features.sample(self.tokens):
+            states = part["hidden"][index : index + length].float()
+            ids = part["tokens"][index : index + length].long()
             answer = states[max(1, prompt - 1) : -1, -len(self.norm) :] / self.norm
             if len(answer):
                 yield states[:-2], self.embedding[ids[1:-1]], answer

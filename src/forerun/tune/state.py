@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ class State:
             self._save()
             return
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            self.marks, self.seconds, self.results = found["marks"], found["seconds"], found["results"]
+            result = json.loads(self.path.read_text(encoding="utf-8"))
+            self.marks, self.seconds, self.results = result["marks"], result["seconds"], result["results"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.path} cannot be read ({error}): name another --out, or remove it") from error
         if not self.results:  # nothing was begun but to look at what was asked for
@@ -63,7 +62,7 @@ class State:
         self._save()
         return self.results[name]
 
-    def lacking(self, names: Seq[str]) -> list[str]:
+    def lacking(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` that have not been trained."""
         return [name for name in names if name not in self.results.get("train", {})]
 

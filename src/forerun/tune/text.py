@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -66,15 +65,15 @@ class Writer:
         begun = self._imagined(first // IMAGINED, draw)
         begun += islice(self._turns(seed), first - len(begun))
         asked = [[{"role": "user", "content": turn}] for turn in begun]
-        found, talks = [], []
+        result, talks = [], []
         for ids, count, talk in self._answered(asked, temperature, draw):
-            found.append((ids, count))
+            result.append((ids, count))
             talks.append([*talk, {"role": "user", "content": draw.choice(FOLLOW_UPS)}])
         again = draw.sample(talks, min(len(talks), self.rows - first))
-        found += [(ids, count) for ids, count, _ in self._answered(again, temperature, draw)]
-        return self._packed(found)
+        result += [(ids, count) for ids, count, _ in self._answered(again, temperature, draw)]
+        return self._packed(result)
 
-    def read(self, answers: Seq[Seq[int]]) -> dict[str, Any]:
+    def read(self, answers: Sequence[Sequence[int]]) -> dict[str, Any]:
         """What the model sees in answers of its own, behind a turn that says nothing; ``part``'s form."""
         prompts = [[*self.lead, *answer][: self.reach] for answer in answers]
         said = self.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
@@ -95,18 +94,18 @@ class Writer:
         """Tokens of a text that are read at most; one follows them."""
         return self.prompt + self.answer - 1
 
-    def reads(self, answers: Seq[Seq[int]]) -> int:
+    def reads(self, answers: Sequence[Sequence[int]]) -> int:
         """Tokens of the texts that ``read`` makes of these."""
         return sum(min(len(self.lead) + len(answer), self.reach) + 1 for answer in answers)
 
-    def held_out(self, prompts: Seq[list[int]]) -> dict[str, Any]:
+    def held_out(self, prompts: Sequence[list[int]]) -> dict[str, Any]:
         """The same behind held-out prompts, at temperatures 0 and 1."""
-        found = []
+        result = []
         for temperature in (0.0, 1.0):
-            found += self._continued(prompts, temperature, random.Random(0))
-        return self._packed(found)
+            result += self._continued(prompts, temperature, random.Random(0))
+        return self._packed(result)
 
-    def speed(self, prompts: Seq[list[int]]) -> float:
+    def speed(self, prompts: Sequence[list[int]]) -> float:
         """Tokens a second, prompts among them, of short answers to a few of ``prompts``."""
         few = list(prompts[:: max(1, len(prompts) // TIMED)][:TIMED])
         began = time.monotonic()
@@ -148,11 +147,11 @@ class Writer:
         usable = [text for text in texts if text not in kept] or texts
         return [self.llm.encode(draw.choice(usable))[1][:OPENING] for _ in range(self.rows)]
 
-    def _rendered(self, talk: Seq[Message]) -> list[int]:
+    def _rendered(self, talk: Sequence[Message]) -> list[int]:
         return rendered(self.llm, talk)
 
     def _answered(
-        self, talks: Seq[Seq[Message]], temperature: float, draw: random.Random
+        self, talks: Sequence[Sequence[Message]], temperature: float, draw: random.Random
     ) -> Iterator[tuple[list[int], int, list[Message]]]:
         usable = []
         for talk in talks:
@@ -167,13 +166,13 @@ class Writer:
             yield [*prompt, *text.outputs[0].token_ids], len(prompt), [*talk, said]
 
     def _continued(
-        self, prompts: Seq[list[int]], temperature: float, draw: random.Random, answer: int | None = None
+        self, prompts: Sequence[list[int]], temperature: float, draw: random.Random, answer: int | None = None
     ) -> list[tuple[list[int], int]]:
         texts = self._written(prompts, temperature, draw, answer)
         return [([*prompt, *text.outputs[0].token_ids], len(prompt)) for prompt, text in zip(prompts, texts)]
 
     def _written(
-        self, prompts: Seq[list[int]], temperature: float, draw: random.Random, answer: int | None = None
+        self, prompts: Sequence[list[int]], temperature: float, draw: random.Random, answer: int | None = None
     ) -> list[Any]:
         longest = min(self.answer, answer or self.answer)
         params = [
@@ -181,7 +180,7 @@ class Writer:
         ]
         return self.llm.generate(list(prompts), params, use_tqdm=False) if prompts else []
 
-    def _packed(self, texts: Seq[tuple[list[int], int]]) -> dict[str, Any]:
+    def _packed(self, texts: Sequence[tuple[list[int], int]]) -> dict[str, Any]:
         """Texts with the hidden states that were recorded, if any are; the last token's, which the model never read,
         is zero."""
         layers = list(self.record.config.layers)
@@ -199,7 +198,7 @@ class Writer:
         }
 
 
-def held_out_prompts(llm: LLM, longest: int, paragraphs: Seq[str] = ()) -> list[list[int]]:
+def held_out_prompts(llm: LLM, longest: int, paragraphs: Sequence[str] = ()) -> list[list[int]]:
     """Prompts of at most ``longest`` tokens, four of each category in turn; for a model without a chat template,
     beginnings of ``paragraphs``, or of the standard library's."""
     if not getattr(llm.tokenizer, "chat_template", None):
@@ -209,7 +208,7 @@ def held_out_prompts(llm: LLM, longest: int, paragraphs: Seq[str] = ()) -> list[
     return [prompt for prompt in prompts if len(prompt) <= longest]
 
 
-def rendered(llm: LLM, talk: Seq[Message]) -> list[int]:
+def rendered(llm: LLM, talk: Sequence[Message]) -> list[int]:
     """Token ids of a conversation."""
     from forerun.models.chat import render_chat
 

@@ -30,17 +30,17 @@ ENOUGH = 1000
 
 @cache
 def _sets() -> dict[str, dict[str, list[str]]]:
-    found: dict[str, dict[str, list[str]]] = json.loads(
+    result: dict[str, dict[str, list[str]]] = json.loads(
         resources("forerun.tune").joinpath("turns.json").read_text("utf-8")
     )
-    return found
+    return result
 
 
 @cache
 def held_out() -> tuple[tuple[str, str], ...]:
     """(category, turn): four of each category, none of which ``turns`` makes."""
-    found = json.loads(resources("forerun.tune").joinpath("held_out.json").read_text("utf-8"))
-    return tuple((name, turn) for name, turns in found.items() for turn in turns)
+    result = json.loads(resources("forerun.tune").joinpath("held_out.json").read_text("utf-8"))
+    return tuple((name, turn) for name, turns in result.items() for turn in turns)
 
 
 def turns(seed: int, paragraphs: list[str]) -> Iterator[tuple[str, str]]:
@@ -62,9 +62,9 @@ def turns(seed: int, paragraphs: list[str]) -> Iterator[tuple[str, str]]:
 @cache
 def machine_paragraphs() -> list[str]:
     """Paragraphs of the standard library: docstrings and short functions."""
-    found: list[str] = []
+    result: list[str] = []
     for path in sorted(Path(standard_library()).glob("*.py")):
-        if len(found) >= ENOUGH:
+        if len(result) >= ENOUGH:
             break
         try:
             source = path.read_text(encoding="utf-8")
@@ -74,12 +74,12 @@ def machine_paragraphs() -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)):
                 doc = ast.get_docstring(node) or ""
-                found += [part for part in doc.split("\n\n") if _fits(part)]
+                result += [part for part in doc.split("\n\n") if _fits(part)]
                 if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                     code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-                    if _fits(code) and len(found) % 3 == 0:
-                        found.append(code)
-    return found
+                    if _fits(code) and len(result) % 3 == 0:
+                        result.append(code)
+    return result
 
 
 def _fits(text: str) -> bool:

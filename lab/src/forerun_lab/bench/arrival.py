@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 from time import process_time
@@ -64,7 +63,7 @@ class Arrival:
     """How many they are; ``PATIENCE`` if it did not draft."""
 
 
-def arrival(engine: Engine, running: Seq[Seq[int]], prompt: Seq[int]) -> Arrival:
+def arrival(engine: Engine, running: Sequence[Sequence[int]], prompt: Sequence[int]) -> Arrival:
     """Serve the prompts ``running``; when all of them decode, add ``prompt``, until it drafts. Then the same without
     it, for as many rounds. The engine must be idle."""
     alone = _first_token(engine, prompt)
@@ -104,18 +103,18 @@ def arrival(engine: Engine, running: Seq[Seq[int]], prompt: Seq[int]) -> Arrival
     )
 
 
-def time_per_token(rounds: Seq[tuple[float, int]], running: int) -> float:
+def time_per_token(rounds: Sequence[tuple[float, int]], running: int) -> float:
     """Of one of so many requests, from the seconds of rounds and the tokens that all of them got."""
     return running * sum(seconds for seconds, _ in rounds) / sum(tokens for _, tokens in rounds)
 
 
-def medians(found: Seq[Mapping[str, Any]]) -> dict[str, Any]:
+def medians(result: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Key by key; None where a value is missing."""
-    kept = {name: [one[name] for one in found] for name in found[0]}
+    kept = {name: [one[name] for one in result] for name in result[0]}
     return {name: None if None in values else median(values) for name, values in kept.items()}
 
 
-def _settled(engine: Engine, prompts: Seq[Seq[int]]) -> list[Job]:
+def _settled(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Job]:
     """Requests that have decoded for a while."""
     jobs = [engine.add(ids, ENDLESS)[0] for ids in prompts]
     while any(not job.sequence.num_output for job in jobs):
@@ -124,17 +123,17 @@ def _settled(engine: Engine, prompts: Seq[Seq[int]]) -> list[Job]:
     return jobs
 
 
-def _end(engine: Engine, jobs: Seq[Job]) -> None:
+def _end(engine: Engine, jobs: Sequence[Job]) -> None:
     for job in jobs:
         engine.abort(job)
 
 
-def _slowest(rounds: Seq[tuple[float, int]]) -> float:
+def _slowest(rounds: Sequence[tuple[float, int]]) -> float:
     """95th percentile of the rounds' seconds."""
     return sorted(seconds for seconds, _ in rounds)[int(0.95 * (len(rounds) - 1))]
 
 
-def _first_token(engine: Engine, prompt: Seq[int]) -> float:
+def _first_token(engine: Engine, prompt: Sequence[int]) -> float:
     began = engine.clock()
     job = engine.add(prompt, ENDLESS)[0]
     while not job.sequence.num_output:
@@ -147,23 +146,23 @@ def _first_token(engine: Engine, prompt: Seq[int]) -> float:
 
 
 def _rounds(
-    engine: Engine, jobs: Seq[Job], count: int, done: Callable[[], bool] = lambda: False
+    engine: Engine, jobs: Sequence[Job], count: int, done: Callable[[], bool] = lambda: False
 ) -> list[tuple[float, int]]:
     """Seconds, and tokens that ``jobs`` emitted, of up to ``count`` rounds."""
-    found: list[tuple[float, int]] = []
-    while len(found) < count and not done():
+    result: list[tuple[float, int]] = []
+    while len(result) < count and not done():
         began = engine.clock()
         emitted = sum(len(update.tokens) for update in engine.step() if update.job in jobs)
-        found.append((engine.clock() - began, emitted))
-    return found
+        result.append((engine.clock() - began, emitted))
+    return result
 
 
 def measure(llm: LLM, running: int, prompt_tokens: int, repeats: int) -> Arrival:
     """Medians of ``repeats`` arrivals on held-out text, after one that is not counted."""
     prompts = make_prompts(HELD_OUT, llm.tokenizer, count=running, length=64)
     long = make_prompts(HELD_OUT, llm.tokenizer, count=1, length=prompt_tokens, seed=1)[0]
-    found = [asdict(arrival(llm.engine, prompts, long)) for _ in range(repeats + 1)][1:]
-    return Arrival(**medians(found))
+    result = [asdict(arrival(llm.engine, prompts, long)) for _ in range(repeats + 1)][1:]
+    return Arrival(**medians(result))
 
 
 def main() -> None:

@@ -14,8 +14,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -47,7 +46,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"method": "token_recycling", "tree": [3, 2]},
 ]
 TITLES = ["beams", "setting", "steps/round", "nodes/round", "steps/s", "speed-up", "±", "same beams", "scores off by"]
-Search = Callable[[Seq[int], BeamSearchParams], "Found"]
+Search = Callable[[Sequence[int], BeamSearchParams], "Found"]
 
 
 @dataclass
@@ -82,14 +81,15 @@ class Row:
 
     def as_dict(self, plain: Row) -> dict[str, Any]:
         ratios = [base.seconds / own.seconds for base, own in zip(plain.found, self.found)]
-        rounds = [found.rounds for found in self.found if found.rounds is not None]
+        rounds = [result.rounds for result in self.found if result.rounds is not None]
         whole = sum(rounds) if len(rounds) == len(self.found) else None
         return {
             "beams": self.beams,
             "setting": self.setting,
-            "steps_per_round": sum(found.steps for found in self.found) / whole if whole else None,
-            "nodes_per_round": sum(found.nodes for found in self.found) / whole if whole else None,
-            "steps_per_second": sum(found.steps for found in self.found) / sum(found.seconds for found in self.found),
+            "steps_per_round": sum(result.steps for result in self.found) / whole if whole else None,
+            "nodes_per_round": sum(result.nodes for result in self.found) / whole if whole else None,
+            "steps_per_second": sum(result.steps for result in self.found)
+            / sum(result.seconds for result in self.found),
             "speedup": mean(ratios),
             "speedup_error": stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None,
             "same_beams": mean(base.same(own) for base, own in zip(plain.found, self.found)),
@@ -103,7 +103,7 @@ class Row:
 def ours(llm: LLM, speculate: bool) -> Search:
     """One request at a time through the engine."""
 
-    def search(prompt: Seq[int], params: BeamSearchParams) -> Found:
+    def search(prompt: Sequence[int], params: BeamSearchParams) -> Found:
         began = perf_counter()
         output = llm.beam_search({"prompt_token_ids": prompt}, params, False, speculate=speculate)[0]
         seconds, metrics = perf_counter() - began, output.metrics
@@ -125,19 +125,19 @@ def theirs(llm: LLM) -> Search:
     filler = 0 if info.encoder is None else info.encoder.start[0]
 
     @torch.inference_mode()
-    def search(prompt: Seq[int], params: BeamSearchParams) -> Found:
+    def search(prompt: Sequence[int], params: BeamSearchParams) -> Found:
         ids = torch.tensor([list(prompt)])
         more: dict[str, Any] = {} if ends else {"eos_token_id": None}
         began = perf_counter()
-        found = model.generate(
+        result = model.generate(
             ids, attention_mask=torch.ones_like(ids), num_beams=params.beam_width, num_return_sequences=params.n,
             max_new_tokens=params.max_tokens, do_sample=False, early_stopping=False, pad_token_id=filler,
             output_scores=True, return_dict_in_generate=True, **more,
         )  # fmt: skip
         seconds = perf_counter() - began
         begin = len(info.begin(prompt)[0])
-        beams = [[*row[:begin], *_ended(row[begin:], ends)] for row in found.sequences.tolist()]
-        scores = [] if params.beam_width == 1 else found.sequences_scores.tolist()
+        beams = [[*row[:begin], *_ended(row[begin:], ends)] for row in result.sequences.tolist()]
+        scores = [] if params.beam_width == 1 else result.sequences_scores.tolist()
         return Found(beams, scores, seconds, _steps(beams, begin, params))
 
     return search
@@ -157,7 +157,7 @@ def outside(llm: LLM, python: str) -> tuple[Worker, Search]:
         worker.end()
         raise
 
-    def search(prompt: Seq[int], params: BeamSearchParams) -> Found:
+    def search(prompt: Sequence[int], params: BeamSearchParams) -> Found:
         question = {"source": list(prompt), "width": params.beam_width, "max_tokens": params.max_tokens}
         answer = worker.ask({**question, "length_penalty": params.length_penalty})
         begin = info.begin(prompt)[0]
@@ -167,39 +167,43 @@ def outside(llm: LLM, python: str) -> tuple[Worker, Search]:
     return worker, search
 
 
-def _ended(tokens: Seq[int], ends: Iterable[int]) -> list[int]:
+def _ended(tokens: Sequence[int], ends: Iterable[int]) -> list[int]:
     """Tokens up to the one that ended the beam."""
     return list(takewhile(lambda token: token not in ends, tokens))
 
 
-def _steps(beams: Seq[Seq[int]], begin: int, params: BeamSearchParams) -> int:
+def _steps(beams: Sequence[Sequence[int]], begin: int, params: BeamSearchParams) -> int:
     """Steps behind the first that beams so long took, at least."""
     return min(max(len(beam) - begin for beam in beams) + 1, params.max_tokens) - 1
 
 
-def measure(wanted: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def measure(requested: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and the environment. Raises ForerunError."""
-    widths = [int(width) for width in wanted.widths.split(",")]
-    engine = {"dtype": wanted.dtype, "page_size": 16, "max_num_seqs": max(8, *widths)}
-    base = LLM(wanted.model, speculative_config=None, **engine)
+    widths = [int(width) for width in requested.widths.split(",")]
+    engine = {"dtype": requested.dtype, "page_size": 16, "max_num_seqs": max(8, *widths)}
+    base = LLM(requested.model, speculative_config=None, **engine)
     contenders = {"plain": ours(base, speculate=False)}
-    for setting in json.loads(wanted.settings) if wanted.settings else SETTINGS:
+    for setting in json.loads(requested.settings) if requested.settings else SETTINGS:
         given = (
             setting
-            if wanted.draft is None or setting["method"] != "draft_model"
-            else {**setting, "model": wanted.draft}
+            if requested.draft is None or setting["method"] != "draft_model"
+            else {**setting, "model": requested.draft}
         )
-        contenders[_name(setting)] = ours(LLM(wanted.model, speculative_config=given, **engine), speculate=True)
+        contenders[_name(setting)] = ours(LLM(requested.model, speculative_config=given, **engine), speculate=True)
     contenders["transformers"] = theirs(base)
     worker = None
-    if wanted.ctranslate2:
-        worker, contenders["ctranslate2"] = outside(base, wanted.ctranslate2)
+    if requested.ctranslate2:
+        worker, contenders["ctranslate2"] = outside(base, requested.ctranslate2)
     prompts = make_prompts(
-        wanted.prompt_set, base.tokenizer, count=wanted.prompts, length=wanted.prompt_tokens, file=wanted.prompts_file
+        requested.prompt_set,
+        base.tokenizer,
+        count=requested.prompts,
+        length=requested.prompt_tokens,
+        file=requested.prompts_file,
     )
     rows = []
     for width in widths:
-        params = BeamSearchParams(width, wanted.tokens, ignore_eos=base.model.info.encoder is None)
+        params = BeamSearchParams(width, requested.tokens, ignore_eos=base.model.info.encoder is None)
         group = {name: Row(width, name) for name in contenders}
         for search in contenders.values():
             search(prompts[0], params)  # the first time compiles and allocates
@@ -230,7 +234,7 @@ def _line(row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def table(rows: Seq[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """As markdown."""
     return "\n".join([f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|", *map(_line, rows)])
 
@@ -251,20 +255,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print such a file as a table, and end")
-    wanted = parser.parse_args()
-    if wanted.table:
-        print(table(json.loads(wanted.table.read_text(encoding="utf-8"))["rows"]))
+    requested = parser.parse_args()
+    if requested.table:
+        print(table(json.loads(requested.table.read_text(encoding="utf-8"))["rows"]))
         return
-    torch.set_num_threads(wanted.threads)
+    torch.set_num_threads(requested.threads)
     warnings.simplefilter("ignore")
     try:
-        rows, about = measure(wanted)
+        rows, about = measure(requested)
     except ForerunError as error:
         sys.exit(f"error: {error}")
-    if wanted.out:
-        settings = {name: value for name, value in vars(wanted).items() if name not in ("out", "table")}
-        settings |= {"prompts_file": wanted.prompts_file and str(wanted.prompts_file)}
-        wanted.out.write_text(json.dumps({"environment": about, "settings": settings, "rows": rows}, indent=1))
+    if requested.out:
+        settings = {name: value for name, value in vars(requested).items() if name not in ("out", "table")}
+        settings |= {"prompts_file": requested.prompts_file and str(requested.prompts_file)}
+        requested.out.write_text(json.dumps({"environment": about, "settings": settings, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -100,9 +100,9 @@ def measure(names: list[str], dtypes: list[str], paths: list[str]) -> Iterator[R
                     if model.info.path in seen:
                         continue
                     seen.add(model.info.path)
-                    found = [finding for size in (None, PAGE) for finding in self_test(model, page_size=size)]
+                    result = [finding for size in (None, PAGE) for finding in self_test(model, page_size=size)]
                     sizes = "any" if model.tiles is None else ", ".join(map(str, model.tiles.rows))
-                    yield Row(name, dtype, model.info.path, sizes, len(found), str(found[0]) if found else "")
+                    yield Row(name, dtype, model.info.path, sizes, len(result), str(result[0]) if result else "")
 
 
 def _cell(rows: list[dict[str, Any]]) -> str:
@@ -143,27 +143,27 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="print such files as a table, and end")
-    wanted = parser.parse_args()
-    if wanted.table:
-        print(table(wanted.table))
+    requested = parser.parse_args()
+    if requested.table:
+        print(table(requested.table))
         return
-    torch.set_num_threads(wanted.threads)
+    torch.set_num_threads(requested.threads)
     warnings.simplefilter("ignore")
     rows = []
     try:
-        names = [name for name in ARCHITECTURES if name.split(",")[0] in wanted.only.split(",")]
-        for row in measure(names, wanted.dtypes.split(","), wanted.paths.split(",")):
+        names = [name for name in ARCHITECTURES if name.split(",")[0] in requested.only.split(",")]
+        for row in measure(names, requested.dtypes.split(","), requested.paths.split(",")):
             rows.append(row)
             print(f"{row.architecture:24} {row.dtype:9} {row.path:28} {row.rows_in_calls:42} {row.finding or 'equal'}")
             sys.stdout.flush()
     except ForerunError as error:
         sys.exit(f"error: {error}")
-    if wanted.out:
+    if requested.out:
         about = {
-            "processor": processor(), "threads": wanted.threads, "torch": torch.__version__,
+            "processor": processor(), "threads": requested.threads, "torch": torch.__version__,
             "transformers": transformers.__version__, "kernels": kernels.library() is not None,
         }  # fmt: skip
-        wanted.out.write_text(json.dumps({"environment": about, "rows": [vars(row) for row in rows]}, indent=1))
+        requested.out.write_text(json.dumps({"environment": about, "rows": [vars(row) for row in rows]}, indent=1))
     sys.exit(any(row.finding for row in rows))
 
 

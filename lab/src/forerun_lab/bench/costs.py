@@ -11,8 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -67,7 +66,7 @@ class Stream:
 class Forwards:
     """A model and one sequence in its cache, fed again and again from the same place."""
 
-    def __init__(self, name: str, model: Model, largest: int, tokens: Seq[int]) -> None:
+    def __init__(self, name: str, model: Model, largest: int, tokens: Sequence[int]) -> None:
         self.name, self.model = name, model
         self.tokens = tokens
         self.attention: Attention = new_attention(model, max_seqs=1, max_len=CONTEXT + largest)
@@ -86,24 +85,24 @@ class Forwards:
         return seconds
 
 
-def costs(formats: Seq[Forwards], counts: Seq[int], turns: int) -> list[Cost]:
+def costs(formats: Sequence[Forwards], counts: Sequence[int], turns: int) -> list[Cost]:
     """Counts begin with 1."""
     bandwidth = read_bandwidth(torch.device("cpu"))
-    found: dict[tuple[str, int], list[float]] = {}
+    result: dict[tuple[str, int], list[float]] = {}
     for turn in range(TURNS_BEFORE + turns):
         for each in formats:
             for count in counts:
                 seconds = each.seconds(count)
                 if turn >= TURNS_BEFORE:
-                    found.setdefault((each.name, count), []).append(seconds)
+                    result.setdefault((each.name, count), []).append(seconds)
     rows = []
     for each in formats:
-        one = found[each.name, 1]
+        one = result[each.name, 1]
         for count in counts:
-            own = found[each.name, count]
+            own = result[each.name, count]
             ratios = [a / b for a, b in zip(own, one, strict=True)]
-            share = each.model.info.token_bytes / median(one) / bandwidth if count == 1 else None
-            rows.append(Cost(each.name, count, median(own) * 1e3, median(ratios), median_interval(ratios), share))
+            fraction = each.model.info.token_bytes / median(one) / bandwidth if count == 1 else None
+            rows.append(Cost(each.name, count, median(own) * 1e3, median(ratios), median_interval(ratios), fraction))
     return rows
 
 
@@ -118,10 +117,10 @@ class Prefill:
     interval: list[float] | None
 
 
-def prefills(models: Mapping[str, Model], lengths: Seq[int], turns: int, text: Seq[int]) -> list[Prefill]:
+def prefills(models: Mapping[str, Model], lengths: Sequence[int], turns: int, text: Sequence[int]) -> list[Prefill]:
     """``PACKED`` is one of the models."""
     over = {name: new_attention(model, max_seqs=1, max_len=max(lengths)) for name, model in models.items()}
-    found: dict[tuple[str, int], list[float]] = {}
+    result: dict[tuple[str, int], list[float]] = {}
     for turn in range(TURNS_BEFORE + turns):
         for length in lengths:
             for name, model in models.items():
@@ -131,15 +130,15 @@ def prefills(models: Mapping[str, Model], lengths: Seq[int], turns: int, text: S
                 seconds = perf_counter() - began
                 over[name].pool.free(0)
                 if turn >= TURNS_BEFORE:
-                    found.setdefault((name, length), []).append(seconds)
+                    result.setdefault((name, length), []).append(seconds)
     rows = []
-    for (name, length), own in found.items():
-        ratios = [theirs / mine for mine, theirs in zip(own, found[PACKED, length], strict=True)]
+    for (name, length), own in result.items():
+        ratios = [theirs / mine for mine, theirs in zip(own, result[PACKED, length], strict=True)]
         rows.append(Prefill(name, length, length / median(own), median(ratios), median_interval(ratios)))
     return rows
 
 
-def prefill_table(rows: Seq[Prefill]) -> str:
+def prefill_table(rows: Sequence[Prefill]) -> str:
     """Markdown, a line for each format."""
     lengths = list(dict.fromkeys(row.tokens for row in rows))
     lines = ["| weights | " + " | ".join(f"{length} tokens | over packed" for length in lengths) + " |"]
@@ -161,7 +160,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def streams(model: str, name: str, counts: Seq[int], tokens: int, prompts: Seq[Seq[int]]) -> list[Stream]:
+def streams(
+    model: str, name: str, counts: Sequence[int], tokens: int, prompts: Sequence[Sequence[int]]
+) -> list[Stream]:
     longest = max(map(len, prompts)) + tokens
     llm = LLM(model, quantization=name, max_num_seqs=max(counts), max_model_len=longest, speculative_config=None)
     rows = []
@@ -182,7 +183,7 @@ def streams(model: str, name: str, counts: Seq[int], tokens: int, prompts: Seq[S
     return rows
 
 
-def table(rows: Seq[Cost]) -> str:
+def table(rows: Sequence[Cost]) -> str:
     """Markdown, a line for each format."""
     counts = list(dict.fromkeys(row.rows for row in rows))
     lines = ["| weights | one row | of the bandwidth | " + " | ".join(map(str, counts[1:])) + " |"]
@@ -197,7 +198,7 @@ def table(rows: Seq[Cost]) -> str:
     return "\n".join(lines)
 
 
-def streams_table(rows: Seq[Stream]) -> str:
+def streams_table(rows: Sequence[Stream]) -> str:
     """Markdown."""
     lines = ["| weights | streams | sampling | tokens/s | forward | sampling's share | the rest |", "|---" * 7 + "|"]
     lines += [
@@ -220,47 +221,50 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--both", action="store_true", help="with the matrix unit, then again without it")
-    wanted = parser.parse_args()
-    torch.set_num_threads(wanted.threads)
+    requested = parser.parse_args()
+    torch.set_num_threads(requested.threads)
     library = kernels.library()
     print(f"{processor()}; matrix unit: {'yes' if library is not None and library.tiles else 'no'}\n", flush=True)
-    counts = sorted({1, *map(int, wanted.rows.split(","))})
-    names = wanted.formats.split(",")
+    counts = sorted({1, *map(int, requested.rows.split(","))})
+    names = requested.formats.split(",")
     generator = torch.Generator().manual_seed(0)
     try:
         models = {
-            name: load_model(wanted.model, quantization=name, invariant=True) for name in wanted.formats.split(",")
+            name: load_model(requested.model, quantization=name, invariant=True)
+            for name in requested.formats.split(",")
         }
         size = min(model.info.vocab_size for model in models.values())
         text = torch.randint(size, (CONTEXT + counts[-1],), generator=generator).tolist()
-        measured = costs([Forwards(n, m, counts[-1], text) for n, m in models.items()], counts, wanted.turns)
+        measured = costs([Forwards(n, m, counts[-1], text) for n, m in models.items()], counts, requested.turns)
         print(table(measured))
         read: list[Prefill] = []
-        if wanted.prefill:
-            lengths = list(map(int, wanted.prefill.split(",")))
-            packed = load_model(wanted.model, quantization="bfloat16", weights=PACKED, invariant=False)
+        if requested.prefill:
+            lengths = list(map(int, requested.prefill.split(",")))
+            packed = load_model(requested.model, quantization="bfloat16", weights=PACKED, invariant=False)
             longest = torch.randint(size, (max(lengths),), generator=generator).tolist()
-            read = prefills({**models, PACKED: packed}, lengths, wanted.turns, longest)
+            read = prefills({**models, PACKED: packed}, lengths, requested.turns, longest)
             print("\n" + prefill_table(read))
             del packed
         rounds: list[Stream] = []
-        if wanted.streams:
+        if requested.streams:
             models = {}
             prompts = torch.randint(size, (16, PROMPT), generator=generator).tolist()
             for name in names:
-                rounds += streams(wanted.model, name, list(map(int, wanted.streams.split(","))), wanted.tokens, prompts)
+                rounds += streams(
+                    requested.model, name, list(map(int, requested.streams.split(","))), requested.tokens, prompts
+                )
             print("\n" + streams_table(rounds))
     except ForerunError as error:
         sys.exit(f"error: {error}")
-    if wanted.out:
-        about = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(wanted).items()}}
-        groups: dict[str, Seq[Any]] = {"rows": measured, "prefill": read, "streams": rounds}
+    if requested.out:
+        about = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(requested).items()}}
+        groups: dict[str, Sequence[Any]] = {"rows": measured, "prefill": read, "streams": rounds}
         rows = {name: [asdict(row) for row in group] for name, group in groups.items()}
-        wanted.out.write_text(json.dumps({"environment": about, **rows}, indent=1))
-    if wanted.both:
+        requested.out.write_text(json.dumps({"environment": about, **rows}, indent=1))
+    if requested.both:
         again = [argument for argument in sys.argv[1:] if argument != "--both"]
-        if wanted.out:
-            again += ["--out", str(wanted.out.with_suffix(".lanes.json"))]
+        if requested.out:
+            again += ["--out", str(requested.out.with_suffix(".lanes.json"))]
         print(flush=True)
         around = {**os.environ, "FORERUN_TILES": "0"}
         sys.exit(subprocess.run([sys.executable, "-m", "forerun_lab.bench.costs", *again], env=around).returncode)

@@ -11,8 +11,7 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pydoc_data import topics
@@ -60,11 +59,11 @@ class Seen:
     count: int = 0
     windows: int = 0
 
-    def add(self, window: Seq[int], exact: torch.Tensor, got: torch.Tensor) -> None:
-        wanted, found = exact.double().log_softmax(-1), got.double().log_softmax(-1)
+    def add(self, window: Sequence[int], exact: torch.Tensor, got: torch.Tensor) -> None:
+        requested, result = exact.double().log_softmax(-1), got.double().log_softmax(-1)
         targets = torch.tensor(window[1:])
-        self.nats -= float(found[:-1].gather(-1, targets[:, None]).sum())
-        self.kl += float((wanted.exp() * (wanted - found)).sum())
+        self.nats -= float(result[:-1].gather(-1, targets[:, None]).sum())
+        self.kl += float((requested.exp() * (requested - result)).sum())
         self.error += quantize.error(exact, got)
         self.same += int((exact.argmax(-1) == got.argmax(-1)).sum())
         self.count += len(window)
@@ -79,8 +78,8 @@ class Seen:
 def windows_of(text: str, model: str, size: int, count: int) -> list[list[int]]:
     """Token ids, ``count`` windows of ``size``. Raises ForerunError."""
     ids = load_tokenizer(str(resolve(model))).encode(text[: 16 * size * count])
-    found = [ids[first : first + size] for first in range(0, size * count, size)]
-    whole = [window for window in found if len(window) == size]
+    result = [ids[first : first + size] for first in range(0, size * count, size)]
+    whole = [window for window in result if len(window) == size]
     if not whole:
         raise ForerunError(f"the text has {len(ids)} tokens, fewer than a window of {size}")
     return whole
@@ -94,71 +93,71 @@ class Exact:
         self.module = read_module(path, read_config(path), torch.float32, attention="sdpa").eval()
 
     @torch.inference_mode()
-    def logits(self, window: Seq[int]) -> torch.Tensor:
+    def logits(self, window: Sequence[int]) -> torch.Tensor:
         """[tokens, vocabulary]."""
-        found: torch.Tensor = self.module(torch.tensor([list(window)])).logits[0]
-        return found
+        result: torch.Tensor = self.module(torch.tensor([list(window)])).logits[0]
+        return result
 
     @torch.inference_mode()
-    def text(self, prompt: Seq[int], length: int) -> list[int]:
+    def text(self, prompt: Sequence[int], length: int) -> list[int]:
         """A greedy answer, which ends nowhere."""
         ids = torch.tensor([list(prompt)])
         options = {"max_new_tokens": length, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        found = self.module.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        answer: list[int] = found[0, len(prompt) :].tolist()
+        result = self.module.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        answer: list[int] = result[0, len(prompt) :].tolist()
         return answer
 
 
-def measure(wanted: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[Row]:
+def measure(requested: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[Row]:
     """Row by row, the exact one first. Raises ForerunError."""
-    text = Path(wanted.text).read_text("utf-8") if wanted.text else "\n".join(topics.topics.values())
-    windows = windows_of(text, wanted.model, wanted.window, wanted.windows)
-    exact = Exact(wanted.model)
+    text = Path(requested.text).read_text("utf-8") if requested.text else "\n".join(topics.topics.values())
+    windows = windows_of(text, requested.model, requested.window, requested.windows)
+    exact = Exact(requested.model)
     references = []
     seen = Seen()
     for window in windows:
         references.append(exact.logits(window))
         seen.add(window, references[-1], references[-1])
-    prompts = [window[: wanted.window // 4] for window in windows]
-    answers = [exact.text(prompt, wanted.text_tokens) for prompt in prompts]
+    prompts = [window[: requested.window // 4] for window in windows]
+    answers = [exact.text(prompt, requested.text_tokens) for prompt in prompts]
     del exact
     first = seen.row(EXACT, None)
     first.over_exact, first.same_texts = 0.0, len(answers)
     yield first
-    for name in wanted.formats.split(","):
+    for name in requested.formats.split(","):
         tell(f"loading {name}")
-        row = _ours(wanted, name, windows, references, prompts, answers)
+        row = _ours(requested, name, windows, references, prompts, answers)
         row.over_exact = row.perplexity / first.perplexity - 1
         yield row
         gc.collect()
-    if wanted.llama_cpp:
+    if requested.llama_cpp:
         tell("llama.cpp")
-        row = _llama_cpp(wanted, windows, references)
+        row = _llama_cpp(requested, windows, references)
         row.over_exact = row.perplexity / first.perplexity - 1
         yield row
 
 
 def _ours(
-    wanted: argparse.Namespace, name: str, windows: Seq[list[int]], references: Seq[torch.Tensor],
-    prompts: Seq[list[int]], answers: Seq[list[int]],
+    requested: argparse.Namespace, name: str, windows: Sequence[list[int]], references: Sequence[torch.Tensor],
+    prompts: Sequence[list[int]], answers: Sequence[list[int]],
 ) -> Row:  # fmt: skip
-    model = load_model(wanted.model, quantization=name, invariant=True)
+    model = load_model(requested.model, quantization=name, invariant=True)
     seen = Seen()
     for window, reference in zip(windows, references):
         seen.add(window, reference, logits(model, [window]).float())
     row = seen.row(name, model.info.weight_bytes)
     del model
-    llm = LLM(wanted.model, quantization=name, speculative_config=None)
-    params = SamplingParams(temperature=0, max_tokens=wanted.text_tokens, ignore_eos=True)
+    llm = LLM(requested.model, quantization=name, speculative_config=None)
+    params = SamplingParams(temperature=0, max_tokens=requested.text_tokens, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     row.same_texts = sum(list(o.outputs[0].token_ids) == a for o, a in zip(outputs, answers, strict=True))
     return row
 
 
-def _llama_cpp(wanted: argparse.Namespace, windows: Seq[list[int]], references: Seq[torch.Tensor]) -> Row:
+def _llama_cpp(requested: argparse.Namespace, windows: Sequence[list[int]], references: Sequence[torch.Tensor]) -> Row:
     """llama.cpp's own logits of the file: what it chose, and the log-probabilities of the text's tokens."""
     nats, same = 0.0, 0
-    with scorer(wanted.llama_cpp, wanted.model, wanted.window, wanted.threads) as score:
+    with scorer(requested.llama_cpp, requested.model, requested.window, requested.threads) as score:
         for window, reference in zip(windows, references):
             answer = score(window)
             nats -= math.fsum(answer["logprobs"])
@@ -167,7 +166,7 @@ def _llama_cpp(wanted: argparse.Namespace, windows: Seq[list[int]], references: 
     return Row("llama.cpp", None, math.exp(nats / (tokens - len(windows))), same_choices=same / tokens)
 
 
-def table(rows: Seq[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Markdown."""
 
     def shown(value: float | None, form: str) -> str:
@@ -195,18 +194,18 @@ def main() -> None:
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="compare with llama.cpp in this Python's environment")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    wanted = parser.parse_args()
-    torch.set_num_threads(wanted.threads)
+    requested = parser.parse_args()
+    torch.set_num_threads(requested.threads)
     rows = []
     try:
-        for row in measure(wanted, lambda text: print(text, file=sys.stderr, flush=True)):
+        for row in measure(requested, lambda text: print(text, file=sys.stderr, flush=True)):
             rows.append(row)
     except (ForerunError, OSError) as error:
         sys.exit(f"error: {error}")
     print(table(rows))
-    if wanted.out:
-        about = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(wanted).items()}}
-        wanted.out.write_text(json.dumps({"environment": about, "rows": [asdict(row) for row in rows]}, indent=1))
+    if requested.out:
+        about = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(requested).items()}}
+        requested.out.write_text(json.dumps({"environment": about, "rows": [asdict(row) for row in rows]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean, stdev
 from typing import Any
@@ -90,7 +89,7 @@ class Comparison:
     note: str = ""
 
 
-def verdict(differences: Seq[float]) -> tuple[float, float, str]:
+def verdict(differences: Sequence[float]) -> tuple[float, float, str]:
     """Mean, standard error, and whether the mean is above, below or near zero. Two differences at least."""
     middle = mean(differences)
     error = stdev(differences) / len(differences) ** 0.5
@@ -104,7 +103,7 @@ class Bench:
     """Runs each configuration once per temperature."""
 
     llm: LLM
-    prompts: Seq[Seq[int]]
+    prompts: Sequence[Sequence[int]]
     max_tokens: int
     concurrency: int
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -132,7 +131,7 @@ class Bench:
         except ForerunError as error:
             return replace(empty, verdict="left out", note=" ".join(str(error).split()))
         pairs = [(b.tokens_per_round, w.tokens_per_round) for b, w in zip(*sides)]
-        middle, error_, found = verdict([b - w for b, w in pairs if b is not None and w is not None])
+        middle, error_, result = verdict([b - w for b, w in pairs if b is not None and w is not None])
         totals = [RequestMetrics.merged(side).tokens_per_round for side in sides]
         return replace(
             empty,
@@ -141,19 +140,19 @@ class Bench:
             difference=middle,
             error=error_,
             prompts=len(pairs),
-            verdict=found,
+            verdict=result,
         )
 
 
-def compare_all(bench: Bench, orderings: Seq[Ordering] = ORDERINGS) -> list[Comparison]:
-    return [bench.compare(ordering, heat) for ordering in orderings for heat in ordering.temperatures]
+def compare_all(bench: Bench, orderings: Sequence[Ordering] = ORDERINGS) -> list[Comparison]:
+    return [bench.compare(ordering, temperature) for ordering in orderings for temperature in ordering.temperatures]
 
 
-def lines(found: Seq[Comparison]) -> list[str]:
+def lines(result: Sequence[Comparison]) -> list[str]:
     """A markdown table."""
     heads = ["ordering", "T", "tokens per round", "the other's", "difference per prompt", "", "source"]
     table = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    for item in found:
+    for item in result:
         numbers = ["–", "–", item.note]
         if item.better is not None and item.worse is not None:
             numbers = [f"{item.better:.3f}", f"{item.worse:.3f}", f"{item.difference:+.3f} ± {item.error:.3f}"]
@@ -178,8 +177,8 @@ def main() -> None:
     torch.set_num_threads(1)
     llm = LLM(given.model, dtype=given.dtype, speculative_config=None)
     prompts = make_prompts(given.prompt_set, llm.tokenizer, count=given.prompts, length=given.prompt_tokens)
-    found = compare_all(Bench(llm, prompts, given.max_tokens, given.concurrency, given.speculative_config))
-    print(json.dumps([asdict(item) for item in found], indent=1) if given.json else "\n".join(lines(found)))
+    result = compare_all(Bench(llm, prompts, given.max_tokens, given.concurrency, given.speculative_config))
+    print(json.dumps([asdict(item) for item in result], indent=1) if given.json else "\n".join(lines(result)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -63,7 +63,7 @@ class Overhead:
     """The same on the engine alone."""
 
 
-Arrivals = Seq[tuple[int, Seq[int]]]
+Arrivals = Sequence[tuple[int, Sequence[int]]]
 """For each request the rounds that had ended when it came, and its prompt."""
 
 
@@ -71,12 +71,12 @@ class Noting(AsyncEngine):
     """Notes when requests reach the engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self.arrivals: list[tuple[int, Seq[int]]] = []
+        self.arrivals: list[tuple[int, Sequence[int]]] = []
         self.spent: list[float] = []
         """The process's time at each arrival."""
         super().__init__(engine)
 
-    def _add(self, stream: Any, prompt: Seq[int], params: Any, choices: dict) -> None:
+    def _add(self, stream: Any, prompt: Sequence[int], params: Any, choices: dict) -> None:
         self.arrivals.append((self.engine.stats.rounds, prompt))
         self.spent.append(process_time())
         super()._add(stream, prompt, params, choices)
@@ -140,7 +140,7 @@ class Served:
     arrivals: Arrivals
 
 
-def served(engine: Engine, bodies: Seq[dict], streams: int) -> Served:
+def served(engine: Engine, bodies: Sequence[dict], streams: int) -> Served:
     """The same through a server in this process and a client in another. Raises ForerunError if the client fails."""
     asynchronous = Noting(engine)
     app = create_app(asynchronous, ServerOptions())
@@ -164,10 +164,10 @@ def served(engine: Engine, bodies: Seq[dict], streams: int) -> Served:
         thread.join()
     if done.returncode:
         raise ForerunError(f"the load client failed: {done.stderr.strip().splitlines()[-1]}")
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     came = asynchronous.arrivals[1:]
     arrivals = [(rounds - came[0][0], prompt) for rounds, prompt in came]
-    return Served(found["seconds"], spent - asynchronous.spent[1], found["tokens"], arrivals)
+    return Served(result["seconds"], spent - asynchronous.spent[1], result["tokens"], arrivals)
 
 
 def measure(
@@ -190,7 +190,7 @@ def measure(
     finally:
         gc.unfreeze()
     count = requests * tokens
-    shares = [turn.of_round for turn in turns if turn.of_round is not None]
+    fractions = [turn.of_round for turn in turns if turn.of_round is not None]
     lone = [turn.alone_of_round for turn in turns if turn.alone_of_round is not None]
     return Overhead(
         concurrency,
@@ -199,8 +199,8 @@ def measure(
         served=median(count / turn.served.seconds for turn in turns),
         wall=median(1 - turn.alike[0] / turn.served.seconds for turn in turns),
         processor=median(1 - turn.alike[1] / turn.served.processor for turn in turns),
-        of_round=mean(shares) if shares else None,
-        error=stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else None,
+        of_round=mean(fractions) if fractions else None,
+        error=stdev(fractions) / len(fractions) ** 0.5 if len(fractions) > 1 else None,
         alone_of_round=mean(lone) if lone else None,
     )
 
@@ -218,7 +218,11 @@ class Turn(NamedTuple):
 
 
 def _turn(
-    engine: Engine, streams: int, bodies: Seq[dict[str, Any]], prompts: Seq[Seq[int]], params: SamplingParams
+    engine: Engine,
+    streams: int,
+    bodies: Sequence[dict[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
 ) -> Turn:
     speculate = bool(engine.router.drafters)
     _forget(engine)
@@ -226,9 +230,9 @@ def _turn(
     _forget(engine)
     with Beats(engine, streams) as beats:
         through = served(engine, bodies, streams)
-    wanted = sum(body["max_tokens"] for body in bodies)
-    if through.tokens != wanted:
-        raise ForerunError(f"{through.tokens} tokens came through the server instead of {wanted}")
+    requested = sum(body["max_tokens"] for body in bodies)
+    if through.tokens != requested:
+        raise ForerunError(f"{through.tokens} tokens came through the server instead of {requested}")
     _forget(engine)
     with Beats(engine, streams) as lone:
         alike = alone(engine, through.arrivals, params, speculate)
@@ -259,7 +263,7 @@ def main() -> None:
             speculative_config={"method": given.spec_method} if given.spec_method else None,
             max_num_seqs=concurrency,
         )
-        found = measure(
+        result = measure(
             llm,
             concurrency,
             requests=given.requests,
@@ -268,7 +272,7 @@ def main() -> None:
             stream=not given.no_stream,
             repeats=given.repeats,
         )
-        print(json.dumps(asdict(found)), flush=True)
+        print(json.dumps(asdict(result)), flush=True)
 
 
 if __name__ == "__main__":

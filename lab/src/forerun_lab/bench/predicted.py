@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,13 +28,13 @@ Group = tuple[str, float, int]
 
 def predictions(plan: Mapping[str, Any]) -> dict[Setting, float]:
     """Speed over plain decoding by method, depth and tree."""
-    found: dict[tuple[str, int, str | None], float] = {
+    result: dict[tuple[str, int, str | None], float] = {
         (p["method"], p["k"], None): p["speedup"] for p in plan["predictions"]
     }
     for item in plan["trees"]:
         for shape in item["fixed"]:
-            found[shape["method"], len(shape["tree"]), "x".join(map(str, shape["tree"]))] = shape["speedup"]
-    return found
+            result[shape["method"], len(shape["tree"]), "x".join(map(str, shape["tree"]))] = shape["speedup"]
+    return result
 
 
 def join(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def _of(row: Mapping[str, Any], group: Group) -> bool:
     return (row["model"], row["temperature"], row["concurrency"]) == group
 
 
-def _group(rows: Seq[Mapping[str, Any]], group: Group) -> dict[str, Any]:
+def _group(rows: Sequence[Mapping[str, Any]], group: Group) -> dict[str, Any]:
     """The chosen setting's speed over the best measured one's, plain decoding among both."""
     plain = {"method": "none", "k": None, "tree": None, "measured": 1.0, "predicted": MARGIN}
     inside = [plain, *(row for row in rows if _of(row, group))]
@@ -103,15 +102,15 @@ def name(row: Mapping[str, Any]) -> str:
     return f"{row['method']}, {'k = ' + str(row['k']) if row['tree'] is None else row['tree']}"
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """As markdown: groups, then rows."""
     lines = ["| model | T | at a time | settings | median error | chosen | best | chosen over best |", "|---" * 8 + "|"]
-    for each in found["groups"]:
+    for each in result["groups"]:
         cells = [each["model"], f"{each['temperature']:g}", each["concurrency"], each["settings"]]
         cells += [f"{each['median_error']:.1%}", each["chosen"], each["best"], f"{each['chosen_over_best']:.2f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += ["", f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
-    for row in found["rows"]:
+    for row in result["rows"]:
         error = "" if row["measured_error"] is None else f"{row['measured_error']:.2f}"
         cells = [row["model"], f"`{row['method']}`", row["k"], row["tree"] or "", f"{row['temperature']:g}"]
         cells += [row["concurrency"], f"{row['predicted']:.2f}", f"{row['measured']:.2f}", error, f"{row['off']:+.0%}"]
@@ -123,19 +122,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m forerun_lab.bench.predicted", description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="what plan and bench printed with --json")
     parser.add_argument("--out", type=Path, help="JSON file to write, with the machine that each file was made on")
-    wanted = parser.parse_args()
+    requested = parser.parse_args()
     try:
-        files = [json.loads(path.read_text(encoding="utf-8")) for path in wanted.files]
-        found = join(files)
+        files = [json.loads(path.read_text(encoding="utf-8")) for path in requested.files]
+        result = join(files)
     except (ConfigError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         sys.exit(f"error: these are not all files of forerun plan --json and forerun bench --json ({error!r})")
-    print(table(found))
-    print(f"\n{len(found['rows'])} settings, median error {found['median_error']:.1%}")
-    if wanted.out:
+    print(table(result))
+    print(f"\n{len(result['rows'])} settings, median error {result['median_error']:.1%}")
+    if requested.out:
         about = [item["environment"] for item in files if "rows" in item]
-        wanted.out.write_text(json.dumps({"environments": about} | found, indent=1) + "\n", encoding="utf-8")
+        requested.out.write_text(json.dumps({"environments": about} | result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Awaitable, Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import ceil
@@ -66,12 +65,12 @@ class First:
     cached: int
 
 
-async def load(ask: Ask, bodies: Seq[dict[str, Any]], streams: int) -> Load:
+async def load(ask: Ask, bodies: Sequence[dict[str, Any]], streams: int) -> Load:
     """Every body, ``streams`` at a time. Raises ForerunError for one that is refused."""
-    places = asyncio.Semaphore(streams)
+    slots = asyncio.Semaphore(streams)
 
     async def one(body: dict[str, Any]) -> tuple[str, int]:
-        async with places:
+        async with slots:
             status, answer = await ask("/v1/completions", body)
         if status != 200:
             raise ForerunError(answer["error"]["message"])
@@ -82,12 +81,14 @@ async def load(ask: Ask, bodies: Seq[dict[str, Any]], streams: int) -> Load:
     return Load(perf_counter() - began, sum(tokens for _, tokens in answers), [text for text, _ in answers])
 
 
-async def first_tokens(pool: Answering, prompts: Seq[Seq[int]], params: SamplingParams, streams: int) -> list[First]:
+async def first_tokens(
+    pool: Answering, prompts: Sequence[Sequence[int]], params: SamplingParams, streams: int
+) -> list[First]:
     """Every prompt, ``streams`` at a time."""
-    places = asyncio.Semaphore(streams)
+    slots = asyncio.Semaphore(streams)
 
-    async def one(prompt: Seq[int]) -> First:
-        async with places:
+    async def one(prompt: Sequence[int]) -> First:
+        async with slots:
             began = perf_counter()
             stream = await pool.submit(prompt, params)
             await stream.read()
@@ -99,60 +100,60 @@ async def first_tokens(pool: Answering, prompts: Seq[Seq[int]], params: Sampling
     return list(await asyncio.gather(*map(one, prompts)))
 
 
-async def in_turns(contenders: dict[str, Callable[[int], Awaitable[Any]]], turns: int) -> dict[str, list[Any]]:
+async def interleaved(contenders: dict[str, Callable[[int], Awaitable[Any]]], turns: int) -> dict[str, list[Any]]:
     """What each made of every turn, the first one that is not counted left out; who begins changes."""
-    found: dict[str, list[Any]] = {name: [] for name in contenders}
+    result: dict[str, list[Any]] = {name: [] for name in contenders}
     for turn in range(turns + 1):
         names = list(contenders) if turn % 2 else list(contenders)[::-1]
         for name in names:
-            found[name].append(await contenders[name](turn))
-    return {name: kept[1:] for name, kept in found.items()}
+            result[name].append(await contenders[name](turn))
+    return {name: kept[1:] for name, kept in result.items()}
 
 
-def throughput(wanted: argparse.Namespace) -> list[dict[str, Any]]:
+def throughput(requested: argparse.Namespace) -> list[dict[str, Any]]:
     """Tokens per second of one process with as many threads as there are replicas, and of those."""
     from forerun.scale.cluster import Cluster, Replicas
     from forerun.scale.front import cluster
     from forerun.serve.app import ServerOptions, create_app
-    from forerun.serve.batch import asking
+    from forerun.serve.batch import requester
 
     torch.set_num_threads(NUMBER)
-    drafters = json.loads(wanted.speculative_config)
-    engine = {"model": wanted.model, "page_size": PAGE_SIZE, "max_num_seqs": max(16, wanted.streams)}
+    drafters = json.loads(requested.speculative_config)
+    engine = {"model": requested.model, "page_size": PAGE_SIZE, "max_num_seqs": max(16, requested.streams)}
     llm = LLM(**engine, speculative_config=drafters)
     options = ServerOptions(request_timeout=NO_LIMIT)
     prompts = make_prompts(
-        HELD_OUT, llm.tokenizer, count=wanted.requests * (wanted.turns + 1), length=wanted.prompt_tokens
+        HELD_OUT, llm.tokenizer, count=requested.requests * (requested.turns + 1), length=requested.prompt_tokens
     )
     one = AsyncEngine(llm.engine)
 
     def bodies(turn: int) -> list[dict[str, Any]]:
-        given = {"max_tokens": wanted.tokens, "temperature": wanted.temperature, "ignore_eos": True}
-        chosen = prompts[turn * wanted.requests : (turn + 1) * wanted.requests]
+        given = {"max_tokens": requested.tokens, "temperature": requested.temperature, "ignore_eos": True}
+        chosen = prompts[turn * requested.requests : (turn + 1) * requested.requests]
         return [{"prompt": prompt, "seed": seed, **given} for seed, prompt in enumerate(chosen)]
 
     async def measure(handle: Any) -> dict[str, list[Load]]:
-        pool = await Cluster(handle).pool(4 * wanted.requests)
+        pool = await Cluster(handle).pool(4 * requested.requests)
         asks = {
-            f"one process, {NUMBER} threads": asking(create_app(one, options)),
-            f"{NUMBER} replicas, 1 thread each": asking(create_app(pool, options)),
+            f"one process, {NUMBER} threads": requester(create_app(one, options)),
+            f"{NUMBER} replicas, 1 thread each": requester(create_app(pool, options)),
         }
 
         def contender(ask: Ask) -> Callable[[int], Awaitable[Load]]:
-            return lambda turn: load(ask, bodies(turn), wanted.streams)
+            return lambda turn: load(ask, bodies(turn), requested.streams)
 
-        return await in_turns({name: contender(ask) for name, ask in asks.items()}, wanted.turns)
+        return await interleaved({name: contender(ask) for name, ask in asks.items()}, requested.turns)
 
     try:
         with cluster(Replicas(engine=engine, speculative=drafters, number=NUMBER)) as (handle,):
-            found = asyncio.run(measure(handle))
+            result = asyncio.run(measure(handle))
     finally:
         one.close()
-    base = next(iter(found.values()))
-    return [_of_load(name, loads, base) for name, loads in found.items()]
+    base = next(iter(result.values()))
+    return [_of_load(name, loads, base) for name, loads in result.items()]
 
 
-def _of_load(name: str, loads: Seq[Load], base: Seq[Load]) -> dict[str, Any]:
+def _of_load(name: str, loads: Sequence[Load], base: Sequence[Load]) -> dict[str, Any]:
     speeds = [each.tokens / each.seconds for each in loads]
     ratios = [before.seconds / own.seconds for before, own in zip(base, loads)]
     pairs = [pair for before, own in zip(base, loads) for pair in zip(before.texts, own.texts)]
@@ -165,49 +166,49 @@ def _of_load(name: str, loads: Seq[Load], base: Seq[Load]) -> dict[str, Any]:
     }
 
 
-def routing(wanted: argparse.Namespace) -> list[dict[str, Any]]:
+def routing(requested: argparse.Namespace) -> list[dict[str, Any]]:
     """Times to first token and hit rates, by affinity and by chance, over prompts that share beginnings; each replica's
-    cache has room for a share of ``wanted.room`` of them, what it answers included."""
+    cache has room for a share of ``requested.room`` of them, what it answers included."""
     from forerun.scale.cluster import Cluster, Replicas
     from forerun.scale.front import cluster
 
-    drafters = json.loads(wanted.speculative_config)
-    whole = -(-(wanted.prefix_tokens + wanted.tail_tokens + wanted.first_tokens) // PAGE_SIZE)
-    kept = int(wanted.room * wanted.prefixes * (wanted.prefix_tokens // PAGE_SIZE))
+    drafters = json.loads(requested.speculative_config)
+    whole = -(-(requested.prefix_tokens + requested.tail_tokens + requested.first_tokens) // PAGE_SIZE)
+    kept = int(requested.room * requested.prefixes * (requested.prefix_tokens // PAGE_SIZE))
     engine = {
-        "model": wanted.model, "page_size": PAGE_SIZE, "max_num_seqs": max(4, wanted.clients),
-        "num_pages": max(kept, wanted.clients * whole),
+        "model": requested.model, "page_size": PAGE_SIZE, "max_num_seqs": max(4, requested.clients),
+        "num_pages": max(kept, requested.clients * whole),
     }  # fmt: skip
-    params = SamplingParams(temperature=0.0, max_tokens=wanted.first_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=requested.first_tokens, ignore_eos=True)
     names = {"affine": True, "by chance": False}
 
-    async def measure(handles: Seq[Any]) -> dict[str, list[list[First]]]:
+    async def measure(handles: Sequence[Any]) -> dict[str, list[list[First]]]:
         pools = [await Cluster(handle).pool(1024) for handle in handles]
         tokenizer = pools[0].tokenizer
-        prefixes = make_prompts(HELD_OUT, tokenizer, count=wanted.prefixes, length=wanted.prefix_tokens)
-        count = wanted.prefixes * wanted.visits * (wanted.turns + 1)
-        tails = make_prompts(RANDOM, tokenizer, count=count, length=wanted.tail_tokens)
+        prefixes = make_prompts(HELD_OUT, tokenizer, count=requested.prefixes, length=requested.prefix_tokens)
+        count = requested.prefixes * requested.visits * (requested.turns + 1)
+        tails = make_prompts(RANDOM, tokenizer, count=count, length=requested.tail_tokens)
 
         def prompts(turn: int) -> list[list[int]]:
-            order = list(range(wanted.prefixes)) * wanted.visits
+            order = list(range(requested.prefixes)) * requested.visits
             random.Random(turn).shuffle(order)
-            return [prefixes[each] + tails[turn * len(order) + place] for place, each in enumerate(order)]
+            return [prefixes[each] + tails[turn * len(order) + index] for index, each in enumerate(order)]
 
         def contender(pool: Pool) -> Callable[[int], Awaitable[list[First]]]:
-            return lambda turn: first_tokens(pool, prompts(turn), params, wanted.clients)
+            return lambda turn: first_tokens(pool, prompts(turn), params, requested.clients)
 
-        return await in_turns({name: contender(pool) for name, pool in zip(names, pools)}, wanted.turns)
+        return await interleaved({name: contender(pool) for name, pool in zip(names, pools)}, requested.turns)
 
     replicas = [
         Replicas(engine=engine, speculative=drafters, number=NUMBER, affine=affine) for affine in names.values()
     ]
     with cluster(*replicas) as handles:
-        found = asyncio.run(measure(handles))
-    base = found["by chance"]
-    return [_of_first(name, turns, base) for name, turns in found.items()]
+        result = asyncio.run(measure(handles))
+    base = result["by chance"]
+    return [_of_first(name, turns, base) for name, turns in result.items()]
 
 
-def _of_first(name: str, turns: Seq[Seq[First]], base: Seq[Seq[First]]) -> dict[str, Any]:
+def _of_first(name: str, turns: Sequence[Sequence[First]], base: Sequence[Sequence[First]]) -> dict[str, Any]:
     every = [each for turn in turns for each in turn]
     waited = sorted(each.seconds for each in every)
     ratios = [mean(e.seconds for e in own) / mean(e.seconds for e in before) for before, own in zip(base, turns)]
@@ -222,7 +223,7 @@ def _of_first(name: str, turns: Seq[Seq[First]], base: Seq[Seq[First]]) -> dict[
     }
 
 
-def environment(wanted: argparse.Namespace) -> dict[str, Any]:
+def environment(requested: argparse.Namespace) -> dict[str, Any]:
     """Versions, machine and settings. Raises ModuleNotFoundError without Ray."""
     return {
         "forerun": forerun.__version__,
@@ -231,7 +232,7 @@ def environment(wanted: argparse.Namespace) -> dict[str, Any]:
         "ray": version("ray"),
         "processor": processor(),
         "cores": os.cpu_count(),
-        "settings": {name: value for name, value in vars(wanted).items() if name not in ("json", "table")},
+        "settings": {name: value for name, value in vars(requested).items() if name not in ("json", "table")},
     }
 
 
@@ -254,7 +255,7 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _between(interval: Seq[float] | None) -> str:
+def _between(interval: Sequence[float] | None) -> str:
     return "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
@@ -278,18 +279,18 @@ def main() -> None:
     parser.add_argument("--room", type=float, default=0.67, help="share of the prefixes that one replica can hold")
     parser.add_argument("--json", action="store_true", help="print one object instead of tables")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print such an object's tables, and end")
-    wanted = parser.parse_args()
-    if wanted.table:
-        print(tables(json.loads(wanted.table.read_text(encoding="utf-8"))))
+    requested = parser.parse_args()
+    if requested.table:
+        print(tables(json.loads(requested.table.read_text(encoding="utf-8"))))
         return
     try:
-        about = environment(wanted)
-        result = {"environment": about, "throughput": throughput(wanted), "routing": routing(wanted)}
+        about = environment(requested)
+        result = {"environment": about, "throughput": throughput(requested), "routing": routing(requested)}
     except ModuleNotFoundError as error:
         sys.exit(f"error: this needs {error.name}: pip install 'forerun[ray]'")
     except ForerunError as error:
         sys.exit(f"error: {error}")
-    print(json.dumps(result, indent=1) if wanted.json else tables(result))
+    print(json.dumps(result, indent=1) if requested.json else tables(result))
 
 
 if __name__ == "__main__":

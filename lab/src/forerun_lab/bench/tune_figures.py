@@ -63,8 +63,8 @@ def figures(
     rows = []
     for name, config in compared.items():
         engine = Engine(llm.model, llm.tokenizer, llm.config, SpeculativeConfig.parse(config))
-        found = measure(engine, prompts, params)
-        each = [(len(answer) - 1) / max(1, m.rounds) for answer, m in zip(found.answers, found.metrics)]
+        result = measure(engine, prompts, params)
+        each = [(len(answer) - 1) / max(1, m.rounds) for answer, m in zip(result.answers, result.metrics)]
         kinds: dict[str, list[float]] = defaultdict(list)
         for (kind, _), value in zip(asked, each):
             kinds[kind].append(value)
@@ -72,12 +72,12 @@ def figures(
             {
                 "way": name,
                 "temperature": temperature,
-                "tokens_per_round": (sum(map(len, found.answers)) - len(each)) / sum(m.rounds for m in found.metrics),
+                "tokens_per_round": (sum(map(len, result.answers)) - len(each)) / sum(m.rounds for m in result.metrics),
                 "standard_error": stdev(each) / len(each) ** 0.5,
-                "drafted_per_round": sum(m.num_draft_tokens for m in found.metrics)
-                / sum(m.rounds for m in found.metrics),
+                "drafted_per_round": sum(m.num_draft_tokens for m in result.metrics)
+                / sum(m.rounds for m in result.metrics),
                 "by_category": {kind: round(fmean(values), 3) for kind, values in kinds.items()},
-                "tokens_per_second": found.tokens_per_second,
+                "tokens_per_second": result.tokens_per_second,
             }
         )
         print(f"T = {temperature}: {name:24} {rows[-1]['tokens_per_round']:.3f} tokens a round", flush=True)

@@ -6,8 +6,7 @@ import json
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Hashable
-from collections.abc import Sequence as Seq
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +42,7 @@ class Part:
     """What stands for a load on a fleet: ``arrivals`` on so many ``replicas``. Figures leave out the first ``settling``
     of them, in which queues and caches fill."""
 
-    arrivals: Seq[Arrival]
+    arrivals: Sequence[Arrival]
     replicas: int
     settling: int = 0
 
@@ -71,7 +70,7 @@ class Load(Protocol):
 class Trace:
     """Requests as they came, in order."""
 
-    arrivals: Seq[Arrival]
+    arrivals: Sequence[Arrival]
     seed: int = 0
 
     def part(self, replicas: int, router: str = "affine") -> Part:
@@ -84,7 +83,7 @@ class Trace:
         together = 0.0 if router == "random" else count / replicas * min(1.0, kept / PREFIXES)
         return Part(self._thinned(kept / replicas, together), kept)
 
-    def _thinned(self, share: float, together: float) -> list[Arrival]:
+    def _thinned(self, fraction: float, together: float) -> list[Arrival]:
         """This share of the requests. Those of a prefix with up to ``together`` of them stay or go together, but for
         one prefix, which makes the number right; all others stay or go one by one."""
         draw = random.Random(self.seed)
@@ -99,7 +98,7 @@ class Trace:
         for group in several:
             draw.shuffle(group)
         grouped = [index for group in several for index in group]
-        chosen = draw.sample(alone, round(share * len(alone))) + grouped[: round(share * len(grouped))]
+        chosen = draw.sample(alone, round(fraction * len(alone))) + grouped[: round(fraction * len(grouped))]
         return [self.arrivals[index] for index in sorted(chosen)]
 
     def within(self, positions: int) -> Trace:
@@ -124,8 +123,8 @@ class Trace:
     def describe(self) -> dict[str, Any]:
         first, last, usual = self.arrivals[0].at, self.arrivals[-1].at, self.typical()
         rate = (len(self.arrivals) - 1) / (last - first) if last > first else None
-        told: dict[str, Any] = {"requests": len(self.arrivals), "rate": rate, "prompt_tokens": usual.prompt}
-        return told | {"output_tokens": usual.output, "shared_tokens": usual.shared}
+        reported: dict[str, Any] = {"requests": len(self.arrivals), "rate": rate, "prompt_tokens": usual.prompt}
+        return reported | {"output_tokens": usual.output, "shared_tokens": usual.shared}
 
 
 @dataclass(frozen=True)
@@ -168,16 +167,16 @@ class Synthetic:
             )
 
     def part(self, replicas: int, router: str = "affine") -> Part:
-        """The same law at a share of the rate: independent requests at random times, thinned, stay that. There are
-        fewer prefixes, each as frequent as before, but for random routing."""
+        """The same distribution at a share of the rate: independent requests at random times, thinned, stay that. There
+        are fewer prefixes, each as frequent as before, but for random routing."""
         kept = min(replicas, self.SHARE)
-        share = kept / replicas
-        prefixes = self.prefixes if router == "random" else max(1, round(self.prefixes * share))
+        fraction = kept / replicas
+        prefixes = self.prefixes if router == "random" else max(1, round(self.prefixes * fraction))
         count = self.ALL + self.EACH * kept
         draw, now, arrivals = random.Random(self.seed), 0.0, []
         begun = self._begun()
         for _ in range(count):
-            now += draw.expovariate(self.rate * share)
+            now += draw.expovariate(self.rate * fraction)
             prefix = draw.randrange(prefixes) if begun else None
             own = self._length(draw, self.prompt - begun)
             one = Arrival(now, begun + own, self._length(draw, self.output), prefix, begun)
@@ -211,8 +210,8 @@ class Synthetic:
         return Arrival(0.0, self.prompt, self.output, None, self._begun())
 
     def describe(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"requests": None, "rate": self.rate, "prompt_tokens": self.prompt}
-        return told | {"output_tokens": self.output, "shared_tokens": self._begun()}
+        reported: dict[str, Any] = {"requests": None, "rate": self.rate, "prompt_tokens": self.prompt}
+        return reported | {"output_tokens": self.output, "shared_tokens": self._begun()}
 
 
 def read_trace(path: Path, seed: int = 0) -> Trace:

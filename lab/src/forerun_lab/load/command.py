@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +30,12 @@ class Setting:
     """What a plan is measured with."""
 
     engine: Mapping[str, Any]
-    drafters: Seq[Mapping[str, Any]]
+    drafters: Sequence[Mapping[str, Any]]
     prompt_set: str
     prompts_file: Path | None
     temperature: float
     seed: int
-    asked: Seq[str] = ()
+    asked: Sequence[str] = ()
     """Options of measuring that were given, beside those of ``engine``."""
 
 
@@ -64,8 +63,8 @@ def plan_load(options: LoadOptions, load: Load, setting: Setting) -> dict[str, A
     added = {name: getattr(options, name) for name in ("outside", "telling")}
     costs = replace(costs, **{name: value for name, value in added.items() if value is not None})
     targets = Targets(options.ttft_p95, options.tpot_p95, options.latency_p95)
-    found = run(costs, limits, load.within(limits.positions), targets, options.replicas, options.router)
-    return found | {"environment": about}
+    result = run(costs, limits, load.within(limits.positions), targets, options.replicas, options.router)
+    return result | {"environment": about}
 
 
 def _measure(load: Load, setting: Setting) -> tuple[Costs, Limits, dict[str, Any]]:
@@ -88,18 +87,18 @@ def _measure(load: Load, setting: Setting) -> tuple[Costs, Limits, dict[str, Any
         return bench.costs(setting.drafters), limits_of(llm), environment(llm, engine)
 
 
-def show(found: Mapping[str, Any]) -> None:
-    rows = [[_cell(one[key]) for key in FIGURES] for one in found["fleets"]]
+def show(result: Mapping[str, Any]) -> None:
+    rows = [[_cell(one[key]) for key in FIGURES] for one in result["fleets"]]
     print_table(list(FIGURES.values()), rows)
-    ways = ", ".join(f"{count}: {way}" for count, way in found["costs"]["switched"].items())
+    ways = ", ".join(f"{count}: {way}" for count, way in result["costs"]["switched"].items())
     print(f"\ndrafted, by requests that decode together: {ways}")
-    wanting = ", ".join(f"{name} takes {ratio:.2f} times as long" for name, ratio in found["misses"].items())
-    if found["replicas"] is None:
+    wanting = ", ".join(f"{name} takes {ratio:.2f} times as long" for name, ratio in result["misses"].items())
+    if result["replicas"] is None:
         print(f"not even {MOST} replicas keep this: {wanting}")
     elif wanting:
-        print(f"{found['replicas']} replicas do not keep this: {wanting}")
+        print(f"{result['replicas']} replicas do not keep this: {wanting}")
     else:
-        print(f"replicas: {found['replicas']}")
+        print(f"replicas: {result['replicas']}")
 
 
 def _cell(value: Any) -> str:
@@ -108,10 +107,10 @@ def _cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) and value < 10 else f"{value:.0f}"
 
 
-def tell(found: Mapping[str, Any], page: Path | None, as_json: bool) -> None:
+def tell(result: Mapping[str, Any], page: Path | None, as_json: bool) -> None:
     """Print it, and write it as a page."""
     if page is not None:
         from forerun_lab.load.report import report
 
-        page.write_text(report(found), encoding="utf-8")
-    (print_json if as_json else show)(found)
+        page.write_text(report(result), encoding="utf-8")
+    (print_json if as_json else show)(result)

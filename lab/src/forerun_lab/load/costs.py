@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -45,11 +44,12 @@ class Way:
     k: int
     seconds: Curve
     tokens: float
-    spread: Seq[float] = ()
+    spread: Sequence[float] = ()
 
-    def brings(self, luck: float) -> float:
-        """Tokens that a round brings a request which does better than a share ``luck`` of all, from 0 to below 1."""
-        return self.spread[int(luck * len(self.spread))] if self.spread else self.tokens
+    def brings(self, quantile: float) -> float:
+        """Tokens that a round brings a request which does better than a share ``quantile`` of all, from 0 to below
+        1."""
+        return self.spread[int(quantile * len(self.spread))] if self.spread else self.tokens
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Costs:
     spends on its way to an engine and back, and ``telling`` what a round takes longer for each request that gets tokens
     in it, as these leave the engine."""
 
-    ways: Seq[Way]
+    ways: Sequence[Way]
     prompt: Curve
     deep: float = 0.0
     outside: float = 0.0
@@ -69,16 +69,16 @@ class Costs:
     def best(self, decoding: int) -> Way:
         """The way with the most tokens a second where so many requests decode: a draft must promise what ``adaptive``
         asks of one."""
-        found = self._best.get(decoding)
-        if found is None:
+        result = self._best.get(decoding)
+        if result is None:
             plain, *drafts = self.ways
-            found, most = plain, Adaptive.MARGIN * plain.tokens / plain.seconds(decoding)
+            result, most = plain, Adaptive.MARGIN * plain.tokens / plain.seconds(decoding)
             for way in drafts:
                 speed = way.tokens / way.seconds(decoding)
                 if speed > most:
-                    found, most = way, speed
-            self._best[decoding] = found
-        return found
+                    result, most = way, speed
+            self._best[decoding] = result
+        return result
 
     def round(self, way: Way, decoding: int, prompt_tokens: int, depth: float = 0.0) -> float:
         """Seconds of a round in which ``decoding`` requests decode and prompts are read, ``depth`` tokens into them at
@@ -105,16 +105,16 @@ class Costs:
         ]
         counts = list(self.ways[0].seconds.points)
         switched = {count: _name(self.best(count)) for count in counts}
-        told: dict[str, Any] = {"ways": ways, "switched": switched, "prompt_seconds": self.prompt.points}
-        return told | {"deep": self.deep, "outside": self.outside, "telling": self.telling}
+        reported: dict[str, Any] = {"ways": ways, "switched": switched, "prompt_seconds": self.prompt.points}
+        return reported | {"deep": self.deep, "outside": self.outside, "telling": self.telling}
 
     @classmethod
-    def told(cls, found: Mapping[str, Any]) -> Costs:
+    def from_report(cls, result: Mapping[str, Any]) -> Costs:
         """From what ``describe`` gave, JSON or not. Raises ConfigError for anything else."""
         try:
-            ways = [_way(way) for way in found["ways"]]
-            added = {name: _least(found[name]) for name in ("deep", "outside", "telling")}
-            made = cls(ways, _curve(found["prompt_seconds"]), **added)
+            ways = [_way(way) for way in result["ways"]]
+            added = {name: _least(result[name]) for name in ("deep", "outside", "telling")}
+            made = cls(ways, _curve(result["prompt_seconds"]), **added)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"these are not the costs of a plan: {one_line(error)}") from None
         if not ways or ways[0].k:
@@ -122,15 +122,15 @@ class Costs:
         return made
 
 
-def _way(told: Mapping[str, Any]) -> Way:
-    k, spread = _count(told["k"], least=0), told.get("spread", [])
+def _way(reported: Mapping[str, Any]) -> Way:
+    k, spread = _count(reported["k"], least=0), reported.get("spread", [])
     if not isinstance(spread, list):
         raise ConfigError(f"spread must be a list of tokens, not {shown(spread)}")
-    for tokens in (told["tokens_per_round"], *spread):
+    for tokens in (reported["tokens_per_round"], *spread):
         if not 1 <= float(tokens) <= 1 + k:
             raise ConfigError(f"{shown(tokens)} is no number of tokens that a round with {k} drafted ones brings")
-    tokens = float(told["tokens_per_round"])
-    return Way(str(told["method"]), k, _curve(told["seconds"]), tokens, sorted(map(float, spread)))
+    tokens = float(reported["tokens_per_round"])
+    return Way(str(reported["method"]), k, _curve(reported["seconds"]), tokens, sorted(map(float, spread)))
 
 
 def _curve(points: Mapping[Any, Any]) -> Curve:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ class Spread:
     p95: float
 
     @classmethod
-    def of(cls, values: Seq[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Spread:
         low, high = np.percentile(values, [50, 95]) if len(values) else (0.0, 0.0)
         return cls(float(low), float(high))
 
@@ -86,7 +85,9 @@ def at_random(seed: int) -> Choose:
     return lambda load, number, arrival: draw.randrange(len(load))
 
 
-def simulate(costs: Costs, limits: Limits, arrivals: Seq[Arrival], count: int, choose: Choose) -> tuple[list[Job], Any]:
+def simulate(
+    costs: Costs, limits: Limits, arrivals: Sequence[Arrival], count: int, choose: Choose
+) -> tuple[list[Job], Any]:
     """All requests through ``count`` replicas: the jobs in the arrivals' order, and the replicas."""
     replicas = [Replica(costs, limits) for _ in range(count)]
     load = dict.fromkeys(range(count), 0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -49,9 +48,9 @@ class Bench:
     seed: int = 0
     step: Callable[[str], None] = lambda note: None
 
-    def costs(self, options: Seq[Mapping[str, Any]]) -> Costs:
+    def costs(self, options: Sequence[Mapping[str, Any]]) -> Costs:
         """With the drafters of ``options``, each at ``LENGTHS``."""
-        found: dict[tuple[str, int], dict[int, Measured]] = defaultdict(lambda: defaultdict(Measured))
+        result: dict[tuple[str, int], dict[int, Measured]] = defaultdict(lambda: defaultdict(Measured))
         several = options or [{"method": NONE}]
         names = labels(several, ())
         drafted = {"num_speculative_tokens": LENGTHS[-1]} if options else {}
@@ -63,8 +62,8 @@ class Bench:
                     for k in (0, *LENGTHS) if options else (0,):
                         self.step(f"{name}, {k} drafted tokens, {count} at a time")
                         run = self._decoded(engine, count, k)
-                        found[name if k else NONE, k][count].extend(run)
-        ways = [way for (method, k), runs in found.items() if (way := _way(method, k, runs)) is not None]
+                        result[name if k else NONE, k][count].extend(run)
+        ways = [way for (method, k), runs in result.items() if (way := _way(method, k, runs)) is not None]
         self.step("reading prompts")
         return Costs(ways, self._prompt_curve(), self._deep())
 
@@ -78,13 +77,13 @@ class Bench:
             for i in range(count)
         ]
         # Several prompts, and others for each count: requests differ in how well they are guessed.
-        found, groups = Measured(), max(1, REQUESTS // count)
+        result, groups = Measured(), max(1, REQUESTS // count)
         prompts = self.prompts((1 + groups) * count, length)
         for group in range(1, 1 + groups):
             some = prompts[group * count : (group + 1) * count]
-            found.extend(measure(engine, some, params, max_draft=k))
-        found.check()
-        return found
+            result.extend(measure(engine, some, params, max_draft=k))
+        result.check()
+        return result
 
     def _prompt_curve(self) -> Curve:
         """Seconds of rounds that read one prompt from its beginning."""
@@ -112,16 +111,16 @@ class Bench:
         spread = sum((depth - mean_depth) ** 2 for depth, _ in whole)
         return max(0.0, sum((depth - mean_depth) * each for depth, each in whole) / spread) if spread else 0.0
 
-    def _read(self, engine: Engine, prompt: Seq[int]) -> list[tuple[int, float]]:
+    def _read(self, engine: Engine, prompt: Sequence[int]) -> list[tuple[int, float]]:
         """Tokens before it, and seconds, of each round that reads a prompt."""
-        found = []
+        result = []
         with torch.inference_mode():
             (job,) = engine.add(prompt, SamplingParams(temperature=self.temperature, max_tokens=1, ignore_eos=True))
             while engine.busy:
                 depth, began = job.sequence.cached, perf_counter()
                 engine.step()
-                found.append((depth, perf_counter() - began))
-        return found
+                result.append((depth, perf_counter() - began))
+        return result
 
     def _engine(self, speculative: Mapping[str, Any], **changes: Any) -> Engine:
         config = replace(self.llm.config, **changes)
@@ -136,11 +135,11 @@ def steps(seats: int | None, drafters: int) -> int:
 
 def counts(seats: int) -> list[int]:
     """Requests at a time that are measured: 1, 2, 4, ... up to ``seats``."""
-    found, count = [], 1
+    result, count = [], 1
     while count < seats:
-        found.append(count)
+        result.append(count)
         count *= 2
-    return [*found, seats]
+    return [*result, seats]
 
 
 def _way(method: str, k: int, runs: Mapping[int, Measured]) -> Way | None:
@@ -148,13 +147,13 @@ def _way(method: str, k: int, runs: Mapping[int, Measured]) -> Way | None:
     decoding: the price of one says nothing of that of several."""
     if k and not any(one.depth for run in runs.values() for one in run.rounds):
         return None
-    points, tokens, shares = {}, 0, 0
+    points, tokens, fractions = {}, 0, 0
     for count, run in runs.items():
         rounds = [one for one in run.rounds if len(one.depths) == count]
         if rounds:
             points[count] = _usual(rounds)
             tokens += sum(one.tokens for one in rounds)
-            shares += sum(len(one.depths) for one in rounds)
+            fractions += sum(len(one.depths) for one in rounds)
     if len(points) < min(2, len(runs)):
         if k:
             return None
@@ -165,10 +164,10 @@ def _way(method: str, k: int, runs: Mapping[int, Measured]) -> Way | None:
         )
     requests = [one for run in runs.values() for one in run.metrics if one.rounds]
     spread = sorted(one.decode_tokens / one.rounds for one in requests) if k else []
-    return Way(method, k, Curve(points), tokens / shares, spread)
+    return Way(method, k, Curve(points), tokens / fractions, spread)
 
 
-def _usual(rounds: Seq[Sample]) -> float:
+def _usual(rounds: Sequence[Sample]) -> float:
     """Seconds of a round at the mean over what is drafted, each kind of round at its median: some draft nothing."""
     kinds: dict[int, list[float]] = defaultdict(list)
     for one in rounds:

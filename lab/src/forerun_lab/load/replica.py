@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from forerun.core.errors import ConfigError, shown
-from forerun.engine.scheduler import SMALLEST_CHUNK, Pace, fewest
+from forerun.engine.scheduler import SMALLEST_CHUNK, PrefillBudget, fewest
 from forerun_lab.load.arrivals import Arrival
 from forerun_lab.load.costs import Costs, Way
 
@@ -47,12 +47,12 @@ class Limits:
 class Job:
     """A request in a replica."""
 
-    __slots__ = ("arrival", "common", "done", "first", "held", "left", "luck", "number", "read", "reused", "wanted")
+    __slots__ = ("arrival", "common", "done", "first", "held", "left", "number", "quantile", "read", "reused", "wanted")
 
     def __init__(self, number: int, arrival: Arrival) -> None:
         self.number = number
         self.arrival = arrival
-        self.luck = (0.5 + number * GOLDEN) % 1
+        self.quantile = (0.5 + number * GOLDEN) % 1
         """How well drafts guess it, as a share of all requests: the first is in the middle."""
         self.wanted = arrival.prompt
         """Tokens to read before it decodes: its prompt, and what it had already when it lost its pages."""
@@ -102,11 +102,11 @@ class Cache:
         self.unused = 0
 
     def text(self, name: Hashable) -> Text:
-        found = self.texts.get(name)
-        if found is None:
-            found = self.texts[name] = Text()
+        result = self.texts.get(name)
+        if result is None:
+            result = self.texts[name] = Text()
         self.texts.move_to_end(name)
-        return found
+        return result
 
     def take(self, count: int) -> bool:
         """Take pages, from unused texts where none are free; False: there are not as many, and nothing was taken."""
@@ -165,7 +165,7 @@ class Replica:
         self.costs = costs
         self.limits = limits
         self.cache = Cache(limits)
-        self.pace = Pace(limits.chunk)
+        self.prefill_budget = PrefillBudget(limits.chunk)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.until = math.inf
@@ -206,10 +206,10 @@ class Replica:
         self.streams += spent * len(decoding)
         read = sum(count for _, count in self._chunks)
         depth = sum(count * (job.read + count / 2) for job, count in self._chunks) / max(1, read)
-        self.pace.rounds += rounds - 1
-        self.pace.observe(len(decoding), read, self._each, depth)
+        self.prefill_budget.rounds += rounds - 1
+        self.prefill_budget.observe(len(decoding), read, self._each, depth)
         for job in decoding:
-            job.left -= rounds * self._way.brings(job.luck)
+            job.left -= rounds * self._way.brings(job.quantile)
         for job, count in self._chunks:
             job.read += count
             self._computed(job)
@@ -246,7 +246,7 @@ class Replica:
 
     def _alike(self, decoding: list[Job]) -> int:
         """Rounds until the first one is done, or pages must be found."""
-        rounds = math.ceil(min(job.left / self._way.brings(job.luck) for job in decoding) - 1e-6)
+        rounds = math.ceil(min(job.left / self._way.brings(job.quantile) for job in decoding) - 1e-6)
         if self.cache.total < math.inf and not self._grow(decoding, rounds):
             return 1
         return max(1, rounds)
@@ -263,7 +263,7 @@ class Replica:
             least = fewest(len(reading) + len(self.waiting), decoding)
             depth = reading[0].read if reading else 0
             beside = max(SMALLEST_CHUNK, rows - decoding * self._way.k)
-            rows = min(rows, self.pace.allowance(decoding, depth, least), beside)
+            rows = min(rows, self.prefill_budget.allowance(decoding, depth, least), beside)
         self._held = rows <= 0
         for job in reading:
             tokens = min(rows, job.wanted - job.read)
@@ -334,10 +334,10 @@ class Replica:
 
     def _grow(self, decoding: list[Job], rounds: int) -> bool:
         """Pages for so many rounds' tokens of all; False: there are not as many, and nothing was taken."""
-        wanted = [max(0, self._lacks(job, rounds)) for job in decoding]
-        if not self.cache.take(sum(wanted)):
+        requested = [max(0, self._lacks(job, rounds)) for job in decoding]
+        if not self.cache.take(sum(requested)):
             return False
-        for job, count in zip(decoding, wanted):
+        for job, count in zip(decoding, requested):
             job.held += count
         return True
 
@@ -351,7 +351,7 @@ class Replica:
     def _lacks(self, job: Job, rounds: int) -> int:
         """Pages that it needs for so many rounds beyond those that it has; below 0: that it could do without."""
         # The last token is not fed before the round that follows it.
-        length = job.length + min(rounds * self._way.brings(job.luck), job.left) - 1
+        length = job.length + min(rounds * self._way.brings(job.quantile), job.left) - 1
         return math.ceil((length - 1e-6) / self.cache.page) - job.held - job.common
 
     def _secure(self) -> None:

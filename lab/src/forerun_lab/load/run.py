@@ -29,15 +29,15 @@ def plan_load(
     def served(count: int) -> Served:
         return serve(costs, limits, load, count, router)
 
-    found, tried = (replicas, {replicas: served(replicas)}) if replicas is not None else fewest(served, targets)
-    if replicas is None and found is not None:
-        for near in (max(1, found // 2), min(MOST, 2 * found)):
+    result, tried = (replicas, {replicas: served(replicas)}) if replicas is not None else fewest(served, targets)
+    if replicas is None and result is not None:
+        for near in (max(1, result // 2), min(MOST, 2 * result)):
             tried[near] = tried.get(near) or served(near)
-    shown = [tried[count] for count in sorted(tried) if found is None or found // 2 <= count <= 2 * found]
+    shown = [tried[count] for count in sorted(tried) if result is None or result // 2 <= count <= 2 * result]
     return {
-        "replicas": found,
-        "kept": found is not None and targets.kept(tried[found]),
-        "misses": targets.misses(tried[MOST if found is None else found]),
+        "replicas": result,
+        "kept": result is not None and targets.kept(tried[result]),
+        "misses": targets.misses(tried[MOST if result is None else result]),
         "fleets": [one.to_dict() for one in shown],
         "router": router,
         "load": load.describe(),
@@ -49,8 +49,8 @@ def plan_load(
 def read_costs(path: Path) -> tuple[Costs, Limits, dict[str, Any]]:
     """What was measured for an earlier plan, from what it printed with ``--json``, and where. Raises ConfigError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        parts = found["costs"], found["limits"], found["environment"]
+        result = json.loads(path.read_text(encoding="utf-8"))
+        parts = result["costs"], result["limits"], result["environment"]
         check_types(Limits, parts[1])
         limits = Limits(**parts[1])
         for name, kind in ENVIRONMENT.items():
@@ -58,4 +58,4 @@ def read_costs(path: Path) -> tuple[Costs, Limits, dict[str, Any]]:
                 raise ConfigError(f"its environment has no {name}, but {shown(parts[2][name])}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"cannot read a plan's costs from {path}: {one_line(error)}") from None
-    return Costs.told(parts[0]), limits, parts[2]
+    return Costs.from_report(parts[0]), limits, parts[2]

@@ -22,8 +22,8 @@ class Targets:
 
     def misses(self, served: Served) -> dict[str, float]:
         """By what is promised: how many times as long it takes; empty where all is kept."""
-        wanted = {item.name: getattr(self, item.name) for item in fields(self)}
-        ratios = {name: getattr(served, name).p95 / limit for name, limit in wanted.items() if limit is not None}
+        requested = {item.name: getattr(self, item.name) for item in fields(self)}
+        ratios = {name: getattr(served, name).p95 / limit for name, limit in requested.items() if limit is not None}
         return {name: ratio for name, ratio in ratios.items() if ratio > 1}
 
     def kept(self, served: Served) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
@@ -15,14 +15,14 @@ TOGETHER = ("llama-cpp", "vllm")
 """Those that decode several requests together here; the others are left out where that is asked for."""
 
 
-def peer_contenders(names: Seq[str], llm: LLM, draft: str | None, sequences: int, context: int) -> list[Contender]:
+def peer_contenders(names: Sequence[str], llm: LLM, draft: str | None, sequences: int, context: int) -> list[Contender]:
     """The peers' rows: ``NAME``, or ``NAME=PYTHON`` for one installed for another interpreter; of ``llama-server`` a
     program and its options. ``draft`` is the assistant's checkpoint; ``sequences`` of at most ``context`` tokens are
     answered together. Raises ConfigError for an unknown peer, for one that is not installed, and for a model with
     adapters."""
     if names and llm.model.info.lora:
         raise ConfigError("peers run the model without adapters: leave lora out, or the peers")
-    found: list[Contender] = []
+    result: list[Contender] = []
     for entry in names:
         name, _, runs = entry.partition("=")
         if name not in PEERS:
@@ -30,7 +30,7 @@ def peer_contenders(names: Seq[str], llm: LLM, draft: str | None, sequences: int
         if sequences > 1 and name not in TOGETHER:
             continue
         if name == "transformers":
-            found += transformers_contenders(llm, draft)
+            result += transformers_contenders(llm, draft)
         else:
-            found += outside_contenders(name, runs or None, llm, sequences, context)
-    return found
+            result += outside_contenders(name, runs or None, llm, sequences, context)
+    return result

@@ -17,10 +17,10 @@ from forerun.models.checkpoint import weight_files
 
 def gguf_name(name: str) -> str:
     """GGUF's name of a Llama weight. Raises ConfigError for any other weight."""
-    found = LLAMA.gguf_name(name)
-    if found is None:
+    result = LLAMA.gguf_name(name)
+    if result is None:
         raise ConfigError(f"weight {name!r} has no place in llama.cpp's Llama")
-    return found
+    return result
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -18,8 +18,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,10 +105,10 @@ class OutsideContender:
     def promises_identity(self, temperature: float) -> bool:
         return False
 
-    def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
+    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
         """So many prompts at a time as the worker decodes together. What the first one's parameters say besides the
         seed holds for all."""
-        found, options = Measured(), params[0]
+        result, options = Measured(), params[0]
         for first in range(0, len(prompts), self.sequences):
             answer = self.worker.ask(
                 {
@@ -121,10 +120,10 @@ class OutsideContender:
                     "ends": [] if options.ignore_eos else sorted(self.eos_ids),
                 }
             )
-            found.answers += answer["answers"]
-            found.tokens += answer["tokens"]
-            found.seconds += answer["seconds"]
-        return found
+            result.answers += answer["answers"]
+            result.tokens += answer["tokens"]
+            result.seconds += answer["seconds"]
+        return result
 
     def close(self) -> None:
         self.worker.leave()
@@ -137,7 +136,7 @@ def outside_contenders(peer: str, runs: str | None, llm: LLM, sequences: int, co
     What reads no GGUF gets its weights as bfloat16. Raises ConfigError where the package is not installed there or
     cannot run the model.
     """
-    told, runs = ({"program": _command(peer, runs)}, None) if peer in PROGRAMS else ({}, runs)
+    reported, runs = ({"program": _command(peer, runs)}, None) if peer in PROGRAMS else ({}, runs)
     path = resolve(llm.config.model)
     folder = tempfile.TemporaryDirectory(prefix="forerun-peer-")
     if path.is_file() and peer not in NEEDS_GGUF:
@@ -149,7 +148,9 @@ def outside_contenders(peer: str, runs: str | None, llm: LLM, sequences: int, co
     threads = torch.get_num_threads()
     worker = started(peer, runs or sys.executable, threads, folder)
     try:
-        about = worker.ask({"model": str(path), "threads": threads, "context": context, "sequences": sequences, **told})
+        about = worker.ask(
+            {"model": str(path), "threads": threads, "context": context, "sequences": sequences, **reported}
+        )
     except ConfigError as error:
         worker.end()
         raise ConfigError(f"{error}; see docs/bench.md for an environment of its own") from None
@@ -167,7 +168,7 @@ def _command(peer: str, text: str | None) -> list[str]:
 
 
 @contextmanager
-def scorer(python: str, model: str, context: int, threads: int) -> Iterator[Callable[[Seq[int]], dict[str, Any]]]:
+def scorer(python: str, model: str, context: int, threads: int) -> Iterator[Callable[[Sequence[int]], dict[str, Any]]]:
     """What llama.cpp thinks of token ids, under the interpreter ``python``: ``logprobs`` of all but the first, and
     the likeliest next token of each as ``choices``. Takes GGUF files. Raises ConfigError."""
     path = resolve(model)

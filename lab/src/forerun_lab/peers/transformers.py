@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -49,8 +49,8 @@ class TransformersContender:
         return False
 
     @torch.inference_mode()
-    def run(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> Measured:
-        found = Measured()
+    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
+        result = Measured()
         for prompt, options in zip(prompts, params, strict=True):
             torch.manual_seed(options.seed or 0)
             ids = torch.tensor([list(prompt)], device=self.model.device)
@@ -71,11 +71,11 @@ class TransformersContender:
                     **self.options,
                 )
             ended = perf_counter()
-            found.answers.append(output[0, len(self.info.begin(prompt)[0]) :].tolist())
+            result.answers.append(output[0, len(self.info.begin(prompt)[0]) :].tolist())
             if clock.first is not None:
-                found.tokens += output.shape[1] - clock.length
-                found.seconds += ended - clock.first
-        return found
+                result.tokens += output.shape[1] - clock.length
+                result.seconds += ended - clock.first
+        return result
 
     def close(self) -> None:
         self.options.clear()
@@ -93,12 +93,12 @@ def transformers_contenders(llm: LLM, draft: str | None) -> list[Contender]:
 
     info, lookup = llm.model.info, {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
     model = load(llm.config.model)
-    found: list[Contender] = [
+    result: list[Contender] = [
         TransformersContender("transformers", model, info),
         TransformersContender("transformers_prompt_lookup", model, info, lookup),
     ]
     if draft is None and llm.config.model.startswith("forerun:"):
         draft = "forerun:draft"
     if draft is not None:
-        found.append(TransformersContender("transformers_assisted", model, info, {"assistant_model": load(draft)}))
-    return found
+        result.append(TransformersContender("transformers_assisted", model, info, {"assistant_model": load(draft)}))
+    return result

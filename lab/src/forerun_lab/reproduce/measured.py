@@ -13,7 +13,7 @@ from forerun.measure.prompts import held_out_files, list_files, standard_library
 from forerun.models.load import read_config, resolve
 from forerun.models.modules import read_module
 from forerun.sampling.params import SamplingParams
-from forerun_lab.reproduce.laws import LENIENCE, Counts, Rates, Sums
+from forerun_lab.reproduce.distributions import LENIENCE, Counts, Rates, Sums
 from forerun_lab.reproduce.parts import Cell, Part, Settings, Table
 from forerun_lab.train.corpus import encode_files
 
@@ -33,18 +33,18 @@ def rates(tokens: int, temperature: float, progress: object = None) -> dict[str,
     """By draft: over ``tokens`` tokens that the bundled target wrote at ``temperature`` behind held-out text."""
     texts = list(_written(tokens, temperature))
     target, draft = (_module(name) for name in (TARGET, DRAFT))
-    counts = _counts(len(_laws(target, texts[0][0])[0]))
+    counts = _counts(len(_distributions(target, texts[0][0])[0]))
     sums = {name: Sums() for name in ("unigram", "bigram", "draft")}
     for text, start in texts:
-        p = _laws(target, text)[start - 1 : -1]
+        p = _distributions(target, text)[start - 1 : -1]
         before = text[start - 1 : -1]
         for name, q in (
             ("unigram", counts.q(before, 1)),
             ("bigram", counts.q(before, 2)),
-            ("draft", _laws(draft, text)[start - 1 : -1]),
+            ("draft", _distributions(draft, text)[start - 1 : -1]),
         ):
             sums[name].add(p, q)
-    return {name: found.means() for name, found in sums.items()}
+    return {name: result.means() for name, result in sums.items()}
 
 
 def _written(tokens: int, temperature: float) -> Iterator[tuple[list[int], int]]:
@@ -65,7 +65,7 @@ def _module(name: str) -> torch.nn.Module:
 
 
 @torch.inference_mode()
-def _laws(module: torch.nn.Module, text: list[int]) -> Tensor:
+def _distributions(module: torch.nn.Module, text: list[int]) -> Tensor:
     logits: Tensor = module(torch.tensor([text])).logits[0]
     return logits.double().softmax(-1)
 
@@ -79,11 +79,11 @@ def _counts(vocabulary: int) -> Counts:
 
 def table_3(settings: Settings) -> Table:
     rows: list[list[Cell]] = []
-    for heat in (0, 1):
-        found = rates(settings.tokens, float(heat))
-        for name, rate in found.items():
-            alpha = rate.greedy if heat == 0 else rate.sampled
-            rows.append([name, heat, PAPER_3[name, heat], f"{alpha:.3f}"])
+    for temperature in (0, 1):
+        result = rates(settings.tokens, float(temperature))
+        for name, rate in result.items():
+            alpha = rate.greedy if temperature == 0 else rate.sampled
+            rows.append([name, temperature, PAPER_3[name, temperature], f"{alpha:.3f}"])
     return Table(["draft", "T", "alpha, paper (97M, 6M; lm1b)", "ours (11M, 0.9M; Python)"], rows)
 
 
@@ -101,8 +101,8 @@ def _beside(paper: tuple[float, ...], ours: tuple[float, ...]) -> list[Cell]:
 
 
 def rejection(settings: Settings) -> Table:
-    found = rates(settings.tokens, 1.0)
-    rows: list[list[Cell]] = [[name, f"{rate.sampled:.4f}", f"{rate.rejection:.6f}"] for name, rate in found.items()]
+    result = rates(settings.tokens, 1.0)
+    rows: list[list[Cell]] = [[name, f"{rate.sampled:.4f}", f"{rate.rejection:.6f}"] for name, rate in result.items()]
     return Table(["draft", "speculative sampling accepts (alpha)", "rejection sampling accepts"], rows)
 
 

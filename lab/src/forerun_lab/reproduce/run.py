@@ -40,8 +40,8 @@ def reproduce(settings: Settings, only: Sequence[str] = (), again: bool = False)
         raise ConfigError(f"unknown table {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     settings.folder.mkdir(parents=True, exist_ok=True)
     for name in only or PARTS:
-        place = settings.folder / f"{name}.json"
-        if place.exists() and not again:
+        path = settings.folder / f"{name}.json"
+        if path.exists() and not again:
             settings.progress(f"{name}: kept from an earlier run")
             continue
         settings.progress(f"{name}: {PARTS[name].title}")
@@ -52,9 +52,9 @@ def reproduce(settings: Settings, only: Sequence[str] = (), again: bool = False)
             "processor": processor(),
             "version": forerun.__version__,
         }
-        partial = place.with_suffix(".part")
+        partial = path.with_suffix(".part")
         partial.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, place)
+        os.replace(partial, path)
     page = settings.folder / PAGE
     page.write_text(written(_found(settings.folder, settings.progress)), encoding="utf-8")
     return page
@@ -62,13 +62,13 @@ def reproduce(settings: Settings, only: Sequence[str] = (), again: bool = False)
 
 def _found(folder: Path, warn: Callable[[str], None]) -> Iterable[tuple[Part, Mapping[str, Any]]]:
     for part in PARTS.values():
-        place = folder / f"{part.name}.json"
-        if not place.exists():
+        path = folder / f"{part.name}.json"
+        if not path.exists():
             continue
         try:
-            yield part, json.loads(place.read_text(encoding="utf-8"))
+            yield part, json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            warn(f"{place} is not what was written: remove it, and it is made again")
+            warn(f"{path} is not what was written: remove it, and it is made again")
 
 
 def written(parts: Iterable[tuple[Part, Mapping[str, Any]]]) -> str:

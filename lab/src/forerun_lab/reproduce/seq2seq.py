@@ -16,7 +16,7 @@ from forerun.engine.llm import LLM
 from forerun.measure.rounds import Costs, Measured, measure
 from forerun.sampling.params import SamplingParams
 from forerun.theory import walltime_improvement
-from forerun_lab.reproduce.laws import LENIENCE, Counts, Rates, Sums
+from forerun_lab.reproduce.distributions import LENIENCE, Counts, Rates, Sums
 from forerun_lab.reproduce.pairs import ANSWER, DOCSTRINGS, PAD, SOUNDS, Task, batch, docstrings, sounds, trained
 from forerun_lab.reproduce.parts import Cell, Part, Settings, Table
 
@@ -58,37 +58,37 @@ def _rates(task: Task, folders: tuple[Path, Path], settings: Settings, temperatu
             p, q = (model(**fed).logits.double().softmax(-1) for model in (target, draft))
             for row, answer in enumerate(answers):
                 before = [PAD, *answer[:-1]]
-                laws: dict[str, Tensor] = {"unigram": counts.q(before, 1), "bigram": counts.q(before, 2)}
-                laws["draft"] = q[row, : len(answer)]
-                for kind, law in laws.items():
-                    sums[kind].add(p[row, : len(answer)], law)
+                distributions: dict[str, Tensor] = {"unigram": counts.q(before, 1), "bigram": counts.q(before, 2)}
+                distributions["draft"] = q[row, : len(answer)]
+                for kind, distribution in distributions.items():
+                    sums[kind].add(p[row, : len(answer)], distribution)
                 done += len(answer)
             if done >= settings.tokens:
                 break
         if temperature == 0:  # the same answers again would tell nothing new
             break
-    return {kind: found.means() for kind, found in sums.items()}
+    return {kind: result.means() for kind, result in sums.items()}
 
 
-def _answers(model: Any, sources: Sequence[list[int]], heat: float, end: int) -> list[list[int]]:
+def _answers(model: Any, sources: Sequence[list[int]], temperature: float, end: int) -> list[list[int]]:
     fed = batch([(source, [end]) for source in sources])
-    sampling = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {"do_sample": False}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     out = model.generate(
         input_ids=fed["input_ids"], attention_mask=fed["attention_mask"], max_new_tokens=ANSWER, **sampling
     )
-    found = []
+    result = []
     for row in out[:, 1:].tolist():
-        found.append(row[: row.index(end) + 1] if end in row else row)
-    return found
+        result.append(row[: row.index(end) + 1] if end in row else row)
+    return result
 
 
 def table_3(settings: Settings) -> Table:
     rows: list[list[Cell]] = []
     for name in TASKS:
-        for heat in (0, 1):
-            for draft, rate in rates(name, settings, float(heat)).items():
-                alpha = rate.greedy if heat == 0 else rate.sampled
-                rows.append([name, draft, heat, PAPER_3[draft, heat], f"{alpha:.3f}"])
+        for temperature in (0, 1):
+            for draft, rate in rates(name, settings, float(temperature)).items():
+                alpha = rate.greedy if temperature == 0 else rate.sampled
+                rows.append([name, draft, temperature, PAPER_3[draft, temperature], f"{alpha:.3f}"])
     return Table(["task", "draft", "T", "alpha, paper (T5-XXL, T5-small; EnDe)", "ours"], rows)
 
 
@@ -96,7 +96,7 @@ def table_5(settings: Settings) -> Table:
     rows: list[list[Cell]] = []
     for name in TASKS:
         for draft, rate in rates(name, settings, 1.0).items():
-            rows.append([name, draft, *(f"{share:.3f}" for share in rate.lenient)])
+            rows.append([name, draft, *(f"{fraction:.3f}" for fraction in rate.lenient)])
     return Table(["task", "draft", *(f"l = {keep:g}" for keep in LENIENCE)], rows)
 
 
@@ -106,20 +106,20 @@ def table_2(settings: Settings) -> Table:
     for name in TASKS:
         task = _task(name)
         target, draft = pair(task, settings)
-        for heat in (0, 1):
-            gamma, printed = PAPER_2[name, heat]
+        for temperature in (0, 1):
+            gamma, printed = PAPER_2[name, temperature]
             config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
             plain, fast = LLM(str(target), speculative_config=None), LLM(str(target), speculative_config=config)
             sources = [source for source, _ in task.held_out[:SOURCES]]
-            params = [SamplingParams(temperature=heat, max_tokens=ANSWER, seed=i) for i in range(len(sources))]
-            ratios, slow, quick = _in_turns(plain, fast, sources, params)
+            params = [SamplingParams(temperature=temperature, max_tokens=ANSWER, seed=i) for i in range(len(sources))]
+            ratios, slow, quick = _interleaved(plain, fast, sources, params)
             alpha = quick.total.alpha or 0.0
             costs = Costs.of(quick.rounds, slow.rounds, 1)
             c = costs.c if costs is not None and costs.c is not None else 0.0
             expected = costs.predict(quick.rounds, quick.total.match_rate or 0.0) if costs is not None else None
             same = sum(a == b for a, b in zip(slow.answers, quick.answers, strict=True))
             rows.append(
-                [name, heat, gamma, f"{alpha:.2f}", f"{c:.2f}", printed, f"{median(ratios):.2f}",
+                [name, temperature, gamma, f"{alpha:.2f}", f"{c:.2f}", printed, f"{median(ratios):.2f}",
                  f"{walltime_improvement(alpha, gamma, c):.2f}", "-" if expected is None else f"{expected:.2f}",
                  f"{same} of {len(slow.answers)}"]
             )  # fmt: skip
@@ -127,22 +127,22 @@ def table_2(settings: Settings) -> Table:
     return Table([*columns, "answers the same"], rows)
 
 
-def _in_turns(
+def _interleaved(
     plain: LLM, fast: LLM, sources: Sequence[list[int]], params: Sequence[SamplingParams]
 ) -> tuple[list[float], Measured, Measured]:
     """Speed-ups source by source, the median of the repeats, and all that was measured of both."""
-    ratios, found = [], (Measured(), Measured())
+    ratios, result = [], (Measured(), Measured())
     for source, options in zip(sources, params, strict=True):
         here = []
         for _ in range(REPEATS):
             slow, quick = (measure(llm.engine, [source], [options]) for llm in (plain, fast))
             if slow.seconds and quick.seconds:
                 here.append(quick.tokens_per_second / slow.tokens_per_second)
-            for whole, part in zip(found, (slow, quick), strict=True):
+            for whole, part in zip(result, (slow, quick), strict=True):
                 whole.extend(part)
         if here:
             ratios.append(median(here))
-    return ratios, *found
+    return ratios, *result
 
 
 def figure_5(settings: Settings) -> Table:
@@ -155,12 +155,12 @@ def figure_5(settings: Settings) -> Table:
         llm = LLM(str(target), speculative_config=speculation if gamma else {"method": "none"})
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER)
         measure(llm.engine, [task.held_out[1][0]], [params])
-        found = measure(llm.engine, [task.held_out[0][0]], [params])
-        drawn = " ".join("q" * r.depth + "P" + (str(r.tokens) if gamma else "") for r in found.rounds)
+        result = measure(llm.engine, [task.held_out[0][0]], [params])
+        drawn = " ".join("q" * r.depth + "P" + (str(r.tokens) if gamma else "") for r in result.rounds)
         draft_ms, verify_ms = (
-            1000 * sum(getattr(r, part) for r in found.rounds) / len(found.rounds) for part in ("draft", "verify")
+            1000 * sum(getattr(r, part) for r in result.rounds) / len(result.rounds) for part in ("draft", "verify")
         )
-        rows.append([gamma, len(found.rounds), found.tokens, f"{draft_ms:.2f}", f"{verify_ms:.2f}", f"`{drawn}`"])
+        rows.append([gamma, len(result.rounds), result.tokens, f"{draft_ms:.2f}", f"{verify_ms:.2f}", f"`{drawn}`"])
     note = "q: a step of the draft, P: a pass of the target, with the tokens that the round gave. Encoders ran before."
     return Table(["gamma", "rounds", "tokens", "drafting, ms a round", "target, ms a round", "trace"], rows, [note])
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 
+from forerun.core.request import RequestState
 from forerun.core.scores import Scores
-from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams
@@ -35,16 +35,18 @@ NOTES_004 = (
 )
 
 
-def decide(rule: str, logits: Seq[Seq[float]], drafts: Seq[Draft], heat: float, seeds: Seq[int]) -> list[list[int]]:
+def decide(
+    rule: str, logits: Sequence[Sequence[float]], drafts: Sequence[Draft], temperature: float, seeds: Sequence[int]
+) -> list[list[int]]:
     """Token ids that ``rule`` emits for each draft, one sequence each; ``logits`` [nodes + 1, vocabulary] of one "
     "of them."""
     rows = torch.tensor(logits, dtype=torch.float32)
-    params = SamplingParams(temperature=heat, max_tokens=64)
-    sequences = [Sequence(number, [0], 1, params, seed) for number, seed in enumerate(seeds)]
+    params = SamplingParams(temperature=temperature, max_tokens=64)
+    sequences = [RequestState(number, [0], 1, params, seed) for number, seed in enumerate(seeds)]
     first = list(range(0, len(rows) * len(seeds), len(rows)))
     scores = Scores(sequences, list(drafts), first, rows.repeat(len(seeds), 1))
-    found = rules[rule]().accept(scores, Sampler(rows.shape[1]))
-    return [verdict.decided(draft) for draft, verdict in zip(drafts, found, strict=True)]
+    result = rules[rule]().accept(scores, Sampler(rows.shape[1]))
+    return [verdict.decided(draft) for draft, verdict in zip(drafts, result, strict=True)]
 
 
 def reference_000(settings: Settings) -> Table:
@@ -58,11 +60,13 @@ def reference_000(settings: Settings) -> Table:
     three = sum(count == 2 for count in kept)
     rows: list[list[Cell]] = []
     reached = ROUNDS
-    for place, word in enumerate(WORDS_000):
-        passed = sum(count > place for count in kept)
-        chance = float(acceptance_probability(TARGET_000[place], DRAFT_000[place]))
-        share = f"{passed / reached:.3f} of {reached:,}"
-        rows.append([place + 1, word, DRAFT_000[place], TARGET_000[place], PRINTED_000[place], f"{chance:.2f}", share])
+    for index, word in enumerate(WORDS_000):
+        passed = sum(count > index for count in kept)
+        chance = float(acceptance_probability(TARGET_000[index], DRAFT_000[index]))
+        fraction = f"{passed / reached:.3f} of {reached:,}"
+        rows.append(
+            [index + 1, word, DRAFT_000[index], TARGET_000[index], PRINTED_000[index], f"{chance:.2f}", fraction]
+        )
         reached = passed
     columns = [
         "pos",
@@ -88,33 +92,33 @@ def reference_003(settings: Settings) -> Table:
             node = draft.add(letters.index(letter), node)
     packed = "a b " + " ".join(letters[token] for token in draft.tokens)
     rows: list[list[Cell]] = [["packed as", PACKED_003, packed, _same(packed == PACKED_003)]]
-    for wanted in ("c e x", "d h x", "c x", "x"):
+    for requested in ("c e x", "d h x", "c x", "x"):
         logits = [
-            _favour(letters, wanted.split(), [letters[t] for t in draft.path_tokens(node)])
+            _favour(letters, requested.split(), [letters[t] for t in draft.path_tokens(node)])
             for node in range(-1, len(draft))
         ]
         (tokens,) = decide("coupled", logits, [draft], 0.0, [0])
-        found = " ".join(([*letters, "x"])[token] for token in tokens)
-        rows.append([f"greedy text of p: {wanted}", wanted, found, _same(found == wanted)])
+        result = " ".join(([*letters, "x"])[token] for token in tokens)
+        rows.append([f"greedy text of p: {requested}", requested, result, _same(result == requested)])
     length = expected_tokens(0.8, 10)
     rows.append(["E[L], beta = 0.8, T = 10", "> 4", f"{length:.2f}", _same(length > 4)])
     return Table(["what", "reference", "ours", "agrees"], rows)
 
 
-def _favour(letters: Seq[str], text: Seq[str], path: Seq[str]) -> list[float]:
+def _favour(letters: Sequence[str], text: Sequence[str], path: Sequence[str]) -> list[float]:
     """Logits whose best token is what follows ``path`` in ``text``; off the text, the odd one out."""
     on = list(text[: len(path)]) == list(path) and len(path) < len(text)
-    wanted = ([*letters, "x"]).index(text[len(path)] if on else "x")
-    return [float(token == wanted) for token in range(len(letters) + 1)]
+    requested = ([*letters, "x"]).index(text[len(path)] if on else "x")
+    return [float(token == requested) for token in range(len(letters) + 1)]
 
 
 def reference_004(settings: Settings) -> Table:
     words = list(dict.fromkeys([*DRAFTED_004, *VERIFIED_004]))
-    logits = [[float(word == wanted) for word in words] for wanted in VERIFIED_004]
+    logits = [[float(word == requested) for word in words] for requested in VERIFIED_004]
     (tokens,) = decide("coupled", logits, [Draft.chain([words.index(word) for word in DRAFTED_004])], 0.0, [0])
-    found = " ".join(words[token] for token in tokens)
+    result = " ".join(words[token] for token in tokens)
     rows: list[list[Cell]] = [
-        ["accepted tokens", "quick brown fox jumped", found, _same(found == "quick brown fox jumped")]
+        ["accepted tokens", "quick brown fox jumped", result, _same(result == "quick brown fox jumped")]
     ]
     trace, counts = ngram_trace()
     rows.append(["draft behind `the cat sat`", "on the mat .", trace, _same(trace == "on the mat .")])

@@ -7,7 +7,7 @@ that p and any previous q_1 ... q_{k-1} predict the same output" (the boost-tune
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from forerun.train.losses import DistillationLoss
 from forerun_lab.train.target import forward
 
 
-def missed(p_logits: Tensor, earlier: Seq[Tensor]) -> Tensor:
+def missed(p_logits: Tensor, earlier: Sequence[Tensor]) -> Tensor:
     """bool [...]: where no earlier draft's likeliest token is the target's; logits are [..., vocabulary]."""
     choice = p_logits.argmax(-1)
     left = torch.ones_like(choice, dtype=torch.bool)
@@ -33,16 +33,16 @@ def mean_over(distance: DistillationLoss, p_logits: Tensor, q_logits: Tensor, ke
 
 
 @torch.no_grad()
-def coverage(target: nn.Module, drafts: Seq[nn.Module], tokens: Tensor) -> list[float]:
+def coverage(target: nn.Module, drafts: Sequence[nn.Module], tokens: Tensor) -> list[float]:
     """Entry k: the share of positions of ``tokens`` int64 [rows, length] where the likeliest token of the target is
     that of one of the first k + 1 drafts, which is how often a merged tree of them holds it at temperature 0."""
-    found = [0.0] * len(drafts)
+    result = [0.0] * len(drafts)
     count = 0
     for part in tokens.split(8):
         choice = forward(target, part).argmax(-1)
         hit = torch.zeros_like(choice, dtype=torch.bool)
         for number, draft in enumerate(drafts):
             hit |= forward(draft, part).argmax(-1) == choice
-            found[number] += float(hit.sum())
+            result[number] += float(hit.sum())
         count += choice.numel()
-    return [hits / count for hits in found]
+    return [hits / count for hits in result]

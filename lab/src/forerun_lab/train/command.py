@@ -49,9 +49,9 @@ def until_stopped(train: Callable[[], None], config: RunConfig) -> int:
 
 
 def command(
-    kind: type[RunConfig], place: str, help_text: str, *, sized: bool = True, **fixed: Any
+    kind: type[RunConfig], index: str, help_text: str, *, sized: bool = True, **fixed: Any
 ) -> Callable[..., int]:
-    """A command that fills ``kind`` from flags and runs the function at ``place``, ``module:name`` of
+    """A command that fills ``kind`` from flags and runs the function at ``index``, ``module:name`` of
     ``forerun_lab.train``; ``fixed`` are fields it decides itself.
 
     ``sized``: the model's shape can be chosen."""
@@ -70,7 +70,7 @@ def command(
             given["shape"] = Shape(**{**vars(default_shape), **sizes})
         config = kind(**given)
         set_threads(config.threads or None)
-        module, name = place.split(":")
+        module, name = index.split(":")
         train = getattr(import_module(f"forerun_lab.train.{module}"), name)
         return until_stopped(lambda: print(train(config)), config)
 

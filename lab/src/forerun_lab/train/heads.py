@@ -38,13 +38,13 @@ HEADS: dict[str, type[Head]] = {
 def meaning(head: Head) -> loop.Meaning:
     """What the loss of a head says."""
     first, last = head.first, head.sizes.depth
-    shares = weights(last - first + 1)
-    if len(shares) == 1:
+    fractions = weights(last - first + 1)
+    if len(fractions) == 1:
         return loop.Meaning("cross entropy of the guess under the target's distribution, nats per token")
     return loop.Meaning(
         f"cross entropy of the guesses for tokens {first} to {last} ahead under the target's distribution, nats per "
-        f"token, a mean with weights {', '.join(f'{share:.2g}' for share in shares)}",
-        sum(shares),
+        f"token, a mean with weights {', '.join(f'{fraction:.2g}' for fraction in fractions)}",
+        sum(fractions),
     )
 
 

@@ -30,11 +30,11 @@ def target_folder(target: Path | None) -> Path:
 
 def digest(parts: Iterable[str | Tensor]) -> str:
     """A hash, 16 hexadecimal digits, of texts or of vectors of token ids."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "replace") if isinstance(part, str) else part.numpy().tobytes()
-        found.update(len(data).to_bytes(8, "big") + data)
-    return found.hexdigest()[:16]
+        result.update(len(data).to_bytes(8, "big") + data)
+    return result.hexdigest()[:16]
 
 
 def claim(config: RunConfig, method: str, data: Iterable[str | Tensor], target: Path | None = None) -> None:
@@ -55,15 +55,15 @@ def claim(config: RunConfig, method: str, data: Iterable[str | Tensor], target: 
 
 def _marks(config: RunConfig, method: str, data: Iterable[str | Tensor], target: Path | None) -> dict[str, list[str]]:
     """Every property that must stay: its name as shown, and what it is compared by."""
-    found = {"method": [method, method]}
+    result = {"method": [method, method]}
     if target is not None:
-        found["target"] = [str(getattr(config, "target", None) or "forerun:target"), fingerprint(target)]
+        result["target"] = [str(getattr(config, "target", None) or "forerun:target"), fingerprint(target)]
     for key, value in config.recipe().items():
         if key not in MAY_CHANGE:
             given = getattr(config, key)
             mark = _mark(given) if isinstance(given, (Path, tuple)) else json.dumps(value, sort_keys=True)
-            found[key] = [str(value), mark]
-    return {**found, "corpus": [describe(config.corpus), digest(data)]}
+            result[key] = [str(value), mark]
+    return {**result, "corpus": [describe(config.corpus), digest(data)]}
 
 
 def _mark(value: Any) -> str:
@@ -77,8 +77,8 @@ def _mark(value: Any) -> str:
 
 def _read(path: Path) -> Mapping[str, list[str]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): [str(shown), str(mark)] for name, (shown, mark) in found.items()}
+        result = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): [str(shown), str(mark)] for name, (shown, mark) in result.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{path.parent} does not say what it trains ({path.name}: {error}); name another --out, or start over with "

@@ -92,10 +92,10 @@ def train_joint(config: JointConfig) -> Path:
     plan = replace(settings, out=config.out / "run" / "joint", rates={"target.": config.backbone_rate})
     state = loop.run(model, batches, loss, plan, look, _meaning(config))
     round_weights(model)
-    found = accepted(model, corpora.whole_rows(test, settings.length + 1)[:32])
-    show(found, config.progress)
+    result = accepted(model, corpora.whole_rows(test, settings.length + 1)[:32])
+    show(result, config.progress)
     figures["trained"] = _look(model, original, rows)
-    trained = {"tokens": warmed.tokens + state.tokens, "figures": figures, **found}
+    trained = {"tokens": warmed.tokens + state.tokens, "figures": figures, **result}
     record = {
         **trained,
         "kind": "medusa2",
@@ -124,10 +124,10 @@ def _copy_with_heads(original: PreTrainedModel, config: JointConfig) -> Joint:
     sizes = Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers, config.depth)
     head = MedusaHead(sizes)
     if config.head is not None:
-        found = MedusaHead.load(resolve(config.head))
-        if found.sizes != sizes:
-            raise ConfigError(f"the head in {config.head} has other sizes than asked for: {found.sizes}, not {sizes}")
-        head.load_state_dict(found.state_dict())
+        result = MedusaHead.load(resolve(config.head))
+        if result.sizes != sizes:
+            raise ConfigError(f"the head in {config.head} has other sizes than asked for: {result.sizes}, not {sizes}")
+        head.load_state_dict(result.state_dict())
     copy = deepcopy(original)
     nn.Module.to(copy, torch.float32)
     return Joint(copy.requires_grad_(False), head)
@@ -137,13 +137,13 @@ def accepted(model: nn.Module, rows: Tensor) -> Figures:
     """What of the heads' drafts the copy keeps, by position."""
     assert isinstance(model, Joint)
     with torch.autocast(rows.device.type, torch.bfloat16):
-        found = of_head(lambda row: model.head.guesses(lesson(model.target, row)), rows)
-    return {name: found[name] for name in ("loss_by_position", "accepted_at_0", "accepted_at_1")}
+        result = of_head(lambda row: model.head.guesses(lesson(model.target, row)), rows)
+    return {name: result[name] for name in ("loss_by_position", "accepted_at_0", "accepted_at_1")}
 
 
 def _meaning(config: JointConfig) -> loop.Meaning:
     own = "KL(original || copy)" if config.self_distillation else "cross entropy of the copy's next token"
-    parts = ", ".join(f"{share:.2g}" for share in weights(config.depth))
+    parts = ", ".join(f"{fraction:.2g}" for fraction in weights(config.depth))
     return loop.Meaning(
         f"nats per token: {own}, and {config.head_weight:g} of the sum of the heads' cross entropies under the copy's "
         f"distribution, the tokens ahead weighted {parts}"

@@ -26,8 +26,11 @@ class Mixture:
         """Token ids, int64 [rows, length + 1]."""
         others = round(rows * self.share)
         parts = [
-            stream.batch(int(consumed * share), count, length)
-            for stream, share, count in ((self.first, 1 - self.share, rows - others), (self.second, self.share, others))
+            stream.batch(int(consumed * fraction), count, length)
+            for stream, fraction, count in (
+                (self.first, 1 - self.share, rows - others),
+                (self.second, self.share, others),
+            )
             if count
         ]
         return torch.cat(parts)

@@ -123,11 +123,11 @@ class Architecture:
         if stem in ends:
             return f"{ends[stem]}.weight" if kind == "weight" else None
         block, _, rest = stem.partition(".")
-        place, _, part = rest.partition(".")
+        index, _, part = rest.partition(".")
         inside = {name.gguf: name.checkpoint for name in self.names()}
-        if block != self.layers.gguf or not place.isdecimal() or part not in inside or kind not in KINDS:
+        if block != self.layers.gguf or not index.isdecimal() or part not in inside or kind not in KINDS:
             return None
-        return f"{self.layers.checkpoint}.{place}.{inside[part]}.{kind}"
+        return f"{self.layers.checkpoint}.{index}.{inside[part]}.{kind}"
 
     def gguf_name(self, checkpoint: str) -> str | None:
         """The other way, for what is not stacked."""
@@ -135,14 +135,14 @@ class Architecture:
         ends = {name.checkpoint: name.gguf for name in (self.embedding, self.norm, self.head)}
         if stem in ends:
             return f"{ends[stem]}.weight" if kind == "weight" else None
-        place, _, part = stem.removeprefix(f"{self.layers.checkpoint}.").partition(".")
+        index, _, part = stem.removeprefix(f"{self.layers.checkpoint}.").partition(".")
         inside = {name.checkpoint: name.gguf for name in self.names() if "{}" not in name.checkpoint}
-        return f"{self.layers.gguf}.{place}.{inside[part]}.{kind}" if part in inside and kind in KINDS else None
+        return f"{self.layers.gguf}.{index}.{inside[part]}.{kind}" if part in inside and kind in KINDS else None
 
     def names(self) -> Iterator[Name]:
         """Of every tensor of a layer."""
         for part in (self.norms, self.attention, self.mlp, self.experts):
             for field in fields(part) if part is not None else ():
                 value = getattr(part, field.name)
-                found = value if isinstance(value, tuple) else (value,)
-                yield from (name for name in found if isinstance(name, Name))
+                result = value if isinstance(value, tuple) else (value,)
+                yield from (name for name in result if isinstance(name, Name))

@@ -80,10 +80,10 @@ class Seq2Seq:
 def _t5(config: Any, max_model_len: int | None) -> Seq2Seq:
     gated = config.is_gated_act
 
-    def attention(place: int, name: str) -> Part:
-        inside = f"layer.{place}.{name}"
+    def attention(index: int, name: str) -> Part:
+        inside = f"layer.{index}.{name}"
         weights = tuple(f"{inside}.{each}" for each in "qkv")
-        return Part(weights=weights, out=f"{inside}.o", norm=f"layer.{place}.layer_norm")
+        return Part(weights=weights, out=f"{inside}.o", norm=f"layer.{index}.layer_norm")
 
     def stack(name: str, count: int, *, decodes: bool) -> Stack:
         last = f"layer.{2 if decodes else 1}"

@@ -16,14 +16,14 @@ def shapes(config: Any) -> dict[str, Shape]:
     are [outputs, inputs]. A tied output layer has none."""
     spec = bind(config)
     architecture, rows = spec.architecture, (config.vocab_size, spec.hidden)
-    found: dict[str, Shape] = {f"{architecture.embedding.checkpoint}.weight": rows}
+    result: dict[str, Shape] = {f"{architecture.embedding.checkpoint}.weight": rows}
     for index, layer in enumerate(spec.layers):
         for part, shape in _layer(spec, layer, config):
-            found[f"{architecture.layers.checkpoint}.{index}.{part}"] = shape
-    found[f"{architecture.norm.checkpoint}.weight"] = (spec.hidden,)
+            result[f"{architecture.layers.checkpoint}.{index}.{part}"] = shape
+    result[f"{architecture.norm.checkpoint}.weight"] = (spec.hidden,)
     if not config.tie_word_embeddings:
-        found[f"{architecture.head.checkpoint}.weight"] = rows
-    return found
+        result[f"{architecture.head.checkpoint}.weight"] = rows
+    return result
 
 
 def _layer(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str, Shape]]:

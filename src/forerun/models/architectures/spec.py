@@ -55,20 +55,20 @@ class Spec:
 def applies(config: Any) -> str | None:
     """None if the description of an architecture covers such a checkpoint, otherwise the reason why none does."""
     kind = config.model_type
-    found = ARCHITECTURES.get(kind)
-    if found is None:
+    result = ARCHITECTURES.get(kind)
+    if result is None:
         return f"{kind} is not among the described architectures ({', '.join(ARCHITECTURES)})"
-    if found.causal not in (config.architectures or [found.causal]):
-        return f"{', '.join(config.architectures or [])} is not {found.causal}"
-    activation = getattr(config, found.mlp.activation)
+    if result.causal not in (config.architectures or [result.causal]):
+        return f"{', '.join(config.architectures or [])} is not {result.causal}"
+    activation = getattr(config, result.mlp.activation)
     if activation not in ACTIVATIONS:
         return f"activation {activation!r}"
     if getattr(config, "use_bidirectional_attention", None):
         return "attention to later tokens"
     types = set(getattr(config, "layer_types", None) or ()) - {SLIDING, FULL}
-    if found.attention.window == "typed" and types:
+    if result.attention.window == "typed" and types:
         return f"layers of type {types.pop()!r}"
-    return _rope_applies(found, config)
+    return _rope_applies(result, config)
 
 
 def _rope_applies(architecture: Architecture, config: Any) -> str | None:
@@ -86,13 +86,13 @@ def _rope_applies(architecture: Architecture, config: Any) -> str | None:
 
 def bind(config: Any) -> Spec:
     """The spec of a checkpoint that ``applies``."""
-    found = ARCHITECTURES[config.model_type]
-    attention, experts = found.attention, found.experts
+    result = ARCHITECTURES[config.model_type]
+    attention, experts = result.attention, result.experts
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     normalised = experts is not None and (experts.normalised is None or bool(getattr(config, experts.normalised)))
     return Spec(
-        architecture=found,
+        architecture=result,
         hidden=config.hidden_size,
         heads=heads,
         kv_heads=config.num_key_value_heads,
@@ -100,12 +100,12 @@ def bind(config: Any) -> Spec:
         eps=config.rms_norm_eps,
         scale=(width if attention.scale is None else getattr(config, attention.scale)) ** -0.5,
         softcap=_optional(config, attention.softcap),
-        logits_softcap=_optional(config, found.logits_softcap),
-        embedding_scale=config.hidden_size**0.5 if found.embedding_scale == "root" else 1.0,
-        activation=ACTIVATIONS[getattr(config, found.mlp.activation)],
+        logits_softcap=_optional(config, result.logits_softcap),
+        embedding_scale=config.hidden_size**0.5 if result.embedding_scale == "root" else 1.0,
+        activation=ACTIVATIONS[getattr(config, result.mlp.activation)],
         chosen=getattr(config, experts.chosen) if experts is not None else 0,
         normalised=normalised,
-        layers=tuple(_layer(found, config, index) for index in range(config.num_hidden_layers)),
+        layers=tuple(_layer(result, config, index) for index in range(config.num_hidden_layers)),
     )
 
 

@@ -43,10 +43,10 @@ def whole(weight: Rows) -> torch.Tensor:
     """The weight as a contiguous tensor: itself if it is one."""
     if isinstance(weight, torch.Tensor):
         return weight.contiguous()
-    found = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    result = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     for first, rows in pieces(weight):
-        found[first : first + len(rows)] = rows
-    return found
+        result[first : first + len(rows)] = rows
+    return result
 
 
 class Linear(Protocol):

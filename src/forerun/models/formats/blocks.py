@@ -17,7 +17,7 @@ from forerun.models.formats.base import Format, Rows
 from forerun.models.formats.compiled import Compiled, address, kernel, take_rows, wide_bias
 from forerun.models.formats.gguf_blocks import Blocks, Rounding, pack, record_bytes
 from forerun.models.formats.kept import made
-from forerun.models.formats.streamed import DTYPES, works
+from forerun.models.formats.tiled import DTYPES, works
 from forerun.models.kinds import BLOCKS
 
 

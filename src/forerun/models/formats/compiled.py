@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,26 +16,26 @@ BLOCK, PAGE, LINE = 1 << 26, 1 << 21, 1 << 6
 """Bytes: of address space that layers share, of a large page, of a cache line."""
 
 
-class Shelf:
+class Arena:
     """Room for weights, layer after layer in the order of their making, which is that of their use: in large pages
     however small the layers, and what the kernels ask for beyond the end of one begins the next."""
 
     def __init__(self) -> None:
         self.left = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > len(self.left):
             with torch.inference_mode(False):  # layers are made inside and outside of it
                 block = torch.empty(max(BLOCK, nbytes) + PAGE, dtype=torch.uint8)
             self.left = block[-block.data_ptr() % PAGE :]
-            found = kernels.library()
-            if found is not None:
-                found.advise(self.left.data_ptr(), len(self.left))
+            result = kernels.library()
+            if result is not None:
+                result.advise(self.left.data_ptr(), len(self.left))
         taken, self.left = self.left[:nbytes], self.left[-(-nbytes // LINE) * LINE :]
         return taken
 
 
-shelf = Shelf()
+arena = Arena()
 
 
 def kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
@@ -53,9 +52,9 @@ def take_rows(
 ) -> torch.Tensor:
     """Rows ``ids`` of the weights of a layer [outputs, inputs] as numbers. Raises KernelError for ids out of range."""
     ids = ids.reshape(-1).to(torch.int64).contiguous()
-    found = torch.empty(len(ids), inputs, dtype=dtype)
-    kernel("take_rows", dtype)(kind, tiles.data_ptr(), ids.data_ptr(), found.data_ptr(), len(ids), outputs, inputs)
-    return found
+    result = torch.empty(len(ids), inputs, dtype=dtype)
+    kernel("take_rows", dtype)(kind, tiles.data_ptr(), ids.data_ptr(), result.data_ptr(), len(ids), outputs, inputs)
+    return result
 
 
 def check_weight(weight: Rows) -> None:
@@ -128,7 +127,7 @@ class Joined(Compiled):
 
     __slots__ = ("later", "parts")
 
-    def __init__(self, parts: Seq[Compiled]) -> None:
+    def __init__(self, parts: Sequence[Compiled]) -> None:
         self.parts = tuple(parts)
         self.inputs = parts[0].inputs
         if len(parts) < 2 or any(isinstance(part, Joined) or part.inputs != self.inputs for part in parts):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,8 +126,8 @@ class Rounding:
         return self.weight.shape[0]
 
     def __getitem__(self, rows: slice) -> Bytes:
-        found = self.weight[rows].float().numpy()
-        return to_blocks(np.pad(found, ((0, 0), (0, -found.shape[1] % self.block))), self.kind)
+        result = self.weight[rows].float().numpy()
+        return to_blocks(np.pad(result, ((0, 0), (0, -result.shape[1] % self.block))), self.kind)
 
 
 @dataclass(frozen=True)
@@ -149,20 +148,20 @@ class Ordered:
 class Stacked:
     """One's rows behind the other's."""
 
-    parts: Seq[Raw]
+    parts: Sequence[Raw]
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
     def __getitem__(self, rows: slice) -> Bytes:
         first, end, _ = rows.indices(len(self))
-        found, start = [], 0
+        result, start = [], 0
         for part in self.parts:
             here = slice(max(first - start, 0), min(max(end - start, 0), len(part)))
             if here.start < here.stop:
-                found.append(part[here])
+                result.append(part[here])
             start += len(part)
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return result[0] if len(result) == 1 else np.concatenate(result)
 
 
 @dataclass(frozen=True)
@@ -181,8 +180,8 @@ class Blocks:
     def values(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """Some rows in float32 [outputs, inputs], exact."""
         raw = self.raw[rows if isinstance(rows, slice) else rows.numpy()]
-        found = dequantize(raw, GGMLQuantizationType[self.kind.upper()])
-        return torch.from_numpy(np.array(found[:, : self.inputs], dtype=np.float32))
+        result = dequantize(raw, GGMLQuantizationType[self.kind.upper()])
+        return torch.from_numpy(np.array(result[:, : self.inputs], dtype=np.float32))
 
     def rows(self, order: torch.Tensor) -> Blocks:
         """Some of its rows, in any order."""
@@ -194,7 +193,7 @@ def sizes(kind: str) -> tuple[int, int]:
     return GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
 
 
-def join(parts: Seq[Blocks]) -> Blocks:
+def join(parts: Sequence[Blocks]) -> Blocks:
     """Weights of one kind over the same inputs, one's rows behind the other's."""
     return (
         parts[0] if len(parts) == 1 else Blocks(parts[0].kind, Stacked([part.raw for part in parts]), parts[0].inputs)
@@ -224,20 +223,20 @@ def _pack(kind: str, raw: Bytes, to: Bytes) -> None:
         raw = np.concatenate([raw, np.zeros((-len(raw) % OUTPUTS, raw.shape[1]), np.uint8)])
     of, bytes_ = QUANTS[kind]
     tiles, records, inner = len(raw) // OUTPUTS, raw.shape[1] // size * block // of, of // INPUTS
-    found = UNPACK[kind](raw.reshape(len(raw), -1, size))
+    result = UNPACK[kind](raw.reshape(len(raw), -1, size))
     record = to.reshape(tiles, records, bytes_)
     behind = 0
-    for head in found.heads:
+    for head in result.heads:
         record[..., behind : behind + 32].view("<u2")[...] = head.reshape(tiles, OUTPUTS, records).swapaxes(1, 2)
         behind += 32
     block_of = record[..., behind:].reshape(tiles, records, inner, -1)
-    count = found.levels.shape[-1]
-    words = np.ascontiguousarray(found.levels).view("<u4").reshape(tiles, OUTPUTS, records, inner, count // 4)
+    count = result.levels.shape[-1]
+    words = np.ascontiguousarray(result.levels).view("<u4").reshape(tiles, OUTPUTS, records, inner, count // 4)
     levels = block_of[..., : OUTPUTS * count].view("<u4").reshape(*block_of.shape[:3], count // 4, OUTPUTS)
     levels[...] = words.transpose(0, 2, 3, 4, 1)
     behind = OUTPUTS * count
-    for scale in found.scales:
+    for scale in result.scales:
         end = behind + OUTPUTS * scale.itemsize
-        place = block_of[..., behind:end].view(scale.dtype)
-        place[...] = scale.reshape(tiles, OUTPUTS, records, inner).transpose(0, 2, 3, 1)
+        index = block_of[..., behind:end].view(scale.dtype)
+        index[...] = scale.reshape(tiles, OUTPUTS, records, inner).transpose(0, 2, 3, 1)
         behind = end

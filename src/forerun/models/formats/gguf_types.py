@@ -41,25 +41,25 @@ def _to_float16(steps: np.ndarray) -> np.ndarray:
     size = np.abs(steps)
     with np.errstate(over="ignore"):
         up = np.copysign(np.ceil(size / SMALLEST) * SMALLEST, steps)
-        found = np.where(size < 2.0**-14, up, steps).astype("<f2")
-    if (np.isinf(found) & np.isfinite(steps)).any():
+        result = np.where(size < 2.0**-14, up, steps).astype("<f2")
+    if (np.isinf(result) & np.isfinite(steps)).any():
         raise OverflowError
-    return found
+    return result
 
 
 def _levels(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """Whole numbers [..., n] of ``steps`` [...]; 0 where a step is none, or no number."""
     wide = steps.astype(np.float32)[..., None]
     with np.errstate(invalid="ignore"):
-        found = np.divide(values, wide, out=np.zeros_like(values), where=(wide != 0) & np.isfinite(wide))
-    return np.rint(found)
+        result = np.divide(values, wide, out=np.zeros_like(values), where=(wide != 0) & np.isfinite(wide))
+    return np.rint(result)
 
 
 def _values(raw: Bytes, kind: str, inputs: int) -> np.ndarray:
     """In float32 [rows, blocks of ``inputs``, inputs]."""
     with np.errstate(invalid="ignore", over="ignore"):
-        found = quants.dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[kind.upper()])
-    return found.reshape(len(raw), -1, inputs)
+        result = quants.dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[kind.upper()])
+    return result.reshape(len(raw), -1, inputs)
 
 
 def _bytes(numbers: np.ndarray) -> Bytes:
@@ -84,11 +84,11 @@ def _q8_0(steps: np.ndarray, levels: np.ndarray) -> Bytes:
 
 def _q6_k(steps: np.ndarray, scales: np.ndarray, levels: np.ndarray) -> Bytes:
     """Of steps in float16 [rows, blocks], whole scales [rows, blocks, 16] and levels from -32 to 31."""
-    found = (levels.reshape(*steps.shape, 2, 4, 32) + 32).astype(np.uint8)
-    low = found[..., :2, :] & 15 | (found[..., 2:, :] & 15) << 4
-    high = np.zeros_like(found[..., 0, :])
-    for place in range(4):
-        high |= found[..., place, :] >> 4 << 2 * place
+    result = (levels.reshape(*steps.shape, 2, 4, 32) + 32).astype(np.uint8)
+    low = result[..., :2, :] & 15 | (result[..., 2:, :] & 15) << 4
+    high = np.zeros_like(result[..., 0, :])
+    for where in range(4):
+        high |= result[..., where, :] >> 4 << 2 * where
     parts = [low, high, scales.astype(np.int8).view(np.uint8)]
     return np.concatenate([*(part.reshape(*steps.shape, -1) for part in parts), _bytes(steps)], axis=-1)
 
@@ -208,8 +208,8 @@ TYPES = (*FLOATS, *(kind.upper() for kind in (*UNPACK, *RECODED, *EXPANDED)))
 
 
 class _RecodedRows:
-    def __init__(self, raw: Raw, kind: str, place: str) -> None:
-        self.raw, self.kind, self.place = raw, kind, place
+    def __init__(self, raw: Raw, kind: str, where: str) -> None:
+        self.raw, self.kind, self.place = raw, kind, where
         self.block, self.size = sizes(kind)
         self.recode = RECODED[kind].recode
 
@@ -217,33 +217,33 @@ class _RecodedRows:
         return len(self.raw)
 
     def __getitem__(self, rows: Any) -> Bytes:
-        found = self.raw[rows]
-        found = found.reshape(len(found), -1, self.size)
-        step = max(1, CHUNK // (found.shape[1] * self.block))
+        result = self.raw[rows]
+        result = result.reshape(len(result), -1, self.size)
+        step = max(1, CHUNK // (result.shape[1] * self.block))
         try:  # what is recoded at a time stays small
-            made = [self.recode(found[first : first + step]) for first in range(0, max(1, len(found)), step)]
+            made = [self.recode(result[first : first + step]) for first in range(0, max(1, len(result)), step)]
         except OverflowError as error:
             raise ModelError(f"{self.place} is of type {self.kind.upper()} with weights beyond what "
                              "packed types hold: use quantization bfloat16") from error  # fmt: skip
-        return np.concatenate(made).reshape(len(found), -1)
+        return np.concatenate(made).reshape(len(result), -1)
 
 
-def packed(kind: str, raw: Raw, inputs: int, place: str) -> Blocks | None:
+def packed(kind: str, raw: Raw, inputs: int, where: str) -> Blocks | None:
     """Weights of a quantized type that is read, as the kernels want them; None: they are to be numbers. Raises
-    ModelError, which ``place`` begins, when rows are asked for that the kernels' types cannot hold."""
+    ModelError, which ``where`` begins, when rows are asked for that the kernels' types cannot hold."""
     if kind in EXPANDED:
         return None
     if kind in UNPACK:
         return Blocks(kind, raw, inputs)
-    return Blocks(RECODED[kind].to, _RecodedRows(raw, kind, place), inputs)
+    return Blocks(RECODED[kind].to, _RecodedRows(raw, kind, where), inputs)
 
 
-def told(types: Iterable[str]) -> str:
+def described(types: Iterable[str]) -> str:
     """How those of ``TYPES`` are held that the kernels do not read; empty: there are none such."""
-    found = []
+    result = []
     for kind in sorted({each.lower() for each in types}):
         if kind in EXPANDED:
-            found.append(f"{kind.upper()} as numbers (exact in bfloat16)")
+            result.append(f"{kind.upper()} as numbers (exact in bfloat16)")
         elif kind in RECODED:
-            found.append(f"{kind.upper()} as {RECODED[kind].to.upper()} ({RECODED[kind].loss or 'exact'})")
-    return ", ".join(found)
+            result.append(f"{kind.upper()} as {RECODED[kind].to.upper()} ({RECODED[kind].loss or 'exact'})")
+    return ", ".join(result)

@@ -14,7 +14,7 @@ else.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -24,7 +24,7 @@ from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Linear, Rows, pieces, whole
 from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, wide_bias
-from forerun.models.formats.streamed import DTYPES, TILE, fill, tiles_for, works
+from forerun.models.formats.tiled import DTYPES, TILE, fill, tiles_for, works
 from forerun.models.kinds import KINDS
 
 MOST_INPUTS = 1 << 16
@@ -51,12 +51,12 @@ class Levels:
         return Levels(self.levels[order], self.scales[order])
 
     @classmethod
-    def join(cls, parts: Seq[Levels]) -> Levels:
+    def join(cls, parts: Sequence[Levels]) -> Levels:
         """Weights over the same inputs, one's rows behind the other's."""
         return cls(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
 
 
-class StreamedInt8(Compiled):
+class TiledInt8(Compiled):
     """int8 weights with a scale per output; each row of activations in 255 levels of its own; exact integer sums."""
 
     __slots__ = ("bias", "calls", "offsets", "pointers", "scales", "tiles")
@@ -106,7 +106,7 @@ def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @cache
 def can_run() -> bool:
     """Whether the kernels for 8 bits are here and give right numbers."""
-    return kernels.library() is not None and works(lambda weight: (StreamedInt8(weight, None, "int8"), weight))
+    return kernels.library() is not None and works(lambda weight: (TiledInt8(weight, None, "int8"), weight))
 
 
 def ours(device: torch.device, dtype: torch.dtype) -> bool:
@@ -180,7 +180,7 @@ class Int8Rows:
 def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Linear:
     """The layer for ``weight`` [outputs, inputs] in 8 bits."""
     if ours(weight.device, weight.dtype):
-        return StreamedInt8(weight, bias, KINDS[name])
+        return TiledInt8(weight, bias, KINDS[name])
     return (Int8Rows if name == "int8_rows" else Int8)(whole(weight), bias)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from forerun.core.errors import ConfigError
 from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
-from forerun.models.formats.compiled import LINE, shelf
+from forerun.models.formats.compiled import LINE, arena
 
 log = logging.getLogger(__name__)
 LARGE = 64 << 20
@@ -41,13 +41,13 @@ def made(what: str, nbytes: int, make: Callable[[np.ndarray], None]) -> torch.Te
     """``nbytes`` of weights: those that an earlier start has made under ``what``, else room with what ``make`` puts
     there."""
     held = kept.get()
-    found = None if held is None else held.take(what, nbytes)
-    if found is None:
-        found = shelf.room(nbytes)
-        make(found.numpy())
+    result = None if held is None else held.take(what, nbytes)
+    if result is None:
+        result = arena.allocate(nbytes)
+        make(result.numpy())
     if held is not None:
-        held.pieces.append((what, found))
-    return found
+        held.pieces.append((what, result))
+    return result
 
 
 class Kept:
@@ -78,7 +78,7 @@ class Kept:
         if hashlib.sha256(text).digest() != digest:
             raise ValueError(f"{self.path} is damaged")
         table = json.loads(text)
-        if len(mapped) != _start(len(text)) + sum(_room(nbytes) for _, nbytes, _ in table):
+        if len(mapped) != _start(len(text)) + sum(_padded(nbytes) for _, nbytes, _ in table):
             raise ValueError(f"{self.path} is cut short")
         self._table, self._at = table, _start(len(text))
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
@@ -86,12 +86,12 @@ class Kept:
 
     def take(self, what: str, nbytes: int) -> torch.Tensor | None:
         """The next piece; None if it has to be made."""
-        place, at = len(self.pieces), self._at
-        if place < len(self._table) and self._table[place][:2] == [what, nbytes]:
-            self._at += _room(nbytes)
-            found = self._bytes[at : at + nbytes]
-            if _sum(found) == self._table[place][2]:
-                return found
+        index, at = len(self.pieces), self._at
+        if index < len(self._table) and self._table[index][:2] == [what, nbytes]:
+            self._at += _padded(nbytes)
+            result = self._bytes[at : at + nbytes]
+            if _sum(result) == self._table[index][2]:
+                return result
         self.stale = True
         return None
 
@@ -100,7 +100,7 @@ class Kept:
         if not self.pieces or not self.stale:
             return
         text = json.dumps([[what, len(piece), _sum(piece)] for what, piece in self.pieces]).encode()
-        size = _start(len(text)) + sum(_room(len(piece)) for _, piece in self.pieces)
+        size = _start(len(text)) + sum(_padded(len(piece)) for _, piece in self.pieces)
         try:
             folder = make_folder(self.path.parent)
             if size > limit() or 2 * size > shutil.disk_usage(folder).free:
@@ -108,7 +108,7 @@ class Kept:
                 return
             for old in folder.glob(f"{self.path.name.rpartition('-')[0]}-*"):
                 old.unlink()  # of this model as it was, or in another layout
-            _make_room(folder, size)
+            _evict(folder, size)
             replace_with(self.path, lambda file: self._write(file, text), sync=False)
         except OSError as error:
             log.info("weights cannot be kept for the next start: %s", error)
@@ -120,7 +120,7 @@ class Kept:
             file.seek(0, os.SEEK_END)
             for _, piece in self.pieces:
                 file.write(piece.numpy().data)
-                file.write(bytes(_room(len(piece)) - len(piece)))
+                file.write(bytes(_padded(len(piece)) - len(piece)))
 
 
 def _start(size: int) -> int:
@@ -128,7 +128,7 @@ def _start(size: int) -> int:
     return -(-(HEAD.size + size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _room(nbytes: int) -> int:
+def _padded(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
@@ -144,24 +144,24 @@ def limit() -> int:
     """Bytes that may be kept. Raises ConfigError for a setting that is no number."""
     said = os.environ.get(VARIABLE) or str(USUAL)
     try:
-        found = float(said)
+        result = float(said)
     except ValueError:
-        found = -1.0
-    if not 0 <= found < 1e9:
+        result = -1.0
+    if not 0 <= result < 1e9:
         raise ConfigError(f"{VARIABLE} is how many GB of weights are kept for the next start, 0 or more; not {said!r}")
-    return int(found * 1e9)
+    return int(result * 1e9)
 
 
 def files() -> list[Path]:
     """What is kept, the oldest first."""
     try:
-        found = [path for path in (cache_folder() / FOLDER).glob("*-*-*") if path.is_file()]
+        result = [path for path in (cache_folder() / FOLDER).glob("*-*-*") if path.is_file()]
     except OSError:
         return []
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+    return sorted(result, key=lambda path: path.stat().st_mtime)
 
 
-def _make_room(folder: Path, size: int) -> None:
+def _evict(folder: Path, size: int) -> None:
     older = files()
     held = sum(path.stat().st_size for path in older)
     for path in older:

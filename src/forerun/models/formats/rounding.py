@@ -62,13 +62,13 @@ def _fit(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _levels(blocks: np.ndarray, scale: np.ndarray, least: np.ndarray) -> np.ndarray:
     moved = blocks + least[..., None]
-    found = np.divide(moved, scale[..., None], out=np.zeros_like(moved), where=scale[..., None] > 0)
-    return np.clip(np.rint(found), 0, 15).astype(np.uint8)
+    result = np.divide(moved, scale[..., None], out=np.zeros_like(moved), where=scale[..., None] > 0)
+    return np.clip(np.rint(result), 0, 15).astype(np.uint8)
 
 
 def _in_64_levels(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Steps float16 [..., 1 per 8] and levels uint8 of values that are not negative."""
     steps = (values.max(-1) / 63).astype(np.float16)
     wide = steps.astype(np.float32)[..., None]
-    found = np.divide(values, wide, out=np.zeros_like(values), where=wide > 0)
-    return steps, np.clip(np.rint(found), 0, 63).astype(np.uint8)
+    result = np.divide(values, wide, out=np.zeros_like(values), where=wide > 0)
+    return steps, np.clip(np.rint(result), 0, 63).astype(np.uint8)

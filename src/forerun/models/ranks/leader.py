@@ -66,7 +66,7 @@ class Leader(Team):
 
     leads = True
 
-    def __init__(self, size: int, wanted: Any, device: torch.device) -> None:
+    def __init__(self, size: int, requested: Any, device: torch.device) -> None:
         super().__init__(0, size)
         self._broken: str | None = None
         self._numbers: weakref.WeakKeyDictionary[Pool, int] = weakref.WeakKeyDictionary()
@@ -77,7 +77,7 @@ class Leader(Team):
         self._end = weakref.finalize(self, _end, self.others, folder)
         self.others.extend(Rank(rank) for rank in range(1, size))
         for other in self.others:
-            self._send(pickle.dumps(Hello(other.rank, size, folder, wanted)), other)
+            self._send(pickle.dumps(Hello(other.rank, size, folder, requested)), other)
         self._await(UP)
         self.connect(folder, device)
 
@@ -141,12 +141,12 @@ class Leader(Team):
 
     def _number(self, pool: Pool) -> int:
         """The pool's; changes to it are noted from its first forward on."""
-        found = self._numbers.get(pool)
-        if found is None:
-            found = self._numbers[pool] = next(self._count)
+        result = self._numbers.get(pool)
+        if result is None:
+            result = self._numbers[pool] = next(self._count)
             pool.changes = []
-            weakref.finalize(pool, self._gone.append, found).atexit = False
-        return found
+            weakref.finalize(pool, self._gone.append, result).atexit = False
+        return result
 
     def _failed(self, error: RuntimeError) -> NoReturn:
         self._lost(error)

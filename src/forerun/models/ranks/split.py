@@ -54,28 +54,28 @@ class Cut:
 
     def places(self, length: int, rank: int, size: int) -> torch.Tensor:
         """Which of ``length`` rows or columns the rank has: its share of every section."""
-        width, first, found = length // sum(self.units), 0, []
+        width, first, result = length // sum(self.units), 0, []
         for units in self.units:
             begin, count = rank * units // size, max(1, units // size)
-            found.append(torch.arange((first + begin) * width, (first + begin + count) * width))
+            result.append(torch.arange((first + begin) * width, (first + begin + count) * width))
             first += units
-        return torch.cat(found)
+        return torch.cat(result)
 
 
 def vocabulary(tokens: int, rank: int, size: int) -> torch.Tensor:
     """The tokens that a rank has, as many as every other: behind the last token come -1."""
     each = -(-tokens // size)
-    places = torch.arange(rank * each, (rank + 1) * each)
-    return places.where(places < tokens, -1)
+    indices = torch.arange(rank * each, (rank + 1) * each)
+    return indices.where(indices < tokens, -1)
 
 
 def cuts(spec: Spec, intermediate: int) -> dict[str, Cut]:
     """By the names of a layer's projections, without the layer's own."""
     attention, mlp = spec.architecture.attention, spec.architecture.mlp
     heads, inner = (spec.heads, spec.kv_heads, spec.kv_heads), (intermediate, intermediate)
-    found = {attention.out.checkpoint: Cut(1, heads[:1]), mlp.down.checkpoint: Cut(1, inner[:1])}
-    found |= _by_outputs(attention.qkv, heads) | _by_outputs(mlp.gate_up, inner)
-    return found
+    result = {attention.out.checkpoint: Cut(1, heads[:1]), mlp.down.checkpoint: Cut(1, inner[:1])}
+    result |= _by_outputs(attention.qkv, heads) | _by_outputs(mlp.gate_up, inner)
+    return result
 
 
 def _by_outputs(names: tuple[Name, ...], units: tuple[int, ...]) -> dict[str, Cut]:
@@ -84,7 +84,7 @@ def _by_outputs(names: tuple[Name, ...], units: tuple[int, ...]) -> dict[str, Cu
     return {name.checkpoint: Cut(0, (count,)) for name, count in zip(names, units, strict=True)}
 
 
-class Part:
+class Shard:
     """Some rows and columns of a weight; a row -1 is zeros."""
 
     def __init__(self, weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
@@ -98,12 +98,12 @@ class Part:
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
         if self.rows is None:
             return self.weight[rows][:, self.columns]  # of a mapped tensor a view: the rest is never read
-        places = self.rows[rows]
-        found = self.weight[places.clamp(min=0)][:, self.columns]
-        missing = places < 0
+        indices = self.rows[rows]
+        result = self.weight[indices.clamp(min=0)][:, self.columns]
+        missing = indices < 0
         if missing.any():
-            found[missing] = 0  # a copy, as of every choice of rows
-        return found
+            result[missing] = 0  # a copy, as of every choice of rows
+        return result
 
 
 class SplitWeights:
@@ -133,16 +133,16 @@ class SplitWeights:
         return self.cuts.get(inside.rpartition(".")[0])
 
     def values(self, name: str) -> Rows:
-        found, (stem, _, kind) = self.weights.values(name), name.rpartition(".")
+        result, (stem, _, kind) = self.weights.values(name), name.rpartition(".")
         if stem in self.words:
-            return Part(found, vocabulary(found.shape[0], self.rank, self.size), None)
+            return Shard(result, vocabulary(result.shape[0], self.rank, self.size), None)
         cut = self._cut(name)
         if cut is None or (kind == "bias" and cut.axis == 1):
-            return found
-        places = cut.places(found.shape[cut.axis], self.rank, self.size)
+            return result
+        indices = cut.places(result.shape[cut.axis], self.rank, self.size)
         if kind == "bias":
-            return found[places]
-        return Part(found, places, None) if cut.axis == 0 else Part(found, None, places)
+            return result[indices]
+        return Shard(result, indices, None) if cut.axis == 0 else Shard(result, None, indices)
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         if self.weights.blocks(name) is not None:

@@ -43,29 +43,29 @@ class Team:
         except RuntimeError as error:
             self._failed(error)
 
-    def parts(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's ``part``, which has one shape and dtype on all of them, in their order."""
-        if self._apart or not part.numel():
-            return [part] * self.size
-        mine = part.contiguous()
-        found = [torch.empty_like(mine) for _ in range(self.size)]
+    def shards(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's ``shard``, which has one shape and dtype on all of them, in their order."""
+        if self._apart or not shard.numel():
+            return [shard] * self.size
+        mine = shard.contiguous()
+        result = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            self._group.allgather([[_bytes(each) for each in found]], [_bytes(mine)]).wait()
+            self._group.allgather([[_bytes(each) for each in result]], [_bytes(mine)]).wait()
         except RuntimeError as error:
             self._failed(error)
-        return found
+        return result
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def sum(self, shard: torch.Tensor) -> torch.Tensor:
         """All parts added up, in float32."""
-        first, *rest = self.parts(part)
+        first, *rest = self.shards(shard)
         total = first.to(torch.float32, copy=True)
         for each in rest:
             total += each
         return total
 
-    def join(self, part: torch.Tensor) -> torch.Tensor:
+    def join(self, shard: torch.Tensor) -> torch.Tensor:
         """All parts end to end along the last dimension."""
-        return torch.cat(self.parts(part), -1)
+        return torch.cat(self.shards(shard), -1)
 
     @contextmanager
     def apart(self) -> Iterator[None]:

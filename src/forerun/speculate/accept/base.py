@@ -1,12 +1,11 @@
 """What every acceptance rule shares. A rule decides, from the target's scores, which path of a draft is kept and
-which token follows it, so that the output keeps the target's law."""
+which token follows it, so that the output keeps the target's distribution."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -61,8 +60,8 @@ def judged(
     """A decision with its measures along the path; ``overlap`` by row. A row with a fault tests nothing."""
     nodes = [-1, *path]
     rows = [scores.row(index, node) for node in (nodes if error is None else nodes[:-1])]
-    shares = [overlap[row] for row in rows if row in overlap]
-    return Verdict(path, token, error, len(shares), sum(shares, 0.0))
+    fractions = [overlap[row] for row in rows if row in overlap]
+    return Verdict(path, token, error, len(fractions), sum(fractions, 0.0))
 
 
 def fault(value: float) -> str | None:
@@ -74,12 +73,12 @@ def fault(value: float) -> str | None:
     return None
 
 
-def unspoilt(tops: Seq[float]) -> tuple[int, str | None]:
+def unspoilt(tops: Sequence[float]) -> tuple[int, str | None]:
     """How far a path goes before a row with a fault, given the best scores of the root's row and its own; and the
     fault."""
-    for place, top in enumerate(tops):
+    for index, top in enumerate(tops):
         if (error := fault(top)) is not None:
-            return place, error
+            return index, error
     return len(tops) - 1, None
 
 
@@ -107,7 +106,7 @@ class RatioRule(Rule):
     @abstractmethod
     def decide(self, compared: Comparison) -> list[float]:
         """The probability that each trial's test succeeds. ``compared.residual`` becomes, row by row, the unnormalised
-        law of the token emitted where the walk stops."""
+        distribution of the token emitted where the walk stops."""
 
     def walk(self, draft: Draft, passed: list[list[bool]]) -> tuple[list[int], bool]:
         """The accepted path, given each trial's test result (``passed[parent + 1][rank]``), and whether the token
@@ -129,10 +128,10 @@ class RatioRule(Rule):
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
         compared = compare(scores, sampler)
         self._check(scores, compared.trials)
-        if self.lossless and all(row.heat == 0.0 for row in compared.rows):
+        if self.lossless and all(row.effective_temperature == 0.0 for row in compared.rows):
             return follow(compared)  # what p against q comes to, where p is a point mass
         chances, tops, overlap = self.decide(compared), compared.tops, compared.overlaps()
-        found, laws, keys = [], [], []
+        result, distributions, keys = [], [], []
         cursor = 0
         for index, (sequence, draft) in enumerate(zip(scores.sequences, scores.drafts)):
             count = sum(map(len, draft.trials))
@@ -140,13 +139,13 @@ class RatioRule(Rule):
             cursor += count
             visited = [scores.row(index, node) for node in [-1, *path]]
             good, error = unspoilt([tops[row] for row in visited])
-            found.append((path[:good], error))
-            laws.append((visited[good], again))
+            result.append((path[:good], error))
+            distributions.append((visited[good], again))
             keys.append(fold(sequence.seed, RESIDUAL, len(sequence.tokens), visited[good] - visited[0] - 1))
-        tokens = sampler.draw(compared.laws(laws), keys).tolist()
+        tokens = sampler.draw(compared.distributions(distributions), keys).tolist()
         return [
             judged(scores, index, path, token, error, overlap)
-            for index, ((path, error), token) in enumerate(zip(found, tokens))
+            for index, ((path, error), token) in enumerate(zip(result, tokens))
         ]
 
     def _check(self, scores: Scores, trials: Trials) -> None:

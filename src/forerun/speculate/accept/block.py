@@ -27,8 +27,8 @@ class Block(RatioRule):
         for t, weight in enumerate(weights):
             if t + 1 < len(follows) and follows[t + 1]:
                 rest = left[t + 1]  # S of a prefix: the mass left where the next token was drafted
-                room = rest + 1.0 - weight
-                accept.append(rest / room if room > 0.0 else 1.0)
+                remaining = rest + 1.0 - weight
+                accept.append(rest / remaining if remaining > 0.0 else 1.0)
             else:
                 accept.append(weight)
         return accept

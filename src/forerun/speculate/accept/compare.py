@@ -3,7 +3,7 @@ beside q; in torch, and through ``kernels/sampling.cpp``. Noise and draws are ``
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +58,7 @@ def flatten(scores: Scores) -> Trials:
     return flat
 
 
-def slots(chosen: Seq[int]) -> slice | list[int]:
+def slots(chosen: Sequence[int]) -> slice | list[int]:
     """An index for rows ``chosen``: a slice where they lie side by side, which copies nothing and costs a fifth."""
     first, count = chosen[0], len(chosen)
     if chosen[-1] == first + count - 1 and list(chosen) == list(range(first, first + count)):
@@ -66,12 +66,12 @@ def slots(chosen: Seq[int]) -> slice | list[int]:
     return list(chosen)
 
 
-def take(rows: torch.Tensor, chosen: Seq[int]) -> torch.Tensor:
+def take(rows: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
     """``rows[chosen]``; a view where they lie side by side."""
     return rows[slots(chosen)]
 
 
-def column(values: Seq[int], like: torch.Tensor) -> torch.Tensor:
+def column(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Indices as [n, 1] int64, for ``gather``."""
     return torch.tensor(values, dtype=torch.long, device=like.device)[:, None]
 
@@ -92,8 +92,8 @@ class Comparison:
     def p(self) -> torch.Tensor:
         """[rows, vocabulary], read only; a greedy row is all on its best id."""
         if self._p is None:
-            p, self._tops, self._best = self.sampler.law(self.scores.warped)
-            greedy = [i for i, row in enumerate(self.rows) if row.heat == 0.0]
+            p, self._tops, self._best = self.sampler.distribution(self.scores.warped)
+            greedy = [i for i, row in enumerate(self.rows) if row.effective_temperature == 0.0]
             if greedy:
                 p[greedy] = 0.0
                 p[greedy, [self._best[i] for i in greedy]] = 1.0
@@ -120,34 +120,34 @@ class Comparison:
         self._tops, self._best, _ = self.sampler.pick(self.scores.warped, self.rows)
         return self._best
 
-    def gather_q(self, chosen: Seq[int], like: torch.Tensor) -> torch.Tensor:
+    def gather_q(self, chosen: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """[len(chosen), vocabulary] in ``like``'s dtype: the exact q of each chosen trial; a point mass is one-hot.
         Read only: it may share memory with the drafts."""
         scores, trials = self.scores, self.trials
         groups: dict[int, list[int]] = {}
         masses = []
-        for place, t in enumerate(chosen):
+        for index, t in enumerate(chosen):
             if trials.q_row[t] == POINT_MASS:
-                masses.append(place)
+                masses.append(index)
             else:
-                groups.setdefault(id(scores.drafts[trials.index[t]].q), []).append(place)
+                groups.setdefault(id(scores.drafts[trials.index[t]].q), []).append(index)
 
-        def rows(places: Seq[int]) -> torch.Tensor:
-            q = scores.drafts[trials.index[chosen[places[0]]]].q
+        def rows(indices: Sequence[int]) -> torch.Tensor:
+            q = scores.drafts[trials.index[chosen[indices[0]]]].q
             assert q is not None
-            return take(q, [trials.q_row[chosen[place]] for place in places]).to(like.dtype)
+            return take(q, [trials.q_row[chosen[index]] for index in indices]).to(like.dtype)
 
         if not masses and len(groups) == 1:
             return rows(range(len(chosen)))
         out = torch.zeros(len(chosen), like.shape[1], dtype=like.dtype, device=like.device)
         if masses:
-            out[masses, [trials.token[chosen[place]] for place in masses]] = 1.0
-        for places in groups.values():
-            out[places] = rows(places)
+            out[masses, [trials.token[chosen[index]] for index in masses]] = 1.0
+        for indices in groups.values():
+            out[indices] = rows(indices)
         return out
 
     def left(
-        self, rows: Seq[int], q: torch.Tensor, factor: torch.Tensor | float = 1.0
+        self, rows: Sequence[int], q: torch.Tensor, factor: torch.Tensor | float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """max(0, factor * p - q) of ``rows``, all different, of the residual, for ``q`` [rows, vocabulary] and
         ``factor`` [rows, 1], not normalised; and its mass, [rows, 1]. A row stays where nothing is left but rounding
@@ -157,9 +157,9 @@ class Comparison:
         mass = left.sum(dim=1, keepdim=True)
         return torch.addcmul(left, at, (mass <= 0.0).to(at.dtype), out=left), mass
 
-    def laws(self, ends: Seq[tuple[int, bool]]) -> torch.Tensor:
-        """For each end of a walk, a row and whether p itself is asked for there instead of the residual: the law, not
-        normalised, of the token behind it."""
+    def distributions(self, ends: Sequence[tuple[int, bool]]) -> torch.Tensor:
+        """For each end of a walk, a row and whether p itself is asked for there instead of the residual: the
+        distribution, not normalised, of the token behind it."""
         if any(again for _, again in ends):
             return torch.stack([(self.p if again else self.residual)[row] for row, again in ends])
         return take(self.residual, [row for row, _ in ends])
@@ -176,8 +176,8 @@ class Comparison:
         weights, factor = self._link(ratio) if linked else (ratio.clamp_(max=1.0), 1.0)
         left, mass = self.left(trials.row, q, factor)
         self.residual[slots(trials.row)] = left
-        found, masses = fetch(weights[:, 0], mass[:, 0])
-        return found, masses
+        result, masses = fetch(weights[:, 0], mass[:, 0])
+        return result, masses
 
     def _link(self, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The product of every chain's ratios up to each trial, never above 1; with and without its own, [trials, 1]
@@ -185,35 +185,35 @@ class Comparison:
         trials = self.trials
         depth = max(trials.parent) + 1
         grid = ratio.new_ones(trials.index[-1] + 1, depth + 2)
-        places = [index * (depth + 2) + parent + 2 for index, parent in zip(trials.index, trials.parent)]
+        indices = [index * (depth + 2) + parent + 2 for index, parent in zip(trials.index, trials.parent)]
         flat = grid.view(-1, 1)
-        flat[slots(places)] = ratio
+        flat[slots(indices)] = ratio
         for length in range(1, depth + 2):
             grid[:, length] = (grid[:, length - 1] * grid[:, length]).clamp_(max=1.0)
-        return take(flat, places), take(flat, [spot - 1 for spot in places])
+        return take(flat, indices), take(flat, [slot - 1 for slot in indices])
 
     def overlaps(self) -> dict[int, float]:
         """By row that holds trials, sum_x min(p, q) against its first trial (Leviathan et al. 2023, theorem 3.5): a
         point mass counts p(x), and a greedy row whether the trial is its best id. To be asked behind ``tops``."""
-        trials, found = self.trials, {}
+        trials, result = self.trials, {}
         asked = []
         for t, rank in enumerate(trials.rank):
             row = trials.row[t]
-            if rank == 0 and self.rows[row].heat == 0.0:
-                found[row] = float(self._best[row] == trials.token[t])
+            if rank == 0 and self.rows[row].effective_temperature == 0.0:
+                result[row] = float(self._best[row] == trials.token[t])
             elif rank == 0:
                 asked.append(t)
         if asked:
-            found.update(self._shares(asked))
-        return found
+            result.update(self._shares(asked))
+        return result
 
-    def _shares(self, asked: Seq[int]) -> dict[int, float]:
+    def _shares(self, asked: Sequence[int]) -> dict[int, float]:
         """``overlaps`` of trials that are not greedy."""
         trials = self.trials
 
-        def target(members: Seq[int]) -> torch.Tensor:
-            places = [trials.row[t] for t in members]
-            return take(self._p, places) if self._p is not None else probabilities(take(self.scores.warped, places))
+        def target(members: Sequence[int]) -> torch.Tensor:
+            indices = [trials.row[t] for t in members]
+            return take(self._p, indices) if self._p is not None else probabilities(take(self.scores.warped, indices))
 
         masses = [t for t in asked if trials.q_row[t] == POINT_MASS]
         spread = [t for t in asked if trials.q_row[t] != POINT_MASS]
@@ -247,7 +247,7 @@ class CompiledComparison(Comparison):
             if index not in kept:
                 kept[index] = q.float().contiguous()
             qs.append(kept[index].data_ptr() + 4 * row * q.shape[1])
-        greedy = [row.heat == 0.0 for row in self.rows]
+        greedy = [row.effective_temperature == 0.0 for row in self.rows]
         follows = [linked and parent >= 0 for parent in trials.parent]
         weighed = self.kernels.weigh(self.scores.warped, greedy, trials.row, trials.token, qs, follows, lenience)
         self._residual, self._tops, self._shared = weighed.residual, weighed.tops, weighed.shared
@@ -256,7 +256,7 @@ class CompiledComparison(Comparison):
     def overlaps(self) -> dict[int, float]:
         return super().overlaps() if self._shared is None else dict(zip(self.trials.row, self._shared))
 
-    def _shares(self, asked: Seq[int]) -> dict[int, float]:
+    def _shares(self, asked: Sequence[int]) -> dict[int, float]:
         trials, drafts = self.trials, self.scores.drafts
         qs = []
         for t in asked:

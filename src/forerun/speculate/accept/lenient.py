@@ -28,11 +28,12 @@ class Lenient(Token):
     """Token-level rejection sampling that multiplies q by the lenience l before the comparison.
 
     A drafted x is kept with probability min(1, p(x) / (l q(x))); a rejected one is replaced by a draw of
-    norm(max(0, p - q)), as without lenience. The output's law is ``forerun.theory.lenient_token_law``: no token is
-    emitted with a probability above p(x) / l, and the total variation from p is sum min(p / l, q) - sum min(p, q).
-    There is no lower bound: a token that the drafter never proposes can lose most of its probability. At
-    temperature 0 a drafted token is kept if p(x) >= l max p, p being the distribution at temperature 1 (the paper
-    prints <=, which would keep the unlikely tokens and drop the best one); otherwise the argmax is emitted.
+    norm(max(0, p - q)), as without lenience. The output's distribution is
+    ``forerun.theory.lenient_token_distribution``: no token is emitted with a probability above p(x) / l, and the total
+    variation from p is sum min(p / l, q) - sum min(p, q). There is no lower bound: a token that the drafter never
+    proposes can lose most of its probability. At temperature 0 a drafted token is kept if p(x) >= l max p, p being the
+    distribution at temperature 1 (the paper prints <=, which would keep the unlikely tokens and drop the best one);
+    otherwise the argmax is emitted.
     """
 
     name = "lenient"
@@ -47,7 +48,7 @@ class Lenient(Token):
     def decide(self, compared: Comparison) -> list[float]:
         accept = super().decide(compared)
         trials, rows = compared.trials, compared.rows
-        greedy = [t for t, row in enumerate(trials.row) if rows[row].heat == 0.0]
+        greedy = [t for t, row in enumerate(trials.row) if rows[row].effective_temperature == 0.0]
         if greedy:
             logits = take(compared.scores.warped, [trials.row[t] for t in greedy])
             drafted = logits.gather(1, column([trials.token[t] for t in greedy], logits))[:, 0].tolist()

@@ -3,8 +3,7 @@ section 2; without replacement: Sequoia, arXiv 2402.12374)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ class TreeRuleConfig(RuleConfig):
             raise ConfigError(f"replacement must be true or false, not {self.replacement!r}")
 
 
-class Turn(NamedTuple):
+class Step(NamedTuple):
     """The trials that are the rank-th of their parents, with the q [n, vocabulary] that each was drawn from given the
     draws before it."""
 
@@ -49,7 +48,7 @@ class TreeRule(RatioRule):
     def replacement(self) -> bool:  # type: ignore[override]
         return self.config.replacement
 
-    def turns(self, compared: Comparison, chosen: Seq[int]) -> Iterator[Turn]:
+    def steps(self, compared: Comparison, chosen: Sequence[int]) -> Iterator[Step]:
         """The chosen trials by rank. Without replacement, a token leaves its row of q once it is drawn. Where float32
         cannot tell what is left of q, a trial has no turn and is rejected unseen, which is lossless, since the draws
         before it decide so and its own token does not."""
@@ -63,36 +62,36 @@ class TreeRule(RatioRule):
             gone = [] if self.replacement or rank == 0 else self._earlier(trials, members)
             if gone:
                 q = q.clone()  # it may be the drafts' own
-                q[[place for place, _ in gone], [token for _, token in gone]] = 0.0
+                q[[index for index, _ in gone], [token for _, token in gone]] = 0.0
                 mass = q.sum(dim=1, keepdim=True)
-                kept = [place for place, share in enumerate(mass[:, 0].tolist()) if share > _TINY]
-                q, members = take(q.div_(mass), kept) if kept else q, [members[place] for place in kept]
+                kept = [index for index, fraction in enumerate(mass[:, 0].tolist()) if fraction > _TINY]
+                q, members = take(q.div_(mass), kept) if kept else q, [members[index] for index in kept]
             if members:
                 tokens = column([trials.token[t] for t in members], q)
-                yield Turn(members, [trials.row[t] for t in members], tokens, q)
+                yield Step(members, [trials.row[t] for t in members], tokens, q)
 
     @staticmethod
     def reject(
-        compared: Comparison, turn: Turn, factor: torch.Tensor | float = 1.0
+        compared: Comparison, step: Step, factor: torch.Tensor | float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a turn's trials out of ``factor`` times their rows, which sum to 1 again. For each, min(1, factor *
         p / q) of its token and the mass that it leaves, [n, 1]."""
-        at = take(compared.residual, turn.rows).gather(1, turn.tokens)
-        chance = (factor * at / turn.q.gather(1, turn.tokens)).clamp_(max=1.0)
-        left, mass = compared.left(turn.rows, turn.q, factor)
-        compared.residual[slots(turn.rows)] = left.div_(left.sum(dim=1, keepdim=True))
+        at = take(compared.residual, step.rows).gather(1, step.tokens)
+        chance = (factor * at / step.q.gather(1, step.tokens)).clamp_(max=1.0)
+        left, mass = compared.left(step.rows, step.q, factor)
+        compared.residual[slots(step.rows)] = left.div_(left.sum(dim=1, keepdim=True))
         return chance, mass
 
     @staticmethod
-    def _earlier(trials: Trials, members: Seq[int]) -> list[tuple[int, int]]:
+    def _earlier(trials: Trials, members: Sequence[int]) -> list[tuple[int, int]]:
         """(place in ``members``, token) of every earlier draw from the same row of q under the same parent."""
-        found = []
-        for place, t in enumerate(members):
+        result = []
+        for index, t in enumerate(members):
             if trials.q_row[t] != POINT_MASS:
                 for earlier in range(t - trials.rank[t], t):
                     if trials.q_row[earlier] == trials.q_row[t]:
-                        found.append((place, trials.token[earlier]))
-        return found
+                        result.append((index, trials.token[earlier]))
+        return result
 
 
 @rules.register("recursive")
@@ -104,7 +103,7 @@ class Recursive(TreeRule):
 
     def decide(self, compared: Comparison) -> list[float]:
         accept = compared.p.new_zeros(len(compared.trials.row), 1)
-        for turn in self.turns(compared, range(len(accept))):
-            accept[slots(turn.trials)], _ = self.reject(compared, turn)
+        for step in self.steps(compared, range(len(accept))):
+            accept[slots(step.trials)], _ = self.reject(compared, step)
         chances: list[float] = accept[:, 0].tolist()
         return chances

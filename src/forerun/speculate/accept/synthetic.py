@@ -8,7 +8,7 @@ profile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 from forerun.core.errors import ConfigError
@@ -74,7 +74,7 @@ class Synthetic(Rule):
     identity = False
     lossless = False
 
-    def __init__(self, inner: Rule, rates: Seq[float]) -> None:
+    def __init__(self, inner: Rule, rates: Sequence[float]) -> None:
         super().__init__()
         self.inner = inner
         self.rates = tuple(rates)

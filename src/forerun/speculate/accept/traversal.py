@@ -33,12 +33,12 @@ class Traversal(TreeRule):
         budget[compared.scores.first] = 1.0
         accept = p.new_zeros(len(trials.row), 1)
         for level in self._levels(compared.scores, trials):
-            for turn in self.turns(compared, level):
-                a = take(budget, turn.rows)
-                chance, mass = self.reject(compared, turn, a)
-                accept[slots(turn.trials)] = chance.nan_to_num_(0.0)
-                budget[slots(turn.rows)] = torch.where(a < 1.0, mass / (mass + 1.0 - a), 1.0)
-                news = [(t, trials.below[t]) for t in turn.trials if self._first(trials, t)]
+            for step in self.steps(compared, level):
+                a = take(budget, step.rows)
+                chance, mass = self.reject(compared, step, a)
+                accept[slots(step.trials)] = chance.nan_to_num_(0.0)
+                budget[slots(step.rows)] = torch.where(a < 1.0, mass / (mass + 1.0 - a), 1.0)
+                news = [(t, trials.below[t]) for t in step.trials if self._first(trials, t)]
                 if news:
                     budget[slots([row for _, row in news])] = accept[slots([t for t, _ in news])]
         ends = [t for t in range(len(trials.row)) if self._first(trials, t)]
@@ -70,12 +70,12 @@ class Traversal(TreeRule):
                 again = trial.node in met
                 if not again:
                     met.add(trial.node)
-                    found = visit(trial.node)
-                    if found is not None:
-                        return found
+                    result = visit(trial.node)
+                    if result is not None:
+                        return result
                 if good:
                     return trial.node, again
             return None
 
-        found = visit(-1) if draft.trials else None
-        return (draft.path(found[0]), found[1]) if found is not None else ([], False)
+        result = visit(-1) if draft.trials else None
+        return (draft.path(result[0]), result[1]) if result is not None else ([], False)

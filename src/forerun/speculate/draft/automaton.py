@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence
 from math import log
 
 ROOT = 0
@@ -108,7 +107,7 @@ class Automaton:
             yield token, min(0.0, log(max(number, 1) / total)), after
 
     @classmethod
-    def of(cls, lists: Iterable[Seq[int]]) -> Automaton:
+    def of(cls, lists: Iterable[Sequence[int]]) -> Automaton:
         built = cls()
         for tokens in lists:
             built.begin()

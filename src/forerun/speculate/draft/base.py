@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -15,7 +14,7 @@ from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.core.config import check_types
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft, Verdict
 from forerun.models.base import Model
 from forerun.sampling.draw import Sampler, node_key, probabilities
@@ -50,7 +49,7 @@ class DrafterConfig:
         if k > DEEPEST:
             raise ConfigError(f"num_speculative_tokens must be at most {DEEPEST}, not {k}")
         if self.tree is not None:
-            shape = tuple(self.tree) if isinstance(self.tree, Seq) else ()
+            shape = tuple(self.tree) if isinstance(self.tree, Sequence) else ()
             if not shape or any(not isinstance(w, int) or w < 1 for w in shape):
                 raise ConfigError(f"tree must list how many children each depth has, e.g. [4, 2, 1], not {self.tree!r}")
             object.__setattr__(self, "tree", shape)
@@ -183,27 +182,31 @@ class Drafter(ABC, Generic[C]):
         return cls(config, context)
 
     @abstractmethod
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         """One draft per sequence, none deeper than its budget (at least 1)."""
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         """See what became of a round, for every sequence of this drafter: after every round, prefill included, or,
         unless it ``watches``, after those in which it was asked for drafts. The sequences' tokens are already extended.
         A drafter with a cache truncates it here."""
 
-    def fork(self, source: Sequence, sequence: Sequence) -> None:
+    def fork(self, source: RequestState, sequence: RequestState) -> None:
         """``sequence``, new here, is what ``source`` was before this round's draft was judged; ``observe`` sees both.
         Whatever is known of the one may be shared; without it, the other is read again."""
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         """Forget a sequence: it ended, or was preempted."""
 
     def close(self) -> None:
         """The engine ends, or is asked to: write down what is to be kept."""
 
-    def rewind(self, sequence: Sequence) -> None:
+    def rewind(self, sequence: RequestState) -> None:
         """Tokens that were ``tentative`` have been taken back: keep no state beyond ``sequence.tokens``."""
         self.release(sequence)
 
@@ -216,16 +219,16 @@ class Drafter(ABC, Generic[C]):
         """The models of its own that it runs."""
         return []
 
-    def reusable(self, sequence: Sequence) -> int:
+    def reusable(self, sequence: RequestState) -> int:
         """How many of a new sequence's tokens the target may take from its prefix cache. A drafter that feeds on
         hidden states wants them of every token, so none, unless it has kept them."""
         return 0 if self.needs.hidden else len(sequence.tokens)
 
-    def behind(self, sequence: Sequence) -> int:
+    def behind(self, sequence: RequestState) -> int:
         """How many committed tokens it would have to read, at a price, before it can draft for this sequence."""
         return 0
 
-    def cached_tokens(self, sequence: Sequence) -> list[int] | None:
+    def cached_tokens(self, sequence: RequestState) -> list[int] | None:
         """The tokens this drafter has state for; None if it keeps none. Always a prefix of the committed ones."""
         return None
 
@@ -250,7 +253,7 @@ class Chooser:
         self.temperature = temperature
         self.purpose = DRAFT + (stream << 8)
 
-    def row(self, sequence: Sequence, path: Seq[int] = ()) -> Row:
+    def row(self, sequence: RequestState, path: Sequence[int] = ()) -> Row:
         return Row(sequence, path, self.temperature)
 
     def align(self, logits: torch.Tensor) -> torch.Tensor:
@@ -263,36 +266,36 @@ class Chooser:
         return logits
 
     def choose(
-        self, logits: torch.Tensor, rows: Seq[Row], parents: Seq[int], width: int = 1
+        self, logits: torch.Tensor, rows: Sequence[Row], parents: Sequence[int], width: int = 1
     ) -> tuple[list[list[int]], torch.Tensor | None, list[int]]:
         """Children of each row, in trial order: ids, q [rows, vocabulary] (None if no row needs it), and each row's
         row of q (a point mass for greedy requests)."""
         warped = warp(self.align(logits), rows)
-        hot = any(row.heat > 0.0 for row in rows)
-        q_rows = [i if row.heat > 0.0 else POINT_MASS for i, row in enumerate(rows)]
+        hot = any(row.effective_temperature > 0.0 for row in rows)
+        q_rows = [i if row.effective_temperature > 0.0 else POINT_MASS for i, row in enumerate(rows)]
         shared = not self.rule.needs_q or not hot
         if shared and width == 1:
-            values, tokens, q = self.sampler.pick(warped, rows, law=hot)
+            values, tokens, q = self.sampler.pick(warped, rows, distribution=hot)
             return [[t] if value > float("-inf") else [] for value, t in zip(values, tokens)], q, q_rows
         if shared:
             q = probabilities(warped) if hot else None
             return self.sampler.rank(self.sampler.shared(warped, rows), width)[0], q, q_rows
-        q, tops, greedy = self.sampler.law(warped)
+        q, tops, greedy = self.sampler.distribution(warped)
         roots = [len(row.sequence.tokens) for row in rows]
 
         def keys(trial: int) -> list[int]:
             return [node_key(self.purpose, row, root, node, trial) for row, root, node in zip(rows, roots, parents)]
 
         if width > 1 and not self.rule.replacement:
-            noisy = [key if row.heat > 0.0 else None for key, row in zip(keys(0), rows)]
+            noisy = [key if row.effective_temperature > 0.0 else None for key, row in zip(keys(0), rows)]
             return self.sampler.rank(self.sampler.perturb(warped, noisy), width)[0], q, q_rows
         draws = [self.sampler.draw(q, keys(trial)).tolist() for trial in range(width)]
-        cold = any(row.heat == 0.0 for row in rows) and width > 1
+        cold = any(row.effective_temperature == 0.0 for row in rows) and width > 1
         top = self.sampler.rank(warped, width)[0] if cold else [[token] for token in greedy]
-        ids = [[d[i] for d in draws] if row.heat > 0.0 else top[i] for i, row in enumerate(rows)]
+        ids = [[d[i] for d in draws] if row.effective_temperature > 0.0 else top[i] for i, row in enumerate(rows)]
         return [each if value > float("-inf") else [] for each, value in zip(ids, tops)], q, q_rows
 
-    def rank(self, logits: torch.Tensor, rows: Seq[Row], count: int) -> tuple[list[list[int]], list[list[float]]]:
+    def rank(self, logits: torch.Tensor, rows: Sequence[Row], count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The best ``count`` ids of each row, best first, and the log-probabilities to rank paths by.
 
         Under ``coupled`` the target's own noise is part of the score; under other rules nothing random is, so that

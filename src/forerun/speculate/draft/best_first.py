@@ -6,8 +6,7 @@ automaton, an adjacency table, a head's distribution per depth, or levels that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count, islice
@@ -118,7 +117,7 @@ def best_first(source: Continuations[S], root: S, nodes: int, depth: int, floor:
     return tree
 
 
-def shaped(source: Continuations[S], root: S, widths: Seq[int], floor: float = -inf) -> list[Node]:
+def shaped(source: Continuations[S], root: S, widths: Sequence[int], floor: float = -inf) -> list[Node]:
     """A tree of fixed shape: every node at depth d gets its ``widths[d]`` best children, as far as ``floor`` lets."""
     tree: list[Node] = []
     level = [(-1, 0.0, root)]
@@ -136,7 +135,7 @@ def shaped(source: Continuations[S], root: S, widths: Seq[int], floor: float = -
     return tree
 
 
-def preorder(nodes: Seq[Node]) -> list[int]:
+def preorder(nodes: Sequence[Node]) -> list[int]:
     """Places in ``nodes`` such that every branch lies in one piece, parents before children."""
     children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
     for index, node in enumerate(nodes):
@@ -150,12 +149,12 @@ def preorder(nodes: Seq[Node]) -> list[int]:
     return order
 
 
-def depth_first(nodes: Seq[Node]) -> Draft:
+def depth_first(nodes: Sequence[Node]) -> Draft:
     """A draft of point masses with every branch laid out in one piece."""
     draft = Draft()
-    place = {-1: -1}
+    slot = {-1: -1}
     for index in preorder(nodes):
-        place[index] = draft.add(nodes[index].token, place[nodes[index].parent])
+        slot[index] = draft.add(nodes[index].token, slot[nodes[index].parent])
     return draft
 
 
@@ -175,7 +174,7 @@ class Growing:
     def begin_level(self) -> None:
         self.level = len(self.nodes)
 
-    def offer(self, parent: int, tokens: Seq[int], logs: Seq[float]) -> None:
+    def offer(self, parent: int, tokens: Sequence[int], logs: Sequence[float]) -> None:
         """Continuations of a node (-1: the root) and the logs of their q."""
         above = self.nodes[parent].score if parent >= 0 else 0.0
         self.nodes += [Node(token, parent, above + log_q) for token, log_q in zip(tokens, logs) if log_q > -inf]
@@ -192,6 +191,6 @@ class Growing:
     def finish(self) -> tuple[Draft, list[int]]:
         """The tree, depth first, and each of its nodes' place in ``nodes``."""
         best = self.best()
-        place = {-1: -1} | {index: number for number, index in enumerate(best)}
-        kept = [Node(self.nodes[i].token, place[self.nodes[i].parent], self.nodes[i].score) for i in best]
+        slot = {-1: -1} | {index: number for number, index in enumerate(best)}
+        kept = [Node(self.nodes[i].token, slot[self.nodes[i].parent], self.nodes[i].score) for i in best]
         return depth_first(kept), [best[number] for number in preorder(kept)]

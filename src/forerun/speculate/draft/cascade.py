@@ -6,13 +6,13 @@ How sure a drafter is was decided before it drew a token, so rules that compare 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.nested import PartsConfig, PartsDrafter
@@ -42,7 +42,7 @@ class Cascade(PartsDrafter[CascadeConfig]):
     def __init__(self, config: CascadeConfig, context: DraftContext) -> None:
         super().__init__(config, context, config.drafters)
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         chosen = [Draft() for _ in sequences]
         left = list(range(len(sequences)))
         last = len(self.parts) - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.core.errors import ConfigError
@@ -21,7 +21,7 @@ class CatchUpConfig(DrafterConfig):
         if not isinstance(self.prefill_chunk, int) or isinstance(self.prefill_chunk, bool) or self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be an integer of at least 1, not {self.prefill_chunk!r}")
 
-    def shares(self, missing: Seq[int]) -> list[int]:
+    def shares(self, missing: Sequence[int]) -> list[int]:
         """How many of the tokens that each sequence lacks it reads this round.
 
         What a round leaves behind is read whole, and besides, so that nobody who drafts waits for a long prompt and no

@@ -7,14 +7,14 @@ It serves requests without penalties, bans and grammars.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 
 from forerun.attention.base import Attention
-from forerun.attention.streamed import StreamedAttention
+from forerun.attention.kernel import KernelAttention
 from forerun.core.batch import Batch
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.kernels import structs
 from forerun.models.fused import Fused
@@ -27,7 +27,7 @@ from forerun.speculate.draft.levels import StepsConfig
 NOTHING = -1
 
 
-def plain(sequence: Sequence) -> bool:
+def plain(sequence: RequestState) -> bool:
     """Whether only temperature, min-p, top-k and top-p stand between a sequence's logits and its distribution, and it
     drafts alone."""
     return sequence.group is None and sequence.constraint is None and not sequence.params.edits
@@ -73,41 +73,41 @@ class Chains:
             fused is not None
             and sampler.compiled is not None
             and fused.vocab_size == (sampler.vocab_size if names is None else len(names))
-            and isinstance(attention, StreamedAttention)
+            and isinstance(attention, KernelAttention)
             and not config.branches
         )
         return cls(fused, chooser, config, feeds=feeds, names=names) if serves and fused is not None else None
 
     def draft(
         self,
-        sequences: Seq[Sequence],
-        depths: Seq[int],
+        sequences: Sequence[RequestState],
+        depths: Sequence[int],
         batch: Batch,
         attention: Attention,
         given: torch.Tensor | None = None,
     ) -> list[Draft]:
         """One chain for each sequence, of at most its depth. ``batch`` reads what each of them lacks: its spans that
         ask for logits, one row each, are theirs, in order. The cache's pages have room for all but the last tokens."""
-        assert isinstance(attention, StreamedAttention)
+        assert isinstance(attention, KernelAttention)
         count, longest = len(sequences), max(depths)
         prepared = self.fused.prepare(batch, attention, given, ahead=longest)
         theirs = [i for i, span in enumerate(batch.spans) if span.logits]
         starts = array("q", [batch.spans[i].end for i in theirs])
-        heats = array("f", [self.chooser.row(sequence).heat for sequence in sequences])
-        shares = array(
-            "f", [share for sequence in sequences for share in (sequence.params.min_p, sequence.params.top_p)]
+        temperatures = array("f", [self.chooser.row(sequence).effective_temperature for sequence in sequences])
+        thresholds = array(
+            "f", [fraction for sequence in sequences for fraction in (sequence.params.min_p, sequence.params.top_p)]
         )
         top_ks = array("q", [sequence.params.top_k for sequence in sequences])
-        hot, size = any(heats), self.fused.vocab_size
+        hot, size = any(temperatures), self.fused.vocab_size
         q = torch.empty(longest * count, size) if hot else None
-        keys, spots = self._keys(sequences, longest) if hot else (array("Q"), array("d"))
+        keys, quantiles = self._keys(sequences, longest) if hot else (array("Q"), array("d"))
         tokens = array("q", bytes(8 * longest * count))
         tables = array("q", [prepared.plan.begins[i] for i in theirs])
-        wanted = array("q", depths)
+        requested = array("q", depths)
         if not len(theirs) == len(depths) == count or self.words.numel() < size:
             raise ValueError(f"{len(theirs)} spans that ask for logits and {len(depths)} depths for {count} sequences")
-        at = [numbers.buffer_info()[0] for numbers in (wanted, starts, tables, heats, shares, top_ks)]
-        noise = [numbers.buffer_info()[0] if numbers else 0 for numbers in (keys, spots)]
+        at = [numbers.buffer_info()[0] for numbers in (requested, starts, tables, temperatures, thresholds, top_ks)]
+        noise = [numbers.buffer_info()[0] if numbers else 0 for numbers in (keys, quantiles)]
         call = array("q", structs.Chains(
             count, longest, at[0], at[1], at[2], at[3], at[4], at[5], self.words.data_ptr(),
             0 if self.names is None else self.names.data_ptr(), noise[0], noise[1], tokens.buffer_info()[0],
@@ -123,19 +123,19 @@ class Chains:
             chain = [token for token in tokens[i : depth * count : count] if token != NOTHING]
             fed = max(0, len(chain) - 1)
             attention.pool.advance(batch.spans[theirs[i]].key, start + fed)
-            rows = range(i, longest * count, count) if heats[i] else [POINT_MASS] * longest
+            rows = range(i, longest * count, count) if temperatures[i] else [POINT_MASS] * longest
             drafts.append(Draft.chain(chain, q, rows))
         return drafts
 
-    def _keys(self, sequences: Seq[Sequence], longest: int) -> tuple[array[int], array[float]]:
+    def _keys(self, sequences: Sequence[RequestState], longest: int) -> tuple[array[int], array[float]]:
         """For each step and sequence, the key of the target's own noise at that position; or, under rules that compare
         p with q, the place in the cumulative sum of a draw of its own. One of the two is empty."""
-        chooser, keys, spots = self.chooser, array("Q"), array("d")
+        chooser, keys, quantiles = self.chooser, array("Q"), array("d")
         for step in range(longest):
             for sequence in sequences:
                 root = len(sequence.tokens)
                 if not chooser.rule.needs_q:
                     keys.append(target_key(sequence.seed, root + step))
                 else:
-                    spots.append(uniform(node_key(chooser.purpose, Row(sequence, range(step)), root, step - 1)))
-        return keys, spots
+                    quantiles.append(uniform(node_key(chooser.purpose, Row(sequence, range(step)), root, step - 1)))
+        return keys, quantiles

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +15,7 @@ from forerun.speculate.draft.base import Chooser
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class CountDistribution:
     """q [n] over some tokens, its logs, and its cumulative sums in float64."""
 
     q: torch.Tensor
@@ -30,7 +29,7 @@ class Counts:
 
     ids: torch.Tensor
     logs: torch.Tensor
-    laws: dict[float, Law] = field(default_factory=dict)
+    distributions: dict[float, CountDistribution] = field(default_factory=dict)
 
     @classmethod
     def of(cls, counts: Mapping[int, float], device: torch.device) -> Counts:
@@ -38,15 +37,15 @@ class Counts:
         ids = torch.tensor([token for token, _ in ranked], device=device)
         return cls(ids, torch.tensor([float(count) for _, count in ranked], device=device).log())
 
-    def law(self, heat: float) -> Law:
+    def distribution(self, temperature: float) -> CountDistribution:
         """The counts to the power 1 / heat, normalised. The latest heats are remembered."""
-        found = self.laws.get(heat)
-        if found is None:
-            q = torch.softmax(self.logs / heat, dim=0)
-            if len(self.laws) >= 4:
-                self.laws.clear()
-            found = self.laws[heat] = Law(q, q.log(), q.double().cumsum(dim=0))
-        return found
+        result = self.distributions.get(temperature)
+        if result is None:
+            q = torch.softmax(self.logs / temperature, dim=0)
+            if len(self.distributions) >= 4:
+                self.distributions.clear()
+            result = self.distributions[temperature] = CountDistribution(q, q.log(), q.double().cumsum(dim=0))
+        return result
 
 
 class CountChooser:
@@ -63,21 +62,22 @@ class CountChooser:
     def draw(self, counts: Counts, row: Row, parent: int, ahead: int = 0) -> tuple[int, int]:
         """A token, and its row of q. ``ahead`` more positions will follow: under a coupled rule their noise, which
         the target needs too, costs less together."""
-        if row.heat == 0.0 or len(counts.ids) == 1:
+        if row.effective_temperature == 0.0 or len(counts.ids) == 1:
             return int(counts.ids[0]), POINT_MASS
-        law = counts.law(row.heat)
+        distribution = counts.distribution(row.effective_temperature)
         if self.chooser.rule.needs_q:
-            spot = uniform(node_key(self.chooser.purpose, row, len(row.sequence.tokens), parent))
+            quantile = uniform(node_key(self.chooser.purpose, row, len(row.sequence.tokens), parent))
             choice = min(
-                int(torch.searchsorted(law.reached, spot * float(law.reached[-1]), right=True)), len(law.q) - 1
+                int(torch.searchsorted(distribution.reached, quantile * float(distribution.reached[-1]), right=True)),
+                len(distribution.q) - 1,
             )
         else:
             keys = [target_key(row.sequence.seed, row.position + step) for step in range(ahead + 1)]
-            choice = int((law.logs + self.sampler.noise.rows(keys[:1], keys[1:])[0, counts.ids]).argmax())
-        self.supports.append((counts.ids, law.q))
+            choice = int((distribution.logs + self.sampler.noise.rows(keys[:1], keys[1:])[0, counts.ids]).argmax())
+        self.supports.append((counts.ids, distribution.q))
         return int(counts.ids[choice]), len(self.supports) - 1
 
-    def finish(self, drafts: Seq[Draft]) -> list[Draft]:
+    def finish(self, drafts: Sequence[Draft]) -> list[Draft]:
         """Fill in q [draws, vocabulary] of this round's drafts."""
         if self.supports:
             first = self.supports[0][1]

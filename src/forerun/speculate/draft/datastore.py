@@ -8,8 +8,7 @@ by ``REACH`` tokens alone, which bound matches.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ WIDTH = 4
 class Datastore:
     """Token ids of ``texts``, each at least 0. Places in them, sorted by the tokens before each, the nearest first."""
 
-    def __init__(self, texts: Seq[ArrayLike]) -> None:
+    def __init__(self, texts: Sequence[ArrayLike]) -> None:
         parts = [np.append(np.asarray(text, np.int64) + 1, 0) for text in texts]
         tokens = np.concatenate([*parts, np.zeros(0, np.int64)])
         end = np.zeros(REACH, np.int64)
@@ -51,8 +50,8 @@ class Datastore:
         """A file of text, or what ``save`` wrote. Raises ConfigError for anything else, for text without a tokenizer,
         for no text at all, and for tokens that are not among the model's ``vocab_size``."""
         try:
-            place = path.expanduser()
-            texts = read(place) if path.suffix == SUFFIX else [_encoded(place, tokenizer)]
+            index = path.expanduser()
+            texts = read(index) if path.suffix == SUFFIX else [_encoded(index, tokenizer)]
         except ForerunError:
             raise
         except (OSError, SafetensorError, RuntimeError, ValueError, TypeError) as error:
@@ -63,36 +62,36 @@ class Datastore:
             raise ConfigError(f"the datastore {path} has tokens that are not among the model's {vocab_size}")
         return cls(texts)
 
-    def match(self, text: Seq[int], reach: int) -> Retrieved:
+    def match(self, text: Sequence[int], reach: int) -> Retrieved:
         """The longest match of the end of ``text``, of at most ``reach`` tokens; length 0 if there is none."""
         nearest = text[-1 : -1 - min(reach, REACH, len(text)) : -1]
-        wanted = b"".join([(token + 1).to_bytes(WIDTH) for token in nearest])
-        place = bisect_left(self._order, wanted, key=self._before(len(wanted)))
-        return self.matched(wanted, place, place)
+        requested = b"".join([(token + 1).to_bytes(WIDTH) for token in nearest])
+        index = bisect_left(self._order, requested, key=self._before(len(requested)))
+        return self.matched(requested, index, index)
 
-    def matched(self, wanted: bytes, first: int, last: int) -> Retrieved:
+    def matched(self, requested: bytes, first: int, last: int) -> Retrieved:
         """The longest match around the places ``first`` to ``last`` that the ones beside them have."""
-        size = max(self._alike(wanted, first - 1), self._alike(wanted, last))
+        size = max(self._alike(requested, first - 1), self._alike(requested, last))
         if not size:
-            return Retrieved(self, wanted, 0, 0, 0, [])
-        before, text = self._before(size), wanted[:size]
+            return Retrieved(self, requested, 0, 0, 0, [])
+        before, text = self._before(size), requested[:size]
         first = bisect_left(self._order, text, 0, first, key=before)
         last = bisect_right(self._order, text, last, len(self._order), key=before)
         step = -(-(last - first) // COUNTED)
-        return Retrieved(self, wanted, first, last, size // WIDTH, self._order[first:last:step].tolist())
+        return Retrieved(self, requested, first, last, size // WIDTH, self._order[first:last:step].tolist())
 
     def _before(self, size: int) -> Callable[[int], bytes]:
         """What gives as many bytes of the tokens before a place."""
         data, end = self._backwards, self._bytes
-        return lambda place: data[end - WIDTH * place : end - WIDTH * place + size]
+        return lambda index: data[end - WIDTH * index : end - WIDTH * index + size]
 
-    def _alike(self, wanted: bytes, index: int) -> int:
-        """Bytes of whole tokens at which ``wanted`` and what is before a place are the same."""
+    def _alike(self, requested: bytes, index: int) -> int:
+        """Bytes of whole tokens at which ``requested`` and what is before a place are the same."""
         if not 0 <= index < len(self._order):
             return 0
-        found = self._before(len(wanted))(self._order[index])
-        pairs = zip(range(0, len(wanted), WIDTH), range(WIDTH, len(wanted) + 1, WIDTH))
-        return next((start for start, end in pairs if wanted[start:end] != found[start:end]), len(wanted))
+        result = self._before(len(requested))(self._order[index])
+        pairs = zip(range(0, len(requested), WIDTH), range(WIDTH, len(requested) + 1, WIDTH))
+        return next((start for start, end in pairs if requested[start:end] != result[start:end]), len(requested))
 
 
 class Retrieved(NamedTuple):
@@ -109,15 +108,15 @@ class Retrieved(NamedTuple):
 
     def continuations(self, state: list[int]) -> Iterator[tuple[int, float, list[int]]]:
         """(token, log of its share, the places behind it), the commonest first."""
-        tokens, found = self.store.tokens, dict[int, list[int]]()
-        for place in state:
-            found.setdefault(tokens[place], []).append(place + 1)
+        tokens, result = self.store.tokens, dict[int, list[int]]()
+        for index in state:
+            result.setdefault(tokens[index], []).append(index + 1)
         # The text itself is an occurrence behind which nothing is known yet.
         count = self.last - self.first
         total = len(state) * (count + 1) / count if state is self.state else len(state)
-        for token, places in sorted(found.items(), key=lambda each: -len(each[1])):
+        for token, indices in sorted(result.items(), key=lambda each: -len(each[1])):
             if token:
-                yield token - 1, log(len(places) / total), places
+                yield token - 1, log(len(indices) / total), indices
 
     def shorter(self) -> Retrieved:
         """The longest shorter match that occurs more often; length 0 if there is none."""
@@ -135,15 +134,15 @@ def _order(tokens: np.ndarray) -> np.ndarray:
         order = np.argsort(key)
         if known >= REACH:
             return order
-        found = key[order]
+        result = key[order]
         rank = np.empty(len(key), np.int64)
-        rank[order] = np.cumsum(np.append(False, found[1:] != found[:-1]))
+        rank[order] = np.cumsum(np.append(False, result[1:] != result[:-1]))
         key = rank * len(rank) + _behind(rank, known)
         known *= 2
 
 
-def _behind(values: np.ndarray, places: int) -> np.ndarray:
-    return np.append(values[places:], np.zeros(places, values.dtype))
+def _behind(values: np.ndarray, indices: int) -> np.ndarray:
+    return np.append(values[indices:], np.zeros(indices, values.dtype))
 
 
 def _encoded(path: Path, tokenizer: Any) -> np.ndarray:
@@ -166,7 +165,7 @@ def read(path: Path) -> list[np.ndarray]:
     return np.split(tokens, np.cumsum(lengths)[:-1])
 
 
-def save(path: Path, texts: Seq[ArrayLike]) -> None:
+def save(path: Path, texts: Sequence[ArrayLike]) -> None:
     """Writes token ids for ``Datastore.load``."""
     parts = [np.asarray(text, np.int64) for text in texts]
     tokens = np.concatenate([*parts, np.zeros(0, np.int64)])

@@ -7,14 +7,14 @@ text are point masses. Neither needs anything of the draft for the output to be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from forerun.core.batch import Span
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.models.tokenizer import load_tokenizer, with_end
 from forerun.sampling.noise import target_key
@@ -48,7 +48,7 @@ class CrossVocabularyDraftModel(DraftModel):
         self.target_ids = torch.tensor([target_id for target_id, _ in pairs], device=own.device)
         self.draft_ids = torch.tensor([draft_id for _, draft_id in pairs], device=own.device)
 
-    def _read(self, sequence: Sequence) -> list[int]:
+    def _read(self, sequence: RequestState) -> list[int]:
         reading = self.readings.get(sequence.id)
         if reading is None:
             reading = self.readings[sequence.id] = Reading(self.bridge)
@@ -65,12 +65,16 @@ class CrossVocabularyDraftModel(DraftModel):
         moved[:, self.target_ids] = logits[:, self.draft_ids]
         return moved
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         self.starts = {sequence.id: len(self._read(sequence)) for sequence in sequences}
         return super().propose(sequences, budgets)
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         pool = self.attention.pool
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
@@ -79,18 +83,18 @@ class CrossVocabularyDraftModel(DraftModel):
                 continue
             pool.keep(sequence.id, start, self._kept(sequence, verdict, start))
 
-    def fork(self, source: Sequence, sequence: Sequence) -> None:
+    def fork(self, source: RequestState, sequence: RequestState) -> None:
         """Its text is read anew: where the draft's tokens of it end is not known from the source's."""
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         super().release(sequence)
         self.readings.pop(sequence.id, None)
         self.starts.pop(sequence.id, None)
 
-    def rewind(self, sequence: Sequence) -> None:
+    def rewind(self, sequence: RequestState) -> None:
         self.release(sequence)
 
-    def cached_tokens(self, sequence: Sequence) -> list[int]:
+    def cached_tokens(self, sequence: RequestState) -> list[int]:
         reading = self.readings.get(sequence.id)
         covered = reading.covered(self.attention.pool.length(sequence.id)) if reading is not None else 0
         return sequence.tokens[:covered]
@@ -104,7 +108,7 @@ class StringDraftModel(CrossVocabularyDraftModel):
         super().__init__(config, context)
         self.written: dict[int, list[int]] = {}
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         self.starts = {sequence.id: len(self._read(sequence)) for sequence in sequences}
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
         spans, ready = self._missing(sequences, depths)
@@ -124,15 +128,15 @@ class StringDraftModel(CrossVocabularyDraftModel):
             drafts.append(Draft.chain(self._encode(sequence, own)[:budget]))
         return drafts
 
-    def _with_noise(self, logits: torch.Tensor, sequences: Seq[Sequence], depth: int) -> torch.Tensor:
+    def _with_noise(self, logits: torch.Tensor, sequences: Sequence[RequestState], depth: int) -> torch.Tensor:
         """Under a coupled rule, sampled requests' scores of the ``depth``-th token behind the committed ones, as if
         every token before it had been one of the target's; a token that the target lacks gets the noise's mean."""
         hot = [i for i, sequence in enumerate(sequences) if not sequence.params.greedy]
         if self.context.rule.needs_q or not hot:
             return logits
-        heats = [self.config.draft_temperature or sequences[i].params.temperature for i in hot]
+        temperatures = [self.config.draft_temperature or sequences[i].params.temperature for i in hot]
         keys = [target_key(sequences[i].seed, len(sequences[i].tokens) + depth) for i in hot]
-        scores = logits[hot] / torch.tensor(heats, device=logits.device)[:, None]
+        scores = logits[hot] / torch.tensor(temperatures, device=logits.device)[:, None]
         noise = torch.full_like(scores, EULER)
         noise[:, self.draft_ids] = self.context.sampler.noise.rows(keys)[:, self.target_ids]
         result = logits.clone()
@@ -142,11 +146,11 @@ class StringDraftModel(CrossVocabularyDraftModel):
     def _ended(self, token: int) -> bool:
         return token not in self.bridge.draft.bytes
 
-    def _span(self, sequence: Sequence, written: list[int]) -> Span:
+    def _span(self, sequence: RequestState, written: list[int]) -> Span:
         start = self.starts[sequence.id] + len(written) - 1
         return Span(sequence.id, start, written[-1:], logits=[0])
 
-    def _encode(self, sequence: Sequence, written: Seq[int]) -> list[int]:
+    def _encode(self, sequence: RequestState, written: Sequence[int]) -> list[int]:
         """The target's tokens of what the draft wrote; a character that is cut off at the end is left out."""
         target = self.bridge.target
         text = self.bridge.draft.spell(written).decode("utf-8", "ignore")
@@ -161,7 +165,11 @@ class StringDraftModel(CrossVocabularyDraftModel):
         return [] if target.word_marks else target.encode(text) + after
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         """Keep the draft's own tokens as far as their text was committed."""
         pool = self.attention.pool
@@ -172,6 +180,6 @@ class StringDraftModel(CrossVocabularyDraftModel):
             kept = self.readings[sequence.id].adopt(written, verdict.tokens)
             pool.truncate(sequence.id, min(pool.length(sequence.id), start + kept))
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         super().release(sequence)
         self.written.pop(sequence.id, None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.speculate.draft.base import C, DraftContext, Drafter
 
@@ -16,7 +16,7 @@ class Index(Protocol):
 
     seen: list[int]
 
-    def update(self, tokens: Seq[int]) -> None: ...
+    def update(self, tokens: Sequence[int]) -> None: ...
 
 
 I = TypeVar("I", bound=Index)
@@ -35,10 +35,10 @@ class HistoryDrafter(Drafter[C], Generic[C, I]):
         """An empty index."""
 
     @abstractmethod
-    def draft(self, sequence: Sequence, index: I, tail: list[int], budget: int) -> Draft:
+    def draft(self, sequence: RequestState, index: I, tail: list[int], budget: int) -> Draft:
         """A draft behind ``index.seen`` and the tentative tokens ``tail``, at most ``budget`` deep."""
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         drafts = []
         for sequence, budget in zip(sequences, budgets):
             index = self.indices.get(sequence.id)
@@ -50,12 +50,12 @@ class HistoryDrafter(Drafter[C], Generic[C, I]):
             drafts.append(self.draft(sequence, index, sequence.tokens[firm:], budget))
         return drafts
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         self.indices.pop(sequence.id, None)
 
-    def rewind(self, sequence: Sequence) -> None:
+    def rewind(self, sequence: RequestState) -> None:
         """Tentative tokens were never learnt from."""
 
-    def cached_tokens(self, sequence: Sequence) -> list[int]:
+    def cached_tokens(self, sequence: RequestState) -> list[int]:
         index = self.indices.get(sequence.id)
         return index.seen[len(sequence.source or ()) :] if index is not None else []

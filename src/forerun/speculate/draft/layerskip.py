@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.models.load import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, drafters
@@ -87,7 +87,7 @@ class Layerskip(Drafter[LayerskipConfig]):
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
 
     @inference
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         """Entries that drafting writes to the target's cache are overwritten when the target reads the draft."""
         pool, nodes = self.context.attention().pool, self.config.rows_by_depth()
         ready = [
@@ -96,7 +96,7 @@ class Layerskip(Drafter[LayerskipConfig]):
             if s.cached == len(s.tokens) - 1 and pool.try_reserve(s.id, len(s.tokens) + nodes[depth] * s.spread)
         ]
 
-        def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
+        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
             spans: list[Span] = []
             for index in dict.fromkeys(index for index, _ in frontier):
                 sequence, draft = sequences[index], drafts[index]

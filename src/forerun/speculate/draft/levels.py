@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, log
 
@@ -11,7 +10,7 @@ import torch
 
 from forerun.core.beams import Beams
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.warp import Row
 from forerun.speculate.draft.base import Chooser, DrafterConfig
@@ -19,7 +18,7 @@ from forerun.speculate.draft.best_first import Growing, TreeConfig
 
 Frontier = list[tuple[int, int]]
 """Nodes that may get children, as (which sequence, node); -1 is a root."""
-Score = Callable[[int, Frontier, Seq[Draft]], torch.Tensor]
+Score = Callable[[int, Frontier, Sequence[Draft]], torch.Tensor]
 """``score(depth, frontier, drafts)``: logits [len(frontier), vocabulary] of what follows each frontier node."""
 
 
@@ -48,9 +47,9 @@ class StepsConfig(TreeConfig):
 
 
 def grow(
-    sequences: Seq[Sequence],
-    ready: Seq[int],
-    depths: Seq[int],
+    sequences: Sequence[RequestState],
+    ready: Sequence[int],
+    depths: Sequence[int],
     config: TreeConfig,
     chooser: Chooser,
     score: Score,
@@ -63,9 +62,9 @@ def grow(
 
 
 def grow_levels(
-    sequences: Seq[Sequence],
-    ready: Seq[int],
-    depths: Seq[int],
+    sequences: Sequence[RequestState],
+    ready: Sequence[int],
+    depths: Sequence[int],
     config: DrafterConfig,
     chooser: Chooser,
     score: Score,
@@ -110,10 +109,10 @@ def grow_levels(
     return drafts
 
 
-def groups(sequences: Seq[Sequence], ready: Seq[int]) -> list[Beams]:
+def groups(sequences: Sequence[RequestState], ready: Sequence[int]) -> list[Beams]:
     """The beam searches whose members are among those in ``ready``."""
-    found = (sequences[index].group for index in ready)
-    return list(dict.fromkeys(group for group in found if group is not None and len(group.members) > 1))
+    result = (sequences[index].group for index in ready)
+    return list(dict.fromkeys(group for group in result if group is not None and len(group.members) > 1))
 
 
 class DraftBeams:
@@ -121,7 +120,7 @@ class DraftBeams:
     continuations of all its beams together, as many as the beams would draft one by one. What ends a beam is not
     drafted: no live one goes on behind it."""
 
-    def __init__(self, beams: Beams, sequences: Seq[Sequence], ready: Seq[int]) -> None:
+    def __init__(self, beams: Beams, sequences: Sequence[RequestState], ready: Sequence[int]) -> None:
         self.beams = beams
         self.sequences = sequences
         logs = {member.id: log for member, log in zip(beams.members, beams.logs)}
@@ -137,45 +136,45 @@ class DraftBeams:
         self,
         ids: list[list[int]],
         frontier: Frontier,
-        drafts: Seq[Draft],
+        drafts: Sequence[Draft],
         logits: torch.Tensor,
-        rows: Seq[Row],
+        rows: Sequence[Row],
         width: int,
         chooser: Chooser,
     ) -> None:
         """Put children, ``width`` for each beam on average, into the entries of ``ids`` that are this group's."""
-        places = [place for place, entry in enumerate(frontier) if entry in self.logs]
-        if not places:
+        indices = [slot for slot, entry in enumerate(frontier) if entry in self.logs]
+        if not indices:
             return
         ranked = chooser.rank(
-            logits[places], [rows[place] for place in places], width * self.count + len(self.beams.ends)
+            logits[indices], [rows[slot] for slot in indices], width * self.count + len(self.beams.ends)
         )
         every = [
-            (self.logs[frontier[place]] + log, place, token)
-            for place, tokens, logs in zip(places, *ranked)
+            (self.logs[frontier[slot]] + log, slot, token)
+            for slot, tokens, logs in zip(indices, *ranked)
             for token, log in zip(tokens, logs)
             if token not in self.beams.ends
         ]
-        every.sort(key=lambda found: -found[0])
+        every.sort(key=lambda result: -result[0])
         sizes = {index: len(drafts[index]) for index, _ in frontier}
-        for place in places:
-            ids[place] = []
+        for slot in indices:
+            ids[slot] = []
         left = width * self.count
         chosen: list[tuple[float, int, int]] = []
-        for found in every:
-            index = frontier[found[1]][0]
-            room = self.sequences[index].room
-            if left and (room is None or sizes[index] < room):
+        for result in every:
+            index = frontier[result[1]][0]
+            draft_budget = self.sequences[index].draft_budget
+            if left and (draft_budget is None or sizes[index] < draft_budget):
                 left -= 1
                 sizes[index] += 1
-                ids[found[1]].append(found[2])
-                chosen.append(found)
+                ids[result[1]].append(result[2])
+                chosen.append(result)
         numbers = {index: len(drafts[index]) for index, _ in frontier}
-        logs_of = {(place, token): log for log, place, token in chosen}
-        for place in places:  # nodes are numbered as ``grow_levels`` is about to add them
-            index = frontier[place][0]
-            for token in ids[place]:
-                self.logs[index, numbers[index]] = logs_of[place, token]
+        logs_of = {(slot, token): log for log, slot, token in chosen}
+        for slot in indices:  # nodes are numbered as ``grow_levels`` is about to add them
+            index = frontier[slot][0]
+            for token in ids[slot]:
+                self.logs[index, numbers[index]] = logs_of[slot, token]
                 numbers[index] += 1
 
 
@@ -184,9 +183,9 @@ WIDEST = 10
 
 
 def grow_best(
-    sequences: Seq[Sequence],
-    ready: Seq[int],
-    depths: Seq[int],
+    sequences: Sequence[RequestState],
+    ready: Sequence[int],
+    depths: Sequence[int],
     size: int,
     chooser: Chooser,
     score: Score,
@@ -212,15 +211,15 @@ def grow_best(
         frontier = []
         for index, tree in trees.items():
             if depth < depths[index]:
-                known = {place: node for node, place in origin[index].items()}
-                for place in tree.frontier():
-                    node = asked[index].add(tree.nodes[place].token, known[tree.nodes[place].parent])
-                    origin[index][node] = place
+                known = {slot: node for node, slot in origin[index].items()}
+                for slot in tree.frontier():
+                    node = asked[index].add(tree.nodes[slot].token, known[tree.nodes[slot].parent])
+                    origin[index][node] = slot
                     frontier.append((index, node))
     drafts = [Draft() for _ in sequences]
-    places: list[list[int]] = [[] for _ in sequences]
+    indices: list[list[int]] = [[] for _ in sequences]
     for index, tree in trees.items():
         drafts[index], kept = tree.finish()
-        known = {place: node for node, place in origin[index].items()}
-        places[index] = [known.get(place, -1) for place in kept]
-    return drafts, places
+        known = {slot: node for node, slot in origin[index].items()}
+        indices[index] = [known.get(slot, -1) for slot in kept]
+    return drafts, indices

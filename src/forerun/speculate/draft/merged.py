@@ -6,14 +6,14 @@ parent every drafter's draws keep their own q and their order, which is what rec
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.nested import PartsConfig, PartsDrafter
@@ -37,12 +37,15 @@ class Merged(PartsDrafter[MergedConfig]):
     def __init__(self, config: MergedConfig, context: DraftContext) -> None:
         super().__init__(config, context, config.drafters)
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         per_part = [self.ask(number, sequences, budgets) for number in range(len(self.parts))]
-        for place, sequence in enumerate(sequences):
+        for index, sequence in enumerate(sequences):
             for drafts in reversed(per_part[1:]):  # beams share their rows out, and one may have got most in every part
-                if sequence.room is not None and sum(len(part[place]) for part in per_part) > sequence.room:
-                    drafts[place] = Draft()
+                if (
+                    sequence.draft_budget is not None
+                    and sum(len(part[index]) for part in per_part) > sequence.draft_budget
+                ):
+                    drafts[index] = Draft()
         return merge(per_part)
 
     @classmethod
@@ -50,7 +53,7 @@ class Merged(PartsDrafter[MergedConfig]):
         return {"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": str(target)}]}
 
 
-def merge(per_part: Seq[Seq[Draft]]) -> list[Draft]:
+def merge(per_part: Sequence[Sequence[Draft]]) -> list[Draft]:
     """One tree per sequence from each part's drafts, ``per_part[part][sequence]``; they share one q."""
     qs: list[torch.Tensor] = []
     first_row: dict[int, int] = {}
@@ -73,8 +76,8 @@ def merge(per_part: Seq[Seq[Draft]]) -> list[Draft]:
 
 def add(tree: Draft, draft: Draft, offset: int) -> None:
     """Add every trial of ``draft`` to ``tree``, behind those already there; its rows of q start at ``offset``."""
-    places = {-1: -1}
+    indices = {-1: -1}
     for parent, trials in enumerate(draft.trials):
         for trial in trials:
             row = trial.row if trial.row == POINT_MASS else trial.row + offset
-            places[trial.node] = tree.add(draft.tokens[trial.node], places[parent - 1], row)
+            indices[trial.node] = tree.add(draft.tokens[trial.node], indices[parent - 1], row)

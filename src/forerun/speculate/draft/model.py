@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,12 +15,12 @@ from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.models.architectures.spec import applies
 from forerun.models.base import Model, new_attention
 from forerun.models.formats import blocks, int8
-from forerun.models.formats.streamed import can_stream
+from forerun.models.formats.tiled import can_tile
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.load import load_shared, parse_dtype, read_config, resolve, weight_sizes
 from forerun.models.tokenizer import check_compatible, read_vocabulary
@@ -165,7 +164,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             ours, theirs = context.tokenizer.get_vocab(), read_vocabulary(path)
             check_compatible(ours, theirs, context.target.info, self.model.info)
 
-    def _read(self, sequence: Sequence) -> list[int]:
+    def _read(self, sequence: RequestState) -> list[int]:
         """What this model reads of a sequence: its committed tokens in the draft's ids. A decoder that drafts for an
         encoder-decoder reads the source in the place of the token that begins an answer."""
         if self.joins:
@@ -173,11 +172,11 @@ class DraftModel(Drafter[DraftModelConfig]):
         begin = self.begins.get(sequence.id, 0)
         return sequence.tokens[begin:] if begin else sequence.tokens
 
-    def _shift(self, sequence: Sequence) -> int:
+    def _shift(self, sequence: RequestState) -> int:
         """How many tokens more than the sequence's that is."""
         return len(sequence.source or ()) - 1 if self.joins else -self.begins.get(sequence.id, 0)
 
-    def _root(self, sequence: Sequence) -> tuple[int, ...] | None:
+    def _root(self, sequence: RequestState) -> tuple[int, ...] | None:
         """What cached prefixes depend on beside what is read."""
         return None if self.joins else sequence.source
 
@@ -214,7 +213,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         dtype = parse_dtype(self.config.dtype or numbers or self.context.dtype, config)
         if self.config.dtype is not None or self.config.quantization not in (None, UNQUANTIZED):
             return dtype
-        slow = self.context.target.info.device.type == "cpu" and not can_stream(dtype)
+        slow = self.context.target.info.device.type == "cpu" and not can_tile(dtype)
         return torch.float32 if slow and config.get_text_config().hidden_size < NARROW else dtype
 
     def _quantization(self, path: str, dtype: torch.dtype) -> str | None:
@@ -233,25 +232,25 @@ class DraftModel(Drafter[DraftModelConfig]):
             return "q4_0"
         return None
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
         spans, ready = self._missing(sequences, depths)
         if self.chains is not None and ready and all(plain(sequences[i]) for i in ready):
             drafts = [Draft() for _ in sequences]
-            chosen, wanted = [sequences[i] for i in ready], [depths[i] for i in ready]
-            found = self.chains.draft(chosen, wanted, self._batch(spans), self.attention)
-            for index, draft in zip(ready, found):
+            chosen, requested = [sequences[i] for i in ready], [depths[i] for i in ready]
+            result = self.chains.draft(chosen, requested, self._batch(spans), self.attention)
+            for index, draft in zip(ready, result):
                 drafts[index] = draft
             return drafts
 
-        def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
+        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
             fresh = spans if depth == 0 else self._newest(sequences, frontier, drafts)
             return self.translate(self._forward(fresh))
 
         if spans and not ready:
             self._forward(spans)
-        drafts, places = grow(sequences, ready, depths, self.config, self.chooser, score)
-        self.places = {sequence.id: place for sequence, place in zip(sequences, places or ())}
+        drafts, indices = grow(sequences, ready, depths, self.config, self.chooser, score)
+        self.places = {sequence.id: slot for sequence, slot in zip(sequences, indices or ())}
         return drafts
 
     def _forward(self, spans: list[Span]) -> torch.Tensor:
@@ -260,19 +259,19 @@ class DraftModel(Drafter[DraftModelConfig]):
     def _batch(self, spans: list[Span]) -> Batch:
         return Batch(spans, self.model.info.device).within(self.model.info.vocab_size)
 
-    def _depth(self, sequence: Sequence, budget: int) -> int:
+    def _depth(self, sequence: RequestState, budget: int) -> int:
         """The budget, less where the draft's context ends; nothing for a source that it has too few positions for."""
         sources = self.attention.pool.sources
         if sources is not None and len(sequence.source or ()) > sources.longest:
             return 0
         return min(budget, self.max_len - len(self._read(sequence)))
 
-    def _missing(self, sequences: Seq[Sequence], depths: Seq[int]) -> tuple[list[Span], list[int]]:
+    def _missing(self, sequences: Sequence[RequestState], depths: Sequence[int]) -> tuple[list[Span], list[int]]:
         """The committed tokens to feed that this model has not seen, and the sequences that reach their last one and
         may draft."""
         spans, ready = [], []
         pool = self.attention.pool
-        indices = [i for i, depth in enumerate(depths) if depth > 0 and self._has_room(sequences[i], depth)]
+        indices = [i for i, depth in enumerate(depths) if depth > 0 and self._fits(sequences[i], depth)]
         missing = [len(self._read(sequences[i])) - pool.length(sequences[i].id) for i in indices]
         for index, lacks, count in zip(indices, missing, self.config.shares(missing)):
             if not count:
@@ -280,13 +279,13 @@ class DraftModel(Drafter[DraftModelConfig]):
             sequence = sequences[index]
             length = pool.length(sequence.id)
             tokens = self._read(sequence)[length : length + count]
-            wanted = [count - 1] if count == lacks else []
-            spans.append(Span(sequence.id, length, tokens, logits=wanted, source=sequence.source))
+            requested = [count - 1] if count == lacks else []
+            spans.append(Span(sequence.id, length, tokens, logits=requested, source=sequence.source))
             if count == lacks:
                 ready.append(index)
         return spans, ready
 
-    def _has_room(self, sequence: Sequence, depth: int) -> bool:
+    def _fits(self, sequence: RequestState, depth: int) -> bool:
         """Whether there are pages for its tokens and a draft; a sequence that is new here starts on a known prefix."""
         pool, new = self.attention.pool, sequence.id not in self.attention.pool.tables
         if new and sequence.reads is not None and self.windows:
@@ -300,7 +299,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             self.release(sequence)
         return False
 
-    def _newest(self, sequences: Seq[Sequence], frontier: Frontier, drafts: Seq[Draft]) -> list[Span]:
+    def _newest(self, sequences: Sequence[RequestState], frontier: Frontier, drafts: Sequence[Draft]) -> list[Span]:
         """The newest level of every growing draft, to feed."""
         spans: list[Span] = []
         for index in dict.fromkeys(index for index, _ in frontier):
@@ -308,12 +307,16 @@ class DraftModel(Drafter[DraftModelConfig]):
             stored = next(node for i, node in frontier if i == index)
             parents = None if draft.is_chain else draft.parents
             tokens = self._own(draft.tokens[stored:])
-            key, wanted, source = sequences[index].id, list(range(len(tokens))), sequences[index].source
-            spans.append(Span(key, start, tokens, parents, stored, wanted, source))
+            key, requested, source = sequences[index].id, list(range(len(tokens))), sequences[index].source
+            spans.append(Span(key, start, tokens, parents, stored, requested, source))
         return spans
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         """Truncate to the committed prefix: of the drafted nodes this model has fed, the accepted ones stay."""
         pool = self.attention.pool
@@ -327,14 +330,14 @@ class DraftModel(Drafter[DraftModelConfig]):
                 known = self._read(sequence)
                 self.tree.commit(sequence.id, known, len(known) - sequence.tentative, source=self._root(sequence))
 
-    def _kept(self, sequence: Sequence, verdict: Verdict, start: int) -> list[int]:
+    def _kept(self, sequence: RequestState, verdict: Verdict, start: int) -> list[int]:
         """Which of the nodes in the cache, counted from ``start``, were accepted."""
         fed = self.attention.pool.length(sequence.id) - start
-        places = self.places.pop(sequence.id, None)
+        indices = self.places.pop(sequence.id, None)
         path = verdict.path[: verdict.accepted]
-        return [node for node in (path if places is None else [places[n] for n in path]) if 0 <= node < fed]
+        return [node for node in (path if indices is None else [indices[n] for n in path]) if 0 <= node < fed]
 
-    def fork(self, source: Sequence, sequence: Sequence) -> None:
+    def fork(self, source: RequestState, sequence: RequestState) -> None:
         pool = self.attention.pool
         if source.id in pool.tables:
             pool.fork(source.id, sequence.id, pool.length(source.id))
@@ -343,22 +346,22 @@ class DraftModel(Drafter[DraftModelConfig]):
         if source.id in self.places:
             self.places[sequence.id] = self.places[source.id]
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         self.attention.pool.free(sequence.id)
         self.begins.pop(sequence.id, None)
         self.places.pop(sequence.id, None)
 
-    def rewind(self, sequence: Sequence) -> None:
+    def rewind(self, sequence: RequestState) -> None:
         pool, length = self.attention.pool, len(sequence.tokens) + self._shift(sequence)
         if pool.length(sequence.id) > length:
             pool.truncate(sequence.id, length)
 
-    def behind(self, sequence: Sequence) -> int:
+    def behind(self, sequence: RequestState) -> int:
         known, pool = self._read(sequence), self.attention.pool
         if sequence.id in pool.tables:
             return len(known) - pool.length(sequence.id)
-        found = self.tree.find(known, len(known) - 1, self._root(sequence)) if self.tree is not None else 0
-        return len(known) - found
+        result = self.tree.find(known, len(known) - 1, self._root(sequence)) if self.tree is not None else 0
+        return len(known) - result
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]
@@ -366,7 +369,7 @@ class DraftModel(Drafter[DraftModelConfig]):
     def models(self) -> list[Model]:
         return [self.model]
 
-    def cached_tokens(self, sequence: Sequence) -> list[int]:
+    def cached_tokens(self, sequence: RequestState) -> list[int]:
         return sequence.tokens[: max(0, self.attention.pool.length(sequence.id) - self._shift(sequence))]
 
     @classmethod

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.cache.pool import Pool
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
 from forerun.speculate.draft.base import C, DraftContext, Drafter, DrafterConfig, Needs, drafters
@@ -74,7 +73,7 @@ class PartsConfig(DrafterConfig):
 class PartsDrafter(Drafter[C]):
     """Keeps its parts' state in step, whichever of their drafts a round used."""
 
-    def __init__(self, config: C, context: DraftContext, parts: Seq[Part]) -> None:
+    def __init__(self, config: C, context: DraftContext, parts: Sequence[Part]) -> None:
         super().__init__(config, context)
         self.parts = [part.build(context, number) for number, part in enumerate(parts)]
         needs = [part.needs for part in self.parts]
@@ -82,7 +81,7 @@ class PartsDrafter(Drafter[C]):
         self.needs = Needs(hidden, any(need.model for need in needs))
         self.proposed: list[dict[int, Draft]] = [{} for _ in self.parts]
 
-    def ask(self, number: int, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def ask(self, number: int, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         """One part's drafts, none deeper than its own options say."""
         if not sequences:
             return []
@@ -93,7 +92,11 @@ class PartsDrafter(Drafter[C]):
         return drafts
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         """Every part sees its own draft, with as much of the accepted path as that held."""
         for part, proposed in zip(self.parts, self.proposed):
@@ -102,18 +105,18 @@ class PartsDrafter(Drafter[C]):
             part.observe(sequences, own, seen, result)
             proposed.clear()
 
-    def fork(self, source: Sequence, sequence: Sequence) -> None:
+    def fork(self, source: RequestState, sequence: RequestState) -> None:
         for part, proposed in zip(self.parts, self.proposed):
             part.fork(source, sequence)
             if source.id in proposed:
                 proposed[sequence.id] = proposed[source.id]
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         for part, proposed in zip(self.parts, self.proposed):
             part.release(sequence)
             proposed.pop(sequence.id, None)
 
-    def rewind(self, sequence: Sequence) -> None:
+    def rewind(self, sequence: RequestState) -> None:
         for part in self.parts:
             part.rewind(sequence)
 
@@ -127,10 +130,10 @@ class PartsDrafter(Drafter[C]):
     def models(self) -> list[Model]:
         return [model for part in self.parts for model in part.models()]
 
-    def reusable(self, sequence: Sequence) -> int:
+    def reusable(self, sequence: RequestState) -> int:
         return min(part.reusable(sequence) for part in self.parts)
 
-    def cached_tokens(self, sequence: Sequence) -> list[int] | None:
+    def cached_tokens(self, sequence: RequestState) -> list[int] | None:
         """Of the part that has most."""
         known = [tokens for part in self.parts if (tokens := part.cached_tokens(sequence)) is not None]
         return max(known, key=len) if known else None

@@ -8,11 +8,11 @@ With ``counts_as_q`` a continuation is drawn from the counts instead, and they a
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.speculate.draft.base import Chooser, DraftContext, DrafterConfig, drafters
 from forerun.speculate.draft.counts import CountChooser, Counts
@@ -51,7 +51,7 @@ class Tables:
         self.counts: dict[tuple[int, ...], dict[int, int]] = {}
         self.best: dict[tuple[int, ...], int] = {}
 
-    def update(self, tokens: Seq[int]) -> None:
+    def update(self, tokens: Sequence[int]) -> None:
         """Count every order's n-gram that ends at each new token."""
         for token in tokens:
             for length in range(1, min(self.max_order, len(self.seen) + 1)):
@@ -62,11 +62,11 @@ class Tables:
                     self.best[context] = token
             self.seen.append(token)
 
-    def context(self, tail: Seq[int]) -> list[int]:
+    def context(self, tail: Sequence[int]) -> list[int]:
         """The latest tokens that may serve as context, ``tail`` behind those seen."""
         return [*self.seen[-self.window :], *tail][-self.window :]
 
-    def known(self, context: Seq[int]) -> tuple[int, ...] | None:
+    def known(self, context: Sequence[int]) -> tuple[int, ...] | None:
         """The longest suffix of ``context`` that has been continued before."""
         for length in range(min(self.max_order - 1, len(context)), 0, -1):
             suffix = tuple(context[-length:])
@@ -82,7 +82,7 @@ class Tables:
             context.append(self.best[suffix])
         return drafted
 
-    def confidence(self, context: Seq[int]) -> float | None:
+    def confidence(self, context: Sequence[int]) -> float | None:
         """Share of the likeliest continuation in the counts behind the longest known context, and one more."""
         suffix = self.known(context)
         if suffix is None:
@@ -98,16 +98,16 @@ class Ngram(HistoryDrafter[NgramConfig, Tables]):
 
     def __init__(self, config: NgramConfig, context: DraftContext) -> None:
         super().__init__(config, context)
-        heat = config.draft_temperature or 1.0
-        self.counted = CountChooser(Chooser(context.sampler, context.rule, heat, context.stream))
+        temperature = config.draft_temperature or 1.0
+        self.counted = CountChooser(Chooser(context.sampler, context.rule, temperature, context.stream))
 
     def new_index(self) -> Tables:
         return Tables(self.config.max_order, self.config.max_history)
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         return self.counted.finish(super().propose(sequences, budgets))
 
-    def draft(self, sequence: Sequence, index: Tables, tail: list[int], budget: int) -> Draft:
+    def draft(self, sequence: RequestState, index: Tables, tail: list[int], budget: int) -> Draft:
         context = index.context(tail)
         confidence = index.confidence(context)
         if self.config.counts_as_q and not sequence.params.greedy:
@@ -117,7 +117,7 @@ class Ngram(HistoryDrafter[NgramConfig, Tables]):
         draft.confidence = confidence
         return draft
 
-    def _drawn(self, sequence: Sequence, index: Tables, context: list[int], budget: int) -> Draft:
+    def _drawn(self, sequence: RequestState, index: Tables, context: list[int], budget: int) -> Draft:
         draft = Draft()
         while len(draft) < budget and (suffix := index.known(context)) is not None:
             token, q_row = index.best[suffix], POINT_MASS

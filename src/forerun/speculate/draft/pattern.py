@@ -7,11 +7,11 @@ spoken. Requests without structured output decode plainly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.speculate.draft.base import Drafter, DrafterConfig, Needs, drafters
 
@@ -33,7 +33,7 @@ class Pattern(Drafter[PatternConfig]):
     config_class = PatternConfig
     needs = Needs(grammar=True)
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         return [
             Draft.chain(sequence.constraint.forced(sequence, budget)) if sequence.constraint is not None else Draft()
             for sequence, budget in zip(sequences, budgets)

@@ -6,11 +6,11 @@ goes on through its own first tokens, so that a loop is continued for as long as
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.speculate.draft.base import DrafterConfig, drafters
 from forerun.speculate.draft.history import HistoryDrafter
@@ -35,7 +35,7 @@ class PromptLookupConfig(DrafterConfig):
             raise ConfigError(f"prompt_lookup_min must be from 1 to prompt_lookup_max ({high}), not {low}")
 
 
-class Places:
+class NgramIndex:
     """Where each suffix of ``low`` to ``high`` tokens was last continued. Adding a token costs O(high)."""
 
     def __init__(self, low: int, high: int) -> None:
@@ -44,7 +44,7 @@ class Places:
         self.seen: list[int] = []
         self.after: dict[tuple[int, ...], int] = {}
 
-    def update(self, tokens: Seq[int]) -> None:
+    def update(self, tokens: Sequence[int]) -> None:
         """A suffix is recorded once its continuation is known, so that no lookup finds the context's own end."""
         seen, after = self.seen, self.after
         for token in tokens:
@@ -54,19 +54,19 @@ class Places:
                 after[tail[start:]] = end
             seen.append(token)
 
-    def lookup(self, tail: Seq[int]) -> tuple[int, int]:
+    def lookup(self, tail: Sequence[int]) -> tuple[int, int]:
         """Where the continuation of the longest known suffix of ``seen + tail`` starts, and that suffix's length
         (0: none is known)."""
         context = [*self.seen[max(0, len(self.seen) - self.high) :], *tail][-self.high :]
         for length in range(len(context), self.low - 1, -1):
-            place = self.after.get(tuple(context[-length:]))
-            if place is not None:
-                return place, length
+            index = self.after.get(tuple(context[-length:]))
+            if index is not None:
+                return index, length
         return len(self.seen), 0
 
-    def copy(self, place: int, tail: Seq[int], count: int) -> list[int]:
-        """``count`` tokens from ``place`` on; what lies past ``seen`` is ``tail``, then the copy itself."""
-        known = self.seen[place : place + count]
+    def copy(self, index: int, tail: Sequence[int], count: int) -> list[int]:
+        """``count`` tokens from ``index`` on; what lies past ``seen`` is ``tail``, then the copy itself."""
+        known = self.seen[index : index + count]
         if len(known) == count:
             return known
         known = [*known, *tail]
@@ -77,17 +77,17 @@ class Places:
 
 
 @drafters.register("prompt_lookup")
-class PromptLookup(HistoryDrafter[PromptLookupConfig, Places]):
+class PromptLookup(HistoryDrafter[PromptLookupConfig, NgramIndex]):
     name = "prompt_lookup"
     config_class = PromptLookupConfig
 
-    def new_index(self) -> Places:
-        return Places(self.config.prompt_lookup_min, self.config.prompt_lookup_max)
+    def new_index(self) -> NgramIndex:
+        return NgramIndex(self.config.prompt_lookup_min, self.config.prompt_lookup_max)
 
-    def draft(self, sequence: Sequence, index: Places, tail: list[int], budget: int) -> Draft:
-        place, length = index.lookup(tail)
+    def draft(self, sequence: RequestState, index: NgramIndex, tail: list[int], budget: int) -> Draft:
+        slot, length = index.lookup(tail)
         if not length:
             return Draft()
-        draft = Draft.chain(index.copy(place, tail, budget))
+        draft = Draft.chain(index.copy(slot, tail, budget))
         draft.confidence = length / (length + 1)
         return draft

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
@@ -36,10 +36,10 @@ class Random(Drafter[RandomConfig]):
         size = context.sampler.vocab_size
         self.q = torch.full((1, size), 1.0 / size, device=context.sampler.device)
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets)]
 
-    def _draft(self, sequence: Sequence, budget: int) -> Draft:
+    def _draft(self, sequence: RequestState, budget: int) -> Draft:
         draft = Draft(q=None if sequence.params.greedy else self.q)
         q_row = POINT_MASS if sequence.params.greedy else 0
         level = [-1]
@@ -51,7 +51,7 @@ class Random(Drafter[RandomConfig]):
             level = list(range(first, len(draft)))
         return draft
 
-    def _children(self, sequence: Sequence, draft: Draft, parent: int, width: int) -> list[int]:
+    def _children(self, sequence: RequestState, draft: Draft, parent: int, width: int) -> list[int]:
         row = self.chooser.row(sequence, draft.path_tokens(parent))
         sampler, rule = self.context.sampler, self.context.rule
         width = min(width, sampler.vocab_size)
@@ -65,7 +65,7 @@ class Random(Drafter[RandomConfig]):
         return _distinct(draws, sampler.vocab_size)
 
 
-def _distinct(draws: Seq[float], size: int) -> list[int]:
+def _distinct(draws: Sequence[float], size: int) -> list[int]:
     """Uniform draws without replacement: each picks among the ids that are left."""
     taken: list[int] = []
     for draw in draws:

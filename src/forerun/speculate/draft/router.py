@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 
 from forerun.cache.pool import Pool
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
 from forerun.speculate.draft.base import Drafter
@@ -38,14 +37,14 @@ class Router:
     def hidden(self) -> tuple[int, ...]:
         return tuple(sorted({layer for drafter in self.drafters.values() for layer in drafter.needs.hidden}))
 
-    def _groups(self, sequences: Seq[Sequence]) -> dict[str, list[int]]:
+    def _groups(self, sequences: Sequence[RequestState]) -> dict[str, list[int]]:
         groups: dict[str, list[int]] = {}
         for index, sequence in enumerate(sequences):
             if sequence.drafter is not None:
                 groups.setdefault(sequence.drafter, []).append(index)
         return groups
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         drafts = [Draft() for _ in sequences]
         self._asked = []
         if not any(budgets):
@@ -69,7 +68,11 @@ class Router:
         return drafts
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         if not self._watching and not self._asked:
             return
@@ -83,7 +86,7 @@ class Router:
             except Exception as error:  # noqa: BLE001 - as in propose
                 self._fail(drafter, chosen, error)
 
-    def _fail(self, drafter: Drafter, sequences: Seq[Sequence], error: Exception) -> None:
+    def _fail(self, drafter: Drafter, sequences: Sequence[RequestState], error: Exception) -> None:
         log.error("drafter %s failed; its requests go on without speculation", drafter.name, exc_info=error)
         for sequence in sequences:
             self.failures[sequence.id] = f"{type(error).__name__}: {error}"
@@ -102,13 +105,13 @@ class Router:
         """All models that draft."""
         return [model for drafter in self.drafters.values() for model in drafter.models()]
 
-    def reusable(self, sequence: Sequence) -> int:
+    def reusable(self, sequence: RequestState) -> int:
         """How many of a new sequence's tokens its drafter lets the target take from the prefix cache."""
         if sequence.drafter is None:
             return len(sequence.tokens)
         return self.drafters[sequence.drafter].reusable(sequence)
 
-    def behind(self, sequence: Sequence) -> int:
+    def behind(self, sequence: RequestState) -> int:
         """How many committed tokens its drafter has to read before it can draft."""
         return 0 if sequence.drafter is None else self.drafters[sequence.drafter].behind(sequence)
 
@@ -116,7 +119,7 @@ class Router:
         for drafter in self.drafters.values():
             drafter.close()
 
-    def fork(self, source: Sequence, sequence: Sequence) -> None:
+    def fork(self, source: RequestState, sequence: RequestState) -> None:
         """Tell the source's drafter of a beam that begins as it does."""
         if source.id in self.failures:
             self.failures[sequence.id] = self.failures[source.id]
@@ -128,19 +131,19 @@ class Router:
         except Exception as error:  # noqa: BLE001 - as in propose
             self._fail(drafter, [source, sequence], error)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         for drafter in self.drafters.values():
             drafter.release(sequence)
 
 
-def _check(drafts: Seq[Draft], sequences: Seq[Sequence], budgets: Seq[int], vocab_size: int) -> None:
+def _check(drafts: Sequence[Draft], sequences: Sequence[RequestState], budgets: Sequence[int], vocab_size: int) -> None:
     """Raise ValueError for drafts that the target cannot be asked about."""
     if len(drafts) != len(sequences):
         raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
     for draft, sequence, budget in zip(drafts, sequences, budgets):
         if not len(draft):
             continue
-        if draft.depth > budget or (sequence.room is not None and len(draft) > sequence.room):
+        if draft.depth > budget or (sequence.draft_budget is not None and len(draft) > sequence.draft_budget):
             raise ValueError(f"a draft of {len(draft)} nodes and depth {draft.depth} for a budget of {budget}")
         if min(draft.tokens) < 0 or max(draft.tokens) >= vocab_size:
             raise ValueError(f"a drafted token is outside the vocabulary of {vocab_size}")

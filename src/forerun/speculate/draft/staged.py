@@ -9,8 +9,7 @@ that it carries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from forerun.cache.pool import Pool
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Constraint, Sequence
+from forerun.core.request import Constraint, RequestState
 from forerun.core.tree import POINT_MASS, Draft, Verdict
 from forerun.models.base import Model
 from forerun.sampling.draw import probabilities
@@ -86,36 +85,38 @@ class Aligned:
 class Ahead:
     """A sequence's grammar as its inner copy meets it, some drafted tokens further."""
 
-    def __init__(self, sequence: Sequence, grammar: Constraint) -> None:
+    def __init__(self, sequence: RequestState, grammar: Constraint) -> None:
         self.sequence = sequence
         self.grammar = grammar
 
-    def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
+    def allowed(self, sequence: RequestState, path: Sequence[int]) -> torch.Tensor | None:
         return self.grammar.allowed(self.sequence, self._whole(sequence, path))
 
-    def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
+    def fault(self, sequence: RequestState, path: Sequence[int]) -> str | None:
         return self.grammar.fault(self.sequence, self._whole(sequence, path))
 
-    def _whole(self, copy: Sequence, path: Seq[int]) -> list[int]:
+    def _whole(self, copy: RequestState, path: Sequence[int]) -> list[int]:
         return [*copy.tokens[len(self.sequence.tokens) :], *path]
 
-    def forced(self, sequence: Sequence, count: int) -> list[int]:
+    def forced(self, sequence: RequestState, count: int) -> list[int]:
         """None: the grammar answers only about what is committed."""
         return []
 
 
-class Wanted(LengthPolicy):
+class DraftRequest(LengthPolicy):
     """An inner draft leaves room for the token behind it."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.missing: dict[int, int] = {}
 
-    def budgets(self, sequences: Seq[Sequence]) -> list[int]:
+    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
         longest = len(self.setting.nodes[INNER]) - 1
         return [min(longest, self.missing[s.id] - 1) if s.decodes and s.drafter else 0 for s in sequences]
 
-    def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
+    def observe(
+        self, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict], seconds: Seconds
+    ) -> None:
         pass
 
 
@@ -164,39 +165,39 @@ class Staged(Drafter[StagedConfig]):
             )
         self.inner = inner
         self.router = Router({INNER: inner})
-        self.policy = Wanted(Setting({INNER: part.config.nodes_by_depth()}, aligned.row_multiple))
+        self.policy = DraftRequest(Setting({INNER: part.config.nodes_by_depth()}, aligned.row_multiple))
         self.stage = Target(aligned, self.base.attention)
-        self.copies: dict[int, Sequence] = {}
+        self.copies: dict[int, RequestState] = {}
         self.counts = StageCounts()
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        wanted: dict[int, int] = {}
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+        requested: dict[int, int] = {}
         for sequence, budget in zip(sequences, budgets):
             depth = min(budget, self.base.max_len - len(sequence.tokens))
-            if depth > 0 and self._has_room(sequence):
-                wanted[sequence.id] = depth
+            if depth > 0 and self._fits(sequence):
+                requested[sequence.id] = depth
                 self._follow(sequence)
         start = {sequence.id: len(sequence.tokens) for sequence in sequences}
-        rows: dict[int, list[torch.Tensor]] = {key: [] for key in wanted}
-        active = [self.copies[key] for key in wanted]
+        rows: dict[int, list[torch.Tensor]] = {key: [] for key in requested}
+        active = [self.copies[key] for key in requested]
         while active := self._reading(active):
-            result = self._round(active, start, wanted)
+            result = self._round(active, start, requested)
             self._collect(active, result, rows)
             read = [copy for copy, verdict in zip(active, result.verdicts) if verdict.tokens]
-            active = [copy for copy in read if len(copy.tokens) - start[copy.id] < wanted[copy.id]]
+            active = [copy for copy in read if len(copy.tokens) - start[copy.id] < requested[copy.id]]
         return self._drafts(sequences, start, rows)
 
-    def _has_room(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: RequestState) -> bool:
         return self.base.attention.pool.try_reserve(sequence.id, len(sequence.tokens) + self.rows)
 
-    def _follow(self, sequence: Sequence) -> None:
+    def _follow(self, sequence: RequestState) -> None:
         """Bring the inner copy of a sequence up to its committed tokens."""
         copy = self.copies.get(sequence.id)
         if copy is None:
-            params, heat = sequence.params, self.config.draft_temperature
-            if heat is not None and not params.greedy:
-                params = replace(params, temperature=heat)
-            copy = Sequence(
+            params, temperature = sequence.params, self.config.draft_temperature
+            if temperature is not None and not params.greedy:
+                params = replace(params, temperature=temperature)
+            copy = RequestState(
                 sequence.id, [], sequence.num_prompt, params, sequence.seed, sequence.eos_ids, drafter=INNER,
                 source=sequence.source,
             )  # fmt: skip
@@ -208,7 +209,7 @@ class Staged(Drafter[StagedConfig]):
         if self.context.rule.needs_q:
             copy.seed = fold(sequence.seed, self.base.chooser.purpose, len(sequence.tokens))
 
-    def _reading(self, copies: Seq[Sequence]) -> list[Sequence]:
+    def _reading(self, copies: Sequence[RequestState]) -> list[RequestState]:
         """Those who take part in the next inner round, with the tokens that each of them is to read."""
         missing = []
         for copy in copies:
@@ -218,33 +219,33 @@ class Staged(Drafter[StagedConfig]):
             copy.scheduled = count
         return [copy for copy in copies if copy.scheduled]
 
-    def _round(self, active: Seq[Sequence], start: Mapping[int, int], wanted: Mapping[int, int]) -> Round:
+    def _round(self, active: Sequence[RequestState], start: Mapping[int, int], requested: Mapping[int, int]) -> Round:
         for copy in active:
-            self.policy.missing[copy.id] = wanted[copy.id] - (len(copy.tokens) - start[copy.id])
+            self.policy.missing[copy.id] = requested[copy.id] - (len(copy.tokens) - start[copy.id])
         result = speculate(active, self.stage, self.router, self.rule, self.policy, self.context.sampler, self._clip)
         for copy, verdict in zip(active, result.verdicts):
             copy.tentative += len(verdict.tokens)
         return result
 
-    def _clip(self, copy: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
+    def _clip(self, copy: RequestState, draft: Draft, verdict: Verdict) -> list[int]:
         """Keep no more tokens than are wanted. A row without a permitted token ends the draft there."""
         return verdict.decided(draft)[: self.policy.missing[copy.id]]
 
-    def _collect(self, active: Seq[Sequence], result: Round, rows: dict[int, list[torch.Tensor]]) -> None:
+    def _collect(self, active: Sequence[RequestState], result: Round, rows: dict[int, list[torch.Tensor]]) -> None:
         """The exact q of every token that the inner round emitted."""
         self.counts.rounds += 1
         scores = result.verification.scores
-        for place, index in enumerate(result.verification.deciding):
+        for slot, index in enumerate(result.verification.deciding):
             verdict = result.verdicts[index]
             nodes = [-1, *verdict.path][: len(verdict.tokens)]
             if nodes and not active[index].params.greedy:
-                rows[active[index].id].append(probabilities(scores.warped[[scores.row(place, n) for n in nodes]]))
+                rows[active[index].id].append(probabilities(scores.warped[[scores.row(slot, n) for n in nodes]]))
             self.counts.tokens += len(verdict.tokens)
             self.counts.num_draft_tokens += len(result.drafts[index])
             self.counts.num_accepted_draft_tokens += verdict.accepted
 
     def _drafts(
-        self, sequences: Seq[Sequence], start: Mapping[int, int], rows: Mapping[int, list[torch.Tensor]]
+        self, sequences: Sequence[RequestState], start: Mapping[int, int], rows: Mapping[int, list[torch.Tensor]]
     ) -> list[Draft]:
         kept = [row for sequence in sequences for row in rows.get(sequence.id, ())]
         q = torch.cat(kept) if kept else None
@@ -260,14 +261,18 @@ class Staged(Drafter[StagedConfig]):
         return drafts
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         for sequence in sequences:
             copy = self.copies.get(sequence.id)
             if copy is not None and len(copy.tokens):
                 self._take_back(copy, sequence)
 
-    def _take_back(self, copy: Sequence, sequence: Sequence) -> None:
+    def _take_back(self, copy: RequestState, sequence: RequestState) -> None:
         """Cut the inner copy and its cache to what was committed."""
         same = min(len(copy.tokens) - copy.tentative, len(sequence.tokens))
         while same < min(len(copy.tokens), len(sequence.tokens)) and copy.tokens[same] == sequence.tokens[same]:
@@ -279,11 +284,11 @@ class Staged(Drafter[StagedConfig]):
             pool.truncate(copy.id, same)
         self.inner.rewind(copy)
 
-    def rewind(self, sequence: Sequence) -> None:
+    def rewind(self, sequence: RequestState) -> None:
         if sequence.id in self.copies:
             self._take_back(self.copies[sequence.id], sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         self.base.release(sequence)
         copy = self.copies.pop(sequence.id, None)
         self.policy.missing.pop(sequence.id, None)
@@ -301,7 +306,7 @@ class Staged(Drafter[StagedConfig]):
     def models(self) -> list[Model]:
         return [*self.base.models(), *self.inner.models()]
 
-    def cached_tokens(self, sequence: Sequence) -> list[int]:
+    def cached_tokens(self, sequence: RequestState) -> list[int]:
         return sequence.tokens[: self.base.attention.pool.length(sequence.id)]
 
     @classmethod

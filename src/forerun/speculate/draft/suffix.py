@@ -9,15 +9,14 @@ Option names are vLLM's.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.automaton import ROOT, Automaton
 from forerun.speculate.draft.base import DraftContext, drafters
@@ -89,12 +88,12 @@ class Text:
         self.seen: list[int] = []
         self.automaton = Automaton()
 
-    def update(self, tokens: Seq[int]) -> None:
+    def update(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self.automaton.extend(token)
         self.seen.extend(tokens)
 
-    def match(self, tail: Seq[int]) -> Match:
+    def match(self, tail: Sequence[int]) -> Match:
         state, length = self.automaton.suffix()
         for token in tail:
             state, length = self.automaton.advance(state, length, token)
@@ -127,7 +126,7 @@ class Block:
         """The request whose tokens made ``state``."""
         return self.keys[bisect_right(self.starts, state) - 1]
 
-    def match(self, key: int, seen: list[int], tail: Seq[int], reach: int) -> Match:
+    def match(self, key: int, seen: list[int], tail: Sequence[int], reach: int) -> Match:
         """The longest match of the end of ``seen + tail``; only its last ``reach`` tokens are looked at."""
         automaton = self.automaton
         followed, state, length = self.cursors.get(key, (0, ROOT, 0))
@@ -195,7 +194,7 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
     def new_index(self) -> Text:
         return Text()
 
-    def draft(self, sequence: Sequence, index: Text, tail: list[int], budget: int) -> Draft:
+    def draft(self, sequence: RequestState, index: Text, tail: list[int], budget: int) -> Draft:
         reach = self.config.suffix_decoding_max_tree_depth
         matches: list[Match | Retrieved] = [index.match(tail)]
         matches += [block.match(sequence.id, index.seen, tail, reach) for block in self.past.blocks]
@@ -227,14 +226,18 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         return config.grow(source, match.state, depth, log(lowest) if lowest else float("-inf"))
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         for sequence, verdict in zip(sequences, verdicts):
             used = self.used.pop(sequence.id, None)
             if used is not None and verdict.accepted:
                 self.past.touch(*used)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         """A finished request's output becomes a past one; a preempted request has not finished."""
         super().release(sequence)
         self.used.pop(sequence.id, None)

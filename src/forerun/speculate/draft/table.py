@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sysconfig
 from collections import defaultdict
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, drafters
 from forerun.speculate.draft.counts import CountChooser, Counts
@@ -105,12 +105,12 @@ class Tables:
     def counts(self, before: int | None) -> Counts:
         """What followed ``before``; all tokens for None, and where nothing did."""
         key = before if before in self.after else None
-        found = self._ready.get(key)
-        if found is None:
-            found = self._ready[key] = Counts.of(self.anywhere if key is None else self.after[key], self.device)
-        return found
+        result = self._ready.get(key)
+        if result is None:
+            result = self._ready[key] = Counts.of(self.anywhere if key is None else self.after[key], self.device)
+        return result
 
-    def add(self, before: int, ids: Seq[int], amounts: Seq[float]) -> None:
+    def add(self, before: int, ids: Sequence[int], amounts: Sequence[float]) -> None:
         """Count ``amounts`` of ``ids`` behind ``before``; its rarest followers make room for newer ones. The counts of
         all tokens are sorted anew when a twentieth has been added."""
         followers = self.after.setdefault(before, {})
@@ -164,10 +164,10 @@ class Table(Drafter[TableConfig]):
         except ValueError as error:
             raise ConfigError(f"table_file {path} cannot be used: {error}") from error
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         return self.counted.finish([self._draft(s, budget) for s, budget in zip(sequences, budgets)])
 
-    def _draft(self, sequence: Sequence, budget: int) -> Draft:
+    def _draft(self, sequence: RequestState, budget: int) -> Draft:
         bigrams = self.config.table_order == 2
         previous = sequence.tokens[-1]
         draft = Draft()
@@ -179,21 +179,25 @@ class Table(Drafter[TableConfig]):
         return draft
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         """With ``adapt``: what the target said behind every token that stays."""
         if not self.config.adapt:
             return
         scores = result.scores
-        places = {id(sequence): place for place, sequence in enumerate(scores.sequences)}
+        indices = {id(sequence): slot for slot, sequence in enumerate(scores.sequences)}
         rows: list[int] = []
         tokens: list[int] = []
         for sequence, verdict in zip(sequences, verdicts):
-            place = places.get(id(sequence))
-            if place is None or verdict.error is not None:
+            slot = indices.get(id(sequence))
+            if slot is None or verdict.error is not None:
                 continue
-            index = result.deciding[place]
-            root = result.logit_first[index] + len(result.batch.spans[index].logits) - 1 - len(scores.drafts[place])
+            index = result.deciding[slot]
+            root = result.logit_first[index] + len(result.batch.spans[index].logits) - 1 - len(scores.drafts[slot])
             kept = [-1, *verdict.path[: verdict.accepted]]
             rows += [root + 1 + node for node in kept]
             end = len(sequence.tokens) - len(verdict.tokens)

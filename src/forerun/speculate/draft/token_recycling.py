@@ -7,8 +7,7 @@ tree follows the likeliest paths instead of one fixed shape. The matrix is share
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, inf, log
@@ -16,7 +15,7 @@ from math import exp, inf, log
 import torch
 
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.best_first import TreeConfig
@@ -64,7 +63,7 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
                 if log_p > -inf:
                     yield candidate, log_p, candidate
 
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         drafts = []
         for sequence, budget in zip(sequences, budgets):
             draft, expected = self.config.grow(self._candidates, sequence.tokens[-1], budget)
@@ -73,7 +72,7 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
             drafts.append(draft)
         return drafts
 
-    def follow(self, tokens: Seq[int]) -> None:
+    def follow(self, tokens: Sequence[int]) -> None:
         """Where nothing is known of the target but the tokens that it gave: each one's follower gets half of its
         probability, and what was known before the other half."""
         ids, logs = self._rows
@@ -81,12 +80,16 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
             known = {i: exp(p) / 2 for i, p in zip(ids[before].tolist(), logs[before].tolist()) if i != UNSEEN}
             known[after] = known.get(after, 0.0) + 0.5
             best = sorted(known.items(), key=lambda item: -item[1])[: ids.shape[1]]
-            for place, (token, p) in enumerate(best):
-                ids[before, place], logs[before, place] = token, log(p)
+            for index, (token, p) in enumerate(best):
+                ids[before, index], logs[before, index] = token, log(p)
             logs[before, len(best) :] = -inf
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         """Remember the top of every row of logits, rejected ones and prompts' included. Of several rows of one token
         the last stays."""

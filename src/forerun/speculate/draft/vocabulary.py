@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ def byte_alphabet() -> dict[str, int]:
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in kept}
     others = [byte for byte in range(256) if byte not in set(kept)]
-    table.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
     return table
 
 
@@ -45,12 +45,12 @@ class Vocabulary:
     @cached_property
     def ids(self) -> dict[bytes, int]:
         """Bytes to id; of several tokens with the same bytes, the first."""
-        found: dict[bytes, int] = {}
+        result: dict[bytes, int] = {}
         for i in sorted(self.bytes):
-            found.setdefault(self.bytes[i], i)
-        return found
+            result.setdefault(self.bytes[i], i)
+        return result
 
-    def spell(self, tokens: Seq[int]) -> bytes:
+    def spell(self, tokens: Sequence[int]) -> bytes:
         """The bytes of a text."""
         return b"".join(self.bytes.get(token, b"") for token in tokens)
 
@@ -95,7 +95,7 @@ class Reading:
         """Per token of the target: how many of the draft's there are after it."""
         self._pending = b""
 
-    def follow(self, tokens: Seq[int]) -> None:
+    def follow(self, tokens: Sequence[int]) -> None:
         """Read the target's tokens up to the last of ``tokens``: a text's beginning as a whole, so that the draft
         sees it as its own tokenizer would cut it, later tokens one by one."""
         if not self.read:
@@ -103,7 +103,7 @@ class Reading:
         for token in tokens[self.read :]:
             self.extend(token)
 
-    def _begin(self, tokens: Seq[int]) -> None:
+    def _begin(self, tokens: Sequence[int]) -> None:
         whole = True
         for piece in self._pieces(tokens):
             if isinstance(piece, bytes):
@@ -114,7 +114,7 @@ class Reading:
         self.read = len(tokens)
         self.ends = [0] * (len(tokens) - 1) + [len(self.tokens)] if tokens else []
 
-    def _pieces(self, tokens: Seq[int]) -> list[bytes | int]:
+    def _pieces(self, tokens: Sequence[int]) -> list[bytes | int]:
         """The target's tokens as runs of text and, between them, the draft's ids of special tokens that it has too."""
         pieces: list[bytes | int] = []
         text = b""
@@ -139,7 +139,7 @@ class Reading:
         self.read += 1
         self.ends.append(len(self.tokens))
 
-    def adopt(self, drafted: Seq[int], tokens: Seq[int]) -> int:
+    def adopt(self, drafted: Sequence[int], tokens: Sequence[int]) -> int:
         """Read the target's ``tokens``, whose text may begin like the draft's own ``drafted`` tokens: those that agree
         are kept as they are. Returns how many."""
         pieces = self._pieces(tokens)

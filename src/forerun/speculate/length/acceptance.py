@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 
 class Acceptance:
@@ -55,7 +55,7 @@ class Acceptance:
             counts[:] = [left * count for count in counts]
         self._first = self.weight + left * (self._first - self.weight)
 
-    def rates(self, expected: Seq[float] | None = None) -> list[float]:
+    def rates(self, expected: Sequence[float] | None = None) -> list[float]:
         """``expected``: the rates without evidence; None: at every depth that of the depth before."""
         if expected is not None:
             weight = self.weight
@@ -65,7 +65,7 @@ class Acceptance:
     def existence(self) -> list[float]:
         return self._follow(self.asked, self.made, 1.0)
 
-    def _follow(self, counts: Seq[float], hits: Seq[float], before: float) -> list[float]:
+    def _follow(self, counts: Sequence[float], hits: Sequence[float], before: float) -> list[float]:
         chances = []
         for count, hit in zip(counts, hits):
             before = (hit + self._first * before) / (count + self._first)

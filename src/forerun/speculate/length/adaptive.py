@@ -8,8 +8,7 @@ deepseek-ai/DeepSpec, algorithm 1). They depend on earlier rounds alone, so rule
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import log
@@ -17,7 +16,7 @@ from operator import mul
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length.acceptance import Acceptance
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting, policies
@@ -34,7 +33,7 @@ class Lengths:
     def __init__(self) -> None:
         self.seen: deque[int] = deque(maxlen=64)
 
-    def rest(self, sequence: Sequence) -> float:
+    def rest(self, sequence: RequestState) -> float:
         """Expected tokens that are still to come of an answer."""
         so_far, most = sequence.num_output, sequence.remaining
         start = self.HALF + so_far
@@ -150,7 +149,7 @@ class Adaptive(LengthPolicy):
         self._took = 0.0
         """Seconds of its own that were not booked yet."""
 
-    def longest_nodes(self, sequence: Sequence) -> int:
+    def longest_nodes(self, sequence: RequestState) -> int:
         """No more than the plan wants: rows and pages that are not going to be used are not reserved."""
         plan = self._plan
         if sequence.drafter is None or (plan.left and not plan.budgets and sequence.id in plan.known):
@@ -160,7 +159,7 @@ class Adaptive(LengthPolicy):
             depth = min(depth, plan.budgets.get(sequence.id, depth))
         return self.setting.nodes[sequence.drafter][depth]
 
-    def budgets(self, sequences: Seq[Sequence]) -> list[int]:
+    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
         plan = self._plan
         if plan.left and not plan.budgets and not plan.known.isdisjoint([sequence.id for sequence in sequences]):
             plan.left -= 1
@@ -181,7 +180,9 @@ class Adaptive(LengthPolicy):
                 self._behind[sequence.drafter] = self._behind.get(sequence.drafter, 0) + behind
         return longest
 
-    def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
+    def observe(
+        self, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict], seconds: Seconds
+    ) -> None:
         decoding = all(verdict.fed == 1 for verdict in verdicts)
         count = len(sequences)
         if not any(self._asked):
@@ -204,17 +205,17 @@ class Adaptive(LengthPolicy):
             self._plan.left = 0
         self._entries.append(Entry(made, count, rows, tokens, seconds.draft, verify, self._behind, decoding))
 
-    def fork(self, source: Sequence, sequence: Sequence) -> None:
+    def fork(self, source: RequestState, sequence: RequestState) -> None:
         self._plan.known |= {sequence.id} if source.id in self._plan.known else set()
         if source.id in self._plan.budgets:
             self._plan.budgets = {**self._plan.budgets, sequence.id: self._plan.budgets[source.id]}
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         self.own.pop(sequence.id, None)
         if sequence.num_output:
             self.lengths.seen.append(sequence.num_output)
 
-    def _learn(self, sequences: Seq[Sequence]) -> None:
+    def _learn(self, sequences: Sequence[RequestState]) -> None:
         """Learn from the rounds with drafts since the last plan, and book them. Nothing is kept about who has left."""
         entries, self._entries = self._entries, []
         costs, took = self.costs, self._took / max(1, len(entries))
@@ -234,12 +235,12 @@ class Adaptive(LengthPolicy):
             plain = costs.verify(entry.sequences)
             drafting = sum(costs.draft(d.method, d.sequences, d.depth) for d in drafted)
             if not all(costs.priced(d.method) for d in drafted):
-                drafting = min(drafting, entry.draft / costs.pace)
+                drafting = min(drafting, entry.draft / costs.slowdown)
             cost = costs.verify(entry.rows) + drafting + took
             gain = entry.tokens / entry.sequences - cost / plain
             self.balance = max(min(self.balance + gain, self.MOST), -self.MOST)
 
-    def _decide(self, sequences: Seq[Sequence], longest: list[int]) -> Plan:
+    def _decide(self, sequences: Sequence[RequestState], longest: list[int]) -> Plan:
         """The best plan if the balance covers it, else a short trial, else rest until there is enough for one."""
         self._learn(sequences)
         known = frozenset([sequence.id for sequence in sequences])
@@ -272,18 +273,18 @@ class Adaptive(LengthPolicy):
             self._wait = self._next_wait
         return self._rest_or_try(sequences, longest, best)
 
-    def _untried(self, sequences: Seq[Sequence], longest: list[int]) -> bool:
+    def _untried(self, sequences: Sequence[RequestState], longest: list[int]) -> bool:
         """Whether hardly anything is known of the drafts of somebody who would get some."""
         methods = {s.drafter for s, cap in zip(sequences, longest) if cap and s.drafter is not None}
         return any(self.methods[method].reached[0] < self.TRIAL for method in methods)
 
-    def _few(self, sequences: Seq[Sequence], longest: list[int]) -> dict[int, int]:
+    def _few(self, sequences: Sequence[RequestState], longest: list[int]) -> dict[int, int]:
         """Short drafts for those two who are likeliest to get them accepted."""
         depth = 2 if len(sequences) == 1 else 1
         likely = sorted((-self._rates(s)[0], s.id, min(cap, depth)) for s, cap in zip(sequences, longest) if cap)
         return {key: depth for _, key, depth in likely[:2]}
 
-    def _explore(self, sequences: Seq[Sequence], longest: list[int], best: Plan) -> Plan:
+    def _explore(self, sequences: Sequence[RequestState], longest: list[int], best: Plan) -> Plan:
         """Now and then the deepest drafts, for the sake of their price and acceptance."""
         self._deeper -= best.left
         if self._deeper > 0 or self.balance < self.START:
@@ -292,7 +293,7 @@ class Adaptive(LengthPolicy):
         budgets = {s.id: cap for s, cap in zip(sequences, longest) if best.budgets.get(s.id)}
         return Plan(budgets, min(best.left, self.TRIAL), best.promise, best.known)
 
-    def _rest_or_try(self, sequences: Seq[Sequence], longest: list[int], best: Plan) -> Plan:
+    def _rest_or_try(self, sequences: Sequence[RequestState], longest: list[int], best: Plan) -> Plan:
         aftermath = self.costs.aftermath()
         if not self._streak:
             self.balance -= aftermath
@@ -317,7 +318,7 @@ class Adaptive(LengthPolicy):
         self.balance = max(self.balance, min(self.balance + self._rested * self.SPEND, self.START))
         self._wait, self._rested = self._wait - self._rested, 0
 
-    def _rates(self, sequence: Sequence) -> list[float]:
+    def _rates(self, sequence: RequestState) -> list[float]:
         rates = self.methods[sequence.drafter or ""].rates()
         own = self.own.get(sequence.id)
         return own.rates(rates) if own is not None else rates
@@ -327,7 +328,7 @@ class Adaptive(LengthPolicy):
             self.own[key] = Acceptance(len(self.methods[method].asked), self.OWN_WEIGHT, self.OWN_FADE)
         return self.own[key]
 
-    def _best(self, sequences: Seq[Sequence], longest: list[int]) -> Plan:
+    def _best(self, sequences: Sequence[RequestState], longest: list[int]) -> Plan:
         """The budgets with the most expected tokens per second."""
         chances: list[tuple[float, int, int]] = []
         for index, (sequence, cap) in enumerate(zip(sequences, longest)):
@@ -341,18 +342,18 @@ class Adaptive(LengthPolicy):
             depths[index] = depth
             if number % step and number < len(chances):
                 continue
-            found = self._speed(sequences, {s.id: d for s, d in zip(sequences, depths) if d})
-            if found > speed:
-                best, speed = list(depths), found
+            result = self._speed(sequences, {s.id: d for s, d in zip(sequences, depths) if d})
+            if result > speed:
+                best, speed = list(depths), result
         known = frozenset([sequence.id for sequence, cap in zip(sequences, longest) if cap])
         return Plan({s.id: d for s, d in zip(sequences, best) if d}, 0, speed, known)
 
-    def _tokens(self, sequences: Seq[Sequence], budgets: Mapping[int, int]) -> float:
+    def _tokens(self, sequences: Sequence[RequestState], budgets: Mapping[int, int]) -> float:
         """Expected tokens of a round with ``budgets``."""
         depths = [(sequence, budgets.get(sequence.id, 0)) for sequence in sequences]
         return len(sequences) + sum(sum(accumulate(self._rates(s)[:depth], mul)) for s, depth in depths if depth)
 
-    def _speed(self, sequences: Seq[Sequence], budgets: Mapping[int, int]) -> float:
+    def _speed(self, sequences: Sequence[RequestState], budgets: Mapping[int, int]) -> float:
         """Expected tokens per second with ``budgets`` over those of plain decoding."""
         count, tokens, rows = len(sequences), self._tokens(sequences, budgets), float(len(sequences))
         drafting: dict[str, tuple[int, float]] = {}
@@ -365,15 +366,17 @@ class Adaptive(LengthPolicy):
             ends = [here - after for here, after in zip([1.0, *exists], [*exists, 0.0])]  # by length
             made = sum(exists)
             if count == 1:
-                seconds = sum(share * costs.verify(1 + nodes[length]) for length, share in enumerate(ends) if share)
-            rows += sum(share * nodes[length] for length, share in enumerate(ends))
+                seconds = sum(
+                    fraction * costs.verify(1 + nodes[length]) for length, fraction in enumerate(ends) if fraction
+                )
+            rows += sum(fraction * nodes[length] for length, fraction in enumerate(ends))
             number, deepest = drafting.get(method, (0, 0.0))
             drafting[method] = number + 1, max(deepest, made)
         seconds = seconds or costs.verify(rows)
         seconds += sum(costs.draft(method, number, depth) for method, (number, depth) in drafting.items())
         return tokens / count * costs.verify(count) / seconds
 
-    def _invest(self, sequences: Seq[Sequence], longest: list[int]) -> None:
+    def _invest(self, sequences: Sequence[RequestState], longest: list[int]) -> None:
         """Who has a drafter that must read first what it missed: whether that pays, and how much of it. Sets
         ``sequence.reads`` and the caps of those who wait to 0."""
         for index, sequence in enumerate(sequences):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.names import policies as policies
 
@@ -22,9 +21,9 @@ class Setting:
     their own.
     """
 
-    nodes: Mapping[str, Seq[int]] = field(default_factory=dict)
+    nodes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     row_multiple: int = 1
-    behind: Callable[[Sequence], int] = lambda sequence: 0
+    behind: Callable[[RequestState], int] = lambda sequence: 0
     models: frozenset[str] = frozenset()
 
 
@@ -50,7 +49,7 @@ class LengthPolicy(ABC):
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
-    def longest(self, sequence: Sequence) -> int:
+    def longest(self, sequence: RequestState) -> int:
         """The deepest draft this sequence may get this round; 0 while it reads its prompt or has no drafter.
 
         It leaves room for the token that follows the draft, and stays within the request's own bound and what the
@@ -62,24 +61,26 @@ class LengthPolicy(ABC):
         depth = max(0, min(len(nodes) - 1, sequence.remaining - 1))
         if sequence.max_draft is not None:
             depth = min(depth, sequence.max_draft)
-        while sequence.room is not None and nodes[depth] > sequence.room:
+        while sequence.draft_budget is not None and nodes[depth] > sequence.draft_budget:
             depth -= 1
         return depth
 
-    def longest_nodes(self, sequence: Sequence) -> int:
+    def longest_nodes(self, sequence: RequestState) -> int:
         """Most rows that this sequence's draft may add this round."""
         return self.setting.nodes[sequence.drafter][self.longest(sequence)] if sequence.drafter is not None else 0
 
     @abstractmethod
-    def budgets(self, sequences: Seq[Sequence]) -> list[int]:
+    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
         """One budget per sequence, at most its ``longest``."""
 
     @abstractmethod
-    def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
+    def observe(
+        self, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict], seconds: Seconds
+    ) -> None:
         """See what became of a round."""
 
-    def fork(self, source: Sequence, sequence: Sequence) -> None:
+    def fork(self, source: RequestState, sequence: RequestState) -> None:
         """``sequence``, new here, goes on from what ``source`` was before this round."""
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         """Forget a sequence that ended."""

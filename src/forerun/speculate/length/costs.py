@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -43,14 +42,14 @@ class Curve:
         if not self.points:
             return None
         counts, seconds = self._line or self._fit()
-        place = bisect_left(counts, count)
-        if place < len(counts) and counts[place] == count:
-            return seconds[place]
-        if 0 < place < len(counts):
-            left, right = counts[place - 1], counts[place]
-            share = (count - left) / (right - left)
-            return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
-        end = min(place, len(counts) - 1)  # beyond what is known: the expected slope
+        index = bisect_left(counts, count)
+        if index < len(counts) and counts[index] == count:
+            return seconds[index]
+        if 0 < index < len(counts):
+            left, right = counts[index - 1], counts[index]
+            fraction = (count - left) / (right - left)
+            return seconds[index - 1] + fraction * (seconds[index] - seconds[index - 1])
+        end = min(index, len(counts) - 1)  # beyond what is known: the expected slope
         unit = seconds[end] * self.slope / max(1.0 + self.slope * (counts[end] - 1), self.slope)
         return max(seconds[end] + unit * (count - counts[end]), 0.05 * seconds[end])
 
@@ -97,7 +96,7 @@ class Costs:
     """The plain round after drafts that is as fast as any: a drafter leaves its own data in the processor's caches."""
     MOST_COLD = 1.5
 
-    def __init__(self, nodes: Mapping[str, Seq[int]], row_multiple: int = 1) -> None:
+    def __init__(self, nodes: Mapping[str, Sequence[int]], row_multiple: int = 1) -> None:
         self.multiple = row_multiple
         self.rows = Curve(0.06)
         """By rows of the target's forward, acceptance included."""
@@ -105,7 +104,7 @@ class Costs:
         """By method and sequences that draft (rounded to a power of two): by depth."""
         self.reading: dict[str, deque[float]] = {method: deque(maxlen=5) for method in nodes}
         """By method: seconds for each token that a drafter has to read first."""
-        self.pace = 1.0
+        self.slowdown = 1.0
         """How slow the machine is at present."""
         self.cold = 1.1
         """How much slower the plain rounds right after drafts are than settled ones."""
@@ -115,7 +114,7 @@ class Costs:
         self._restored = False
         """Prices are another engine's, and the pace is not known yet."""
         self._before = 1.0
-        self._block: list[tuple[int, float, float, Seq[Drafted]]] = []
+        self._block: list[tuple[int, float, float, Sequence[Drafted]]] = []
 
     @property
     def cold_known(self) -> bool:
@@ -163,7 +162,7 @@ class Costs:
         rows = self.padded(sequences)
         known = self.rows.known(rows)
         if self._restored and known:
-            self.pace, self._restored = seconds / self.verify(rows), False
+            self.slowdown, self._restored = seconds / self.verify(rows), False
         elif known and since > 1:
             if since in (2, self.SETTLED):
                 self._recent.clear()
@@ -171,34 +170,34 @@ class Costs:
             if since == 3:
                 low, high = sorted(self._recent)[-2:] if len(self._recent) > 1 else [*self._recent] * 2
                 self._after_drafts = (low * high) ** 0.5 if high < 1.3 * low else low
-                self.pace = self._after_drafts / self.cold
+                self.slowdown = self._after_drafts / self.cold
                 self._count()
             elif since >= self.SETTLED:
-                self.pace = median(self._recent)
+                self.slowdown = median(self._recent)
                 if since == self.SETTLED + 2 and self._after_drafts:
-                    cold = min(max(self._after_drafts / self.pace, 1.0), self.MOST_COLD)
+                    cold = min(max(self._after_drafts / self.slowdown, 1.0), self.MOST_COLD)
                     self._colds.append(cold)
                     self.cold, self._after_drafts = median(self._colds), 0.0
         if known < self.SURE or (known < Curve.WINDOW and since > self.SETTLED):
-            self.rows.add(rows, seconds / self.pace)
+            self.rows.add(rows, seconds / self.slowdown)
 
-    def drafted(self, rows: int, draft: float, verify: float, parts: Seq[Drafted]) -> None:
+    def drafted(self, rows: int, draft: float, verify: float, parts: Sequence[Drafted]) -> None:
         """A round with drafts was measured."""
         if not self._block:
-            self._before = self.pace
+            self._before = self.slowdown
         self._block.append((self.padded(rows), draft, verify, parts))
         if len(self._block) > 2 * self.BLOCK:
             del self._block[: self.BLOCK]
 
     def _count(self) -> None:
         block, self._block = self._block[-self.BLOCK :], []
-        if not self.AGREE[0] <= self.pace / self._before <= self.AGREE[1]:
+        if not self.AGREE[0] <= self.slowdown / self._before <= self.AGREE[1]:
             return
-        pace = (self.pace * self._before) ** 0.5
+        slowdown = (self.slowdown * self._before) ** 0.5
         for rows, draft, verify, parts in block:
-            self.rows.add(rows, max(verify / pace, self.verify(1)))
+            self.rows.add(rows, max(verify / slowdown, self.verify(1)))
             for part in parts if len(parts) == 1 else ():
-                self._learn(part, draft / pace)
+                self._learn(part, draft / slowdown)
 
     def _learn(self, part: Drafted, seconds: float) -> None:
         key = part.method, part.sequences.bit_length()

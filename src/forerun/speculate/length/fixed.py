@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length.base import LengthPolicy, Seconds, policies
 
 
 @policies.register("fixed")
 class Fixed(LengthPolicy):
-    def budgets(self, sequences: Seq[Sequence]) -> list[int]:
+    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
         return [self.longest(sequence) for sequence in sequences]
 
-    def observe(self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], seconds: Seconds) -> None:
+    def observe(
+        self, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict], seconds: Seconds
+    ) -> None:
         pass

@@ -6,9 +6,9 @@ with the measured price of a verification by its rows instead of assuming it fre
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.speculate.length.adaptive import Adaptive, Plan
 from forerun.speculate.length.base import Setting, policies
 
@@ -25,7 +25,7 @@ class Planned(Adaptive):
         self._rounds = dict.fromkeys(setting.nodes, 0)
         self._sums = {method: [0, 0] for method in setting.nodes}
 
-    def _decide(self, sequences: Seq[Sequence], longest: list[int]) -> Plan:
+    def _decide(self, sequences: Sequence[RequestState], longest: list[int]) -> Plan:
         for entry in self._entries:
             for _, method, _, made, kept in entry.drafts:
                 self._rounds[method] += 1

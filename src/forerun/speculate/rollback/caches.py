@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 from forerun.cache.pool import Pages, Pool
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 
 
-def roll_back(pool: Pool, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict]) -> list[int]:
+def roll_back(
+    pool: Pool, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict]
+) -> list[int]:
     """After a forward: each cache holds the committed tokens up to, not including, the newly sampled one.
 
     A chain is truncated; a tree's accepted entries are moved together first. Returns how many drafted entries of each

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 from forerun.core.batch import Span
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 
 
-def pack(sequences: Seq[Sequence], drafts: Seq[Draft], *, prompt_logits: Seq[bool] | None = None) -> list[Span]:
+def pack(
+    sequences: Sequence[RequestState], drafts: Sequence[Draft], *, prompt_logits: Sequence[bool] | None = None
+) -> list[Span]:
     """One span per sequence: its scheduled committed tokens, then its draft's nodes.
 
     A prefill chunk, a plain decode and a verification differ in nothing else. Logits are asked for from the last

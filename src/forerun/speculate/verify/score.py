@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forerun.attention.base import Attention
 from forerun.core.batch import Batch, Output
+from forerun.core.request import RequestState
 from forerun.core.scores import Scores
-from forerun.core.sequence import Sequence
 from forerun.core.tree import Draft
 from forerun.models.base import Model
 from forerun.sampling.warp import warp
@@ -42,7 +41,7 @@ class Verification:
     """Per sequence of the round: the first of its rows in ``output.logits``."""
 
 
-def verify(target: Target, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Verification:
+def verify(target: Target, sequences: Sequence[RequestState], drafts: Sequence[Draft]) -> Verification:
     """Feed every sequence's scheduled tokens and draft; warp the rows that decide."""
     wants_prompt = [s.params.prompt_logprobs is not None and s.num_output == 0 for s in sequences]
     spans = pack(sequences, drafts, prompt_logits=wants_prompt)

@@ -36,7 +36,7 @@ def converted(checkpoint: Path, folder: Path) -> Path:
 def answer(model: Any, words: list[str], asked: dict[str, Any]) -> dict[str, Any]:
     source = [words[token] for token in asked["source"]]
     began = perf_counter()
-    found = model.translate_batch(
+    result = model.translate_batch(
         [source],
         beam_size=asked["width"],
         num_hypotheses=asked["width"],
@@ -46,9 +46,9 @@ def answer(model: Any, words: list[str], asked: dict[str, Any]) -> dict[str, Any
         return_scores=True,
     )[0]
     seconds = perf_counter() - began
-    place = {word: token for token, word in enumerate(words)}
-    beams = [[place[word] for word in beam] for beam in found.hypotheses]
-    return {"beams": beams, "scores": list(found.scores), "seconds": seconds}
+    index = {word: token for token, word in enumerate(words)}
+    beams = [[index[word] for word in beam] for beam in result.hypotheses]
+    return {"beams": beams, "scores": list(result.scores), "seconds": seconds}
 
 
 def main() -> None:
@@ -63,8 +63,8 @@ def main() -> None:
         model = ctranslate2.Translator(
             str(made), device="cpu", compute_type="float32", inter_threads=1, intra_threads=about["threads"]
         )
-        told = {"version": ctranslate2.__version__, "rows": ["ctranslate2"], "about": "CTranslate2"}
-        print(json.dumps(told), file=replies, flush=True)
+        reported = {"version": ctranslate2.__version__, "rows": ["ctranslate2"], "about": "CTranslate2"}
+        print(json.dumps(reported), file=replies, flush=True)
         for line in sys.stdin:
             print(json.dumps(answer(model, words, json.loads(line))), file=replies, flush=True)
 

@@ -39,8 +39,8 @@ class Together:
     def decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
         """(token, position, sequence, whether its logits are wanted)."""
         self.batch.n_tokens = len(rows)
-        for i, (token, position, sequence, wanted) in enumerate(rows):
-            self.batch.token[i], self.batch.pos[i], self.batch.logits[i] = token, position, wanted
+        for i, (token, position, sequence, requested) in enumerate(rows):
+            self.batch.token[i], self.batch.pos[i], self.batch.logits[i] = token, position, requested
             self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, sequence
         if self.lib.llama_decode(self.context, self.batch):
             sys.exit(f"llama_decode of {len(rows)} rows failed")
@@ -64,7 +64,9 @@ class Together:
             answers.append([self.lib.llama_sampler_sample(samplers[sequence], self.context, -1)])
         began, tokens = perf_counter(), 0
         while busy := [
-            i for i, found in enumerate(answers) if len(found) < asked["max_tokens"] and found[-1] not in asked["ends"]
+            i
+            for i, result in enumerate(answers)
+            if len(result) < asked["max_tokens"] and result[-1] not in asked["ends"]
         ]:
             lengths = [len(asked["prompts"][i]) + len(answers[i]) - 1 for i in busy]
             self.decode([(answers[i][-1], length, i, True) for i, length in zip(busy, lengths)])
@@ -105,17 +107,17 @@ def main() -> None:
     if not scores and together is None:
         rows["llama_cpp_lookup"] = llama_cpp.Llama(**load, draft_model=LlamaPromptLookupDecoding(LOOKUP_TOKENS))
     flags = llama_cpp.llama_print_system_info().decode().strip()
-    told = {"version": llama_cpp.__version__, "rows": list(rows), "about": f"llama.cpp [{flags}]"}
-    print(json.dumps(told), file=replies, flush=True)
+    reported = {"version": llama_cpp.__version__, "rows": list(rows), "about": f"llama.cpp [{flags}]"}
+    print(json.dumps(reported), file=replies, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         if scores:
-            found = score(rows["llama_cpp"], asked["score"])
+            result = score(rows["llama_cpp"], asked["score"])
         elif together is not None:
-            found = together.answer(asked)
+            result = together.answer(asked)
         else:
-            found = answer(rows[asked["row"]], asked)
-        print(json.dumps(found), file=replies, flush=True)
+            result = answer(rows[asked["row"]], asked)
+        print(json.dumps(result), file=replies, flush=True)
 
 
 main()

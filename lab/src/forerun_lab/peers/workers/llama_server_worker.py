@@ -57,21 +57,26 @@ class Server:
         request = Request(f"{self.root}{path}", json.dumps(question).encode(), {"Content-Type": "application/json"})
         try:
             with self.opener.open(request) as reply:
-                found: dict[str, Any] = json.load(reply)
-                return found
+                result: dict[str, Any] = json.load(reply)
+                return result
         except HTTPError as error:
             sys.exit(f"{path} answered {error.code}: {error.read().decode()}")
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        (prompt,), (seed,), heat = asked["prompts"], asked["seeds"], asked["temperature"]
+        (prompt,), (seed,), temperature = asked["prompts"], asked["seeds"], asked["temperature"]
         self.seen.add(tuple(prompt))
-        options = {"temperature": heat, "seed": seed, "top_k": 0 if heat else 1, "ignore_eos": not asked["ends"]}
-        found = self.ask("/completion", {"prompt": prompt, "n_predict": asked["max_tokens"], **options, **UNCUT})
-        tokens = found.get("tokens")
+        options = {
+            "temperature": temperature,
+            "seed": seed,
+            "top_k": 0 if temperature else 1,
+            "ignore_eos": not asked["ends"],
+        }
+        result = self.ask("/completion", {"prompt": prompt, "n_predict": asked["max_tokens"], **options, **UNCUT})
+        tokens = result.get("tokens")
         if tokens is None:
-            tokens = self.ask("/tokenize", {"content": found["content"]})["tokens"]
-            tokens += asked["ends"][:1] if found["stopped_eos"] else []
-        count, seconds = found["timings"]["predicted_n"] - 1, found["timings"]["predicted_ms"] / 1000
+            tokens = self.ask("/tokenize", {"content": result["content"]})["tokens"]
+            tokens += asked["ends"][:1] if result["stopped_eos"] else []
+        count, seconds = result["timings"]["predicted_n"] - 1, result["timings"]["predicted_ms"] / 1000
         return {"answers": [tokens], "tokens": count, "seconds": seconds}
 
     def end(self) -> None:
@@ -80,19 +85,19 @@ class Server:
 
 
 def version(program: str) -> str:
-    told = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    found = re.search(r"version: (.+)", told.stdout + told.stderr)
-    return found[1] if found else "unknown"
+    reported = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    result = re.search(r"version: (.+)", reported.stdout + reported.stderr)
+    return result[1] if result else "unknown"
 
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     about = json.loads(sys.stdin.readline())
     program, *options = about["program"]
-    found, model = shutil.which(program), os.path.abspath(about["model"])
-    if found is None:
+    result, model = shutil.which(program), os.path.abspath(about["model"])
+    if result is None:
         sys.exit(f"there is no program {program!r} that can be run")
-    program = os.path.abspath(found)
+    program = os.path.abspath(result)
     threads = str(about["threads"])
     command = [program, "-m", model, "-c", str(about["context"]), "-np", "1", "-t", threads, "-tb", threads, *options]
     with tempfile.TemporaryDirectory(prefix="forerun-server-") as folder:
@@ -100,9 +105,11 @@ def main() -> None:
         server = Server(command)
         try:
             flags = FLAGS.search(server.printed())
-            told = " ".join(["llama-server", *options, f"[{flags[0] if flags else ''}]"])
+            reported = " ".join(["llama-server", *options, f"[{flags[0] if flags else ''}]"])
             name = " ".join(["llama_server", *options])
-            print(json.dumps({"version": version(program), "rows": [name], "about": told}), file=replies, flush=True)
+            print(
+                json.dumps({"version": version(program), "rows": [name], "about": reported}), file=replies, flush=True
+            )
             for line in sys.stdin:
                 asked = json.loads(line)
                 if tuple(asked["prompts"][0]) in server.seen:  # some drafters would recite its answer

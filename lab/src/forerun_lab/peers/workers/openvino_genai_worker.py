@@ -30,8 +30,8 @@ def answer(genai: Any, model: Any, asked: dict[str, Any]) -> dict[str, Any]:
             pass
 
     (prompt,) = asked["prompts"]
-    found = model.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config, Clock())
-    tokens = list(found.tokens[0])
+    result = model.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config, Clock())
+    tokens = list(result.tokens[0])
     return {"answers": [tokens], "tokens": len(tokens) - 1, "seconds": perf_counter() - times[0]}
 
 
@@ -42,8 +42,8 @@ def main() -> None:
 
     about = json.loads(sys.stdin.readline())
     model = genai.LLMPipeline(about["model"], "CPU", INFERENCE_NUM_THREADS=about["threads"])
-    told = {"version": genai.__version__, "rows": ["openvino"], "about": "OpenVINO GenAI"}
-    print(json.dumps(told), file=replies, flush=True)
+    reported = {"version": genai.__version__, "rows": ["openvino"], "about": "OpenVINO GenAI"}
+    print(json.dumps(reported), file=replies, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(genai, model, json.loads(line))), file=replies, flush=True)
 

@@ -49,8 +49,8 @@ def main() -> None:
         enable_prefix_caching=False,
         kv_cache_memory_bytes=KV_CACHE,
     )
-    told = {"version": vllm.__version__, "rows": ["vllm"], "about": f"vLLM {model.llm_engine.model_config.dtype}"}
-    print(json.dumps(told), file=replies, flush=True)
+    reported = {"version": vllm.__version__, "rows": ["vllm"], "about": f"vLLM {model.llm_engine.model_config.dtype}"}
+    print(json.dumps(reported), file=replies, flush=True)
     for number, line in enumerate(sys.stdin):
         asked = json.loads(line)
         print(json.dumps(answer(model.llm_engine, vllm.SamplingParams, asked, number)), file=replies, flush=True)

@@ -23,7 +23,7 @@ from torch import nn
 
 from forerun.core.config import check_types
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.models.base import Model
 from forerun.speculate.draft.heads.head import Head, Lesson
 
@@ -115,7 +115,7 @@ class Learner:
         """[1, vocabulary]: what the output layer adds to any state."""
         return self.target.lm_head(torch.zeros_like(unit[:1]))
 
-    def watch(self, sequence: Sequence, hidden: dict[int, torch.Tensor]) -> None:
+    def watch(self, sequence: RequestState, hidden: dict[int, torch.Tensor]) -> None:
         """Take in the states, ``hidden[layer]`` [n, size], of the last n tokens that the target has read."""
         if self.began is None:
             self.began = self.clock()
@@ -134,7 +134,7 @@ class Learner:
         self.seen += count
         self.owed = min(self.owed + count, BACKLOG * self.options.every)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: RequestState) -> None:
         self.open.pop(sequence.id, None)
 
     def learn(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -13,7 +13,7 @@ import torch
 
 from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
 from forerun.models.fingerprint import fingerprint
@@ -136,7 +136,11 @@ class HeadDrafter(Drafter[C]):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def observe(
-        self, sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], result: Verification
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
     ) -> None:
         for sequence, verdict in zip(sequences, verdicts):
             rows = self.features(verdict)
@@ -158,17 +162,17 @@ class HeadDrafter(Drafter[C]):
         if self.learner is not None and self.config.adapt.save is not None:
             self.learner.save(Path(self.config.adapt.save).expanduser())
 
-    def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
+    def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
         """Take in the features of newly cached tokens."""
 
-    def ready(self, sequence: Sequence) -> bool:
+    def ready(self, sequence: RequestState) -> bool:
         return self.seen.get(sequence.id, 0) == len(sequence.tokens) - 1
 
     def states(self) -> list[dict[int, Any]]:
         """What is kept of every sequence, by its id."""
         return [self.seen]
 
-    def fork(self, source: Sequence, sequence: Sequence) -> None:
+    def fork(self, source: RequestState, sequence: RequestState) -> None:
         for state in self.states():
             if source.id in state:
                 state[sequence.id] = copy.deepcopy(state[source.id])
@@ -176,7 +180,7 @@ class HeadDrafter(Drafter[C]):
             if source.id in pool.tables:
                 pool.fork(source.id, sequence.id, pool.length(source.id))
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         for state in self.states():
             state.pop(sequence.id, None)
         for pool in self.pools():
@@ -184,7 +188,7 @@ class HeadDrafter(Drafter[C]):
         if self.learner is not None:
             self.learner.forget(sequence)
 
-    def cached_tokens(self, sequence: Sequence) -> list[int]:
+    def cached_tokens(self, sequence: RequestState) -> list[int]:
         return sequence.tokens[: self.seen.get(sequence.id, 0)]
 
     @classmethod
@@ -202,29 +206,29 @@ class BlockDrafter(HeadDrafter[BlockConfig]):
     config_class = BlockConfig
 
     @abstractmethod
-    def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
+    def guess(self, sequences: Sequence[RequestState]) -> torch.Tensor:
         """Float32 logits [sequences, depth, vocabulary] of the tokens after the last committed one."""
 
     @inference
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         self.learn()
         ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]
         if not ready:
             return [Draft() for _ in sequences]
         logits = self.guess([sequences[index] for index in ready])
-        place = {index: i for i, index in enumerate(ready)}
+        slot = {index: i for i, index in enumerate(ready)}
         if self.config.tree_nodes is not None:
             drafts = [Draft() for _ in sequences]
             for index in ready:
-                drafts[index] = self._best(sequences[index], budgets[index], logits[place[index]])
+                drafts[index] = self._best(sequences[index], budgets[index], logits[slot[index]])
             return drafts
 
-        def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
-            return logits[[place[index] for index, _ in frontier], depth]
+        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+            return logits[[slot[index] for index, _ in frontier], depth]
 
         return grow_levels(sequences, ready, budgets, self.config, self.chooser, score)
 
-    def _best(self, sequence: Sequence, depth: int, logits: torch.Tensor) -> Draft:
+    def _best(self, sequence: RequestState, depth: int, logits: torch.Tensor) -> Draft:
         """A best-first tree of point masses. Under ``coupled`` candidates are ranked with the target's own noise;
         other rules see the likeliest tokens, which no draw has influenced."""
         assert self.config.tree_nodes is not None

@@ -7,8 +7,7 @@ with true features. The vocabulary may be reduced: row i of its output layer the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +18,14 @@ from torch import nn
 from torch.nn import functional
 
 from forerun.attention.base import Attention, Query
+from forerun.attention.kernel import KernelAttention, can_attend
 from forerun.attention.sdpa import SdpaAttention
-from forerun.attention.streamed import StreamedAttention, can_attend
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.inference import inference
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.core.tree import Draft
-from forerun.models import streamed
+from forerun.models import kernel_layers
 from forerun.models.base import Model
 from forerun.models.formats import ON_CPU
 from forerun.models.fused import RAW, Decoder, Fused
@@ -119,32 +118,32 @@ class EagleHead(Head):
             texts = lesson.segments[:, :length]
             seen = seen & (texts[:, :, None] == texts[:, None, :])
         at = torch.arange(length, device=features.device)
-        places = lesson.places(at, 2, self.sizes.depth)
-        if places is None:
-            places = torch.ones(len(features), length, dtype=torch.bool, device=features.device)
+        indices = lesson.places(at, 2, self.sizes.depth)
+        if indices is None:
+            indices = torch.ones(len(features), length, dtype=torch.bool, device=features.device)
         stream, (q, k, v) = self._read(lesson, self.fc(features[:, :length]), (slice(None), at), 1)
         keys, values = (self._shared(x).transpose(1, 2) for x in (k, v))
-        found = functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen[:, None])
-        feature = self.finish(stream, found.transpose(1, 2).flatten(-2))[places]
-        row, place = places.nonzero(as_tuple=True)
+        result = functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen[:, None])
+        feature = self.finish(stream, result.transpose(1, 2).flatten(-2))[indices]
+        row, index = indices.nonzero(as_tuple=True)
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(self.sizes.depth):
             if step:
                 if self.training:
-                    few = -(-int(places.sum()) // min(LEAST, 2**step))
+                    few = -(-int(indices.sum()) // min(LEAST, 2**step))
                     some = torch.randperm(len(row), device=row.device)[:few].sort().values
-                    row, place, feature = row[some], place[some], feature[some]
+                    row, index, feature = row[some], index[some], feature[some]
                     own = [(k[some], v[some]) for k, v in own]
-                stream, (q, k, v) = self._read(lesson, feature, (row, place), step + 1)
+                stream, (q, k, v) = self._read(lesson, feature, (row, index), step + 1)
                 own.append((self._shared(k), self._shared(v)))
-                feature = self.finish(stream, self._unrolled(q, keys, values, own, seen, row, place).flatten(-2))
-            wanted = lesson.wanted(at + step + 1, (row, place))
-            yield self.guess(self.norm(feature), lesson, wanted)
+                feature = self.finish(stream, self._unrolled(q, keys, values, own, seen, row, index).flatten(-2))
+            requested = lesson.wanted(at + step + 1, (row, index))
+            yield self.guess(self.norm(feature), lesson, requested)
 
-    def _read(self, lesson: Lesson, feature: torch.Tensor, places: tuple[Any, torch.Tensor], ahead: int) -> Any:
+    def _read(self, lesson: Lesson, feature: torch.Tensor, indices: tuple[Any, torch.Tensor], ahead: int) -> Any:
         """The layer's stream, and its queries, keys and values, of features [..., hidden size] and the tokens ``ahead``
-        of their ``places``."""
-        row, at = places
+        of their ``indices``."""
+        row, at = indices
         embedded = lesson.embedding[lesson.tokens[row, at + ahead]].to(feature.dtype)
         stream = self.enter(embedded, feature)
         return stream, self.qkv(embedded, stream, at + ahead - 1)
@@ -154,24 +153,24 @@ class EagleHead(Head):
         return x.repeat_interleave(self.heads // self.kv_heads, dim=-2)
 
     def _unrolled(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own: Seq[tuple[torch.Tensor, torch.Tensor]],
-        seen: torch.Tensor, row: torch.Tensor, place: torch.Tensor,
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        own: Sequence[tuple[torch.Tensor, torch.Tensor]], seen: torch.Tensor, row: torch.Tensor, slot: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """What ``q`` [n, heads, width], of the places (``row``, ``place``) in the rows' order, find in the first step's
+        """What ``q`` [n, heads, width], of the places (``row``, ``slot``) in the rows' order, find in the first step's
         ``keys`` and ``values`` [rows, heads, length, width] and in their ``own`` of later steps [n, heads, width]."""
         scale, length, out = self.width**-0.5, keys.shape[2], []
         at = 0
         for index, count in enumerate(torch.bincount(row, minlength=len(keys)).tolist()):
             mine = slice(at, at + count)
             at += count
-            mask = seen[index % len(seen), place[mine]]
+            mask = seen[index % len(seen), slot[mine]]
             scores = (q[mine].transpose(0, 1) @ keys[index].mT * scale).masked_fill(~mask, float("-inf"))
             more = [((q[mine] * k[mine]).sum(-1).T * scale)[..., None] for k, _ in own]
             weights = torch.softmax(torch.cat([scores, *more], dim=-1).float(), dim=-1).to(values.dtype)
-            found = (weights[..., :length] @ values[index]).transpose(0, 1)
+            result = (weights[..., :length] @ values[index]).transpose(0, 1)
             for late, (_, v) in enumerate(own, length):
-                found = found + weights[..., late].T[..., None] * v[mine]
-            out.append(found)
+                result = result + weights[..., late].T[..., None] * v[mine]
+            out.append(result)
         return torch.cat(out)
 
     @torch.no_grad()
@@ -191,7 +190,7 @@ class EagleHead(Head):
             return stored(torch.cat([part.weight for part in parts]))
 
         def norm(part: Norm) -> Any:
-            return streamed.Norm(part.weight, part.eps)
+            return kernel_layers.Norm(part.weight, part.eps)
 
         qkv = torch.cat([part.weight for part in (self.q_proj, self.k_proj, self.v_proj)])
         layer = Layer(
@@ -245,7 +244,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         page_size = (context.options or {}).get("page_size") or longest
         pages = context.max_num_seqs * -(-longest // page_size)
         self.fused, self.packed = head.fuse(context.target), head.packed
-        backend: type[Attention] = SdpaAttention if self.fused is None else StreamedAttention
+        backend: type[Attention] = SdpaAttention if self.fused is None else KernelAttention
         self.attention = backend(Pool([shape], pages, page_size, info.dtype, info.device))
         self.pending: dict[int, list[torch.Tensor]] = {}
         self.chains = self._find_chains()
@@ -254,7 +253,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         names = self.eagle.token_ids()
         return Chains.find(self.fused, self.attention, self.chooser, self.config, feeds=True, names=names)
 
-    def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
+    def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
         """Rows wait here until the token behind each of them is known and the layer has read them."""
         self.pending.setdefault(sequence.id, []).append(rows.clone())
 
@@ -265,7 +264,7 @@ class Eagle(HeadDrafter[EagleConfig]):
             self.chains = self._find_chains()
 
     @inference
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         self.learn()
         pool, nodes = self.attention.pool, self.config.rows_by_depth()
         able = [
@@ -283,8 +282,8 @@ class Eagle(HeadDrafter[EagleConfig]):
             self._run(spans, feature)
         elif self.chains is not None and all(map(plain, chosen)):
             batch = Batch(spans, self.context.target.info.device)
-            found = self.chains.draft(chosen, [budgets[index] for index in ready], batch, self.attention, feature)
-            for index, draft in zip(ready, found):
+            result = self.chains.draft(chosen, [budgets[index] for index in ready], batch, self.attention, feature)
+            for index, draft in zip(ready, result):
                 drafts[index] = draft
         else:
             drafts = self._grow(sequences, budgets, ready, spans, feature)
@@ -293,11 +292,16 @@ class Eagle(HeadDrafter[EagleConfig]):
         return drafts
 
     def _grow(
-        self, sequences: Seq[Sequence], budgets: Seq[int], ready: list[int], spans: list[Span], feature: torch.Tensor
+        self,
+        sequences: Sequence[RequestState],
+        budgets: Sequence[int],
+        ready: list[int],
+        spans: list[Span],
+        feature: torch.Tensor,
     ) -> list[Draft]:
         states: dict[tuple[int, int], torch.Tensor] = {}
 
-        def score(depth: int, frontier: Frontier, drafts: Seq[Draft]) -> torch.Tensor:
+        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
             fresh = (spans, feature) if depth == 0 else self._newest(sequences, frontier, drafts, states)
             out, logits = self._run(*fresh)
             states.update(zip(frontier, out))
@@ -310,7 +314,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         logits, for the rows whose logits the spans ask for."""
         batch = Batch(spans, self.context.target.info.device, hidden=(RAW,))
         if self.fused is not None:
-            assert isinstance(self.attention, StreamedAttention)
+            assert isinstance(self.attention, KernelAttention)
             out = self.fused(batch, self.attention, feature)
             return out.hidden[RAW], self.widen(out.logits)
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
@@ -322,7 +326,9 @@ class Eagle(HeadDrafter[EagleConfig]):
         states = self.eagle.finish(stream, attended)[batch.logit_rows]
         return states, self.predict(self.eagle.norm(states))
 
-    def _lacking(self, sequences: Seq[Sequence], able: Seq[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
+    def _lacking(
+        self, sequences: Sequence[RequestState], able: Sequence[int]
+    ) -> tuple[list[Span], torch.Tensor, list[int]]:
         """Waiting features, each with the token behind it, to feed; and the sequences of which none is left, whose last
         row predicts."""
         spans: list[Span] = []
@@ -347,9 +353,9 @@ class Eagle(HeadDrafter[EagleConfig]):
 
     def _newest(
         self,
-        sequences: Seq[Sequence],
+        sequences: Sequence[RequestState],
         frontier: Frontier,
-        drafts: Seq[Draft],
+        drafts: Sequence[Draft],
         states: dict[tuple[int, int], torch.Tensor],
     ) -> tuple[list[Span], torch.Tensor]:
         """The newest level of every growing draft, to feed."""
@@ -359,8 +365,8 @@ class Eagle(HeadDrafter[EagleConfig]):
             stored = next(node for i, node in frontier if i == index)
             parents = None if draft.is_chain else draft.parents
             tokens = draft.tokens[stored:]
-            wanted = list(range(len(tokens)))
-            spans.append(Span(sequences[index].id, start, tokens, parents, stored, logits=wanted))
+            requested = list(range(len(tokens)))
+            spans.append(Span(sequences[index].id, start, tokens, parents, stored, logits=requested))
         return spans, torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
 
     def pools(self) -> list[Pool]:

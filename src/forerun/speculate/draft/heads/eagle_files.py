@@ -49,8 +49,8 @@ def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.T
         raise ModelError(f"{folder} is not an EAGLE-3 head: {error}") from error
     kept = {_rename(name): tensor for name, tensor in weights.items() if name not in IGNORED}
     if "d2t" in kept:
-        places = kept["d2t"].long() + torch.arange(len(kept["d2t"]))
-        if places.dim() != 1 or not bool(((places >= 0) & (places < vocabulary)).all()):
+        indices = kept["d2t"].long() + torch.arange(len(kept["d2t"]))
+        if indices.dim() != 1 or not bool(((indices >= 0) & (indices < vocabulary)).all()):
             raise ModelError(f"{folder}: its d2t names tokens outside a vocabulary of {vocabulary}")
     return sizes, kept
 

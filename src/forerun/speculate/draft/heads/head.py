@@ -102,11 +102,13 @@ class Lesson:
         inside = self.segments[:, at] == self.segments[:, at + first + depth - 1]
         return inside & self.answers[:, at + first]
 
-    def wanted(self, at: torch.Tensor, places: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-        """The target's logits at the positions ``at``, in those alone that ``places`` has: bool [rows, n], or the
+    def wanted(
+        self, at: torch.Tensor, indices: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """The target's logits at the positions ``at``, in those alone that ``indices`` has: bool [rows, n], or the
         indices of each, int64 [m] twice."""
         rows = (self.hidden[max(self.hidden)] if self.logits is None else self.logits)[:, at]
-        rows = rows if places is None else rows[places]
+        rows = rows if indices is None else rows[indices]
         return functional.linear(rows, self.head) if self.logits is None else rows
 
 
@@ -176,11 +178,11 @@ class Head(nn.Module, ABC):
         d2t = getattr(self, "d2t", None)
         return None if d2t is None else torch.arange(len(d2t), device=d2t.device) + d2t
 
-    def guess(self, said: torch.Tensor, lesson: Lesson, wanted: torch.Tensor) -> Guess:
+    def guess(self, said: torch.Tensor, lesson: Lesson, requested: torch.Tensor) -> Guess:
         """What the output layer makes of ``said`` [..., hidden size]."""
         if self.lm_head is None:
-            return Guess(functional.linear(said, lesson.head.to(said.dtype)), wanted)
-        return Guess(self.lm_head(said), wanted, None if lesson.narrow else self.token_ids())
+            return Guess(functional.linear(said, lesson.head.to(said.dtype)), requested)
+        return Guess(self.lm_head(said), requested, None if lesson.narrow else self.token_ids())
 
     @abstractmethod
     def guesses(self, lesson: Lesson) -> Iterator[Guess]:
@@ -247,15 +249,15 @@ class Head(nn.Module, ABC):
         """A head with these weights, those of ``folder``. Raises ModelError unless they are all it has."""
         try:
             with torch.device("meta"):  # takes no memory, whatever the sizes are
-                wanted = {name: list(part.shape) for name, part in cls(sizes).state_dict().items()}
+                requested = {name: list(part.shape) for name, part in cls(sizes).state_dict().items()}
         except (RuntimeError, TypeError) as error:
             raise ModelError(f"{folder} holds no readable head: {one_line(error)}") from error
-        found = {name: list(part.shape) for name, part in weights.items()}
-        for name in sorted({*wanted, *found}):
-            if wanted.get(name) != found.get(name):
+        result = {name: list(part.shape) for name, part in weights.items()}
+        for name in sorted({*requested, *result}):
+            if requested.get(name) != result.get(name):
                 raise ModelError(
-                    f"{folder}: the weights do not fit their config: {name} has shape {found.get(name)}, "
-                    f"not {wanted.get(name)}"
+                    f"{folder}: the weights do not fit their config: {name} has shape {result.get(name)}, "
+                    f"not {requested.get(name)}"
                 )
         head = cls(sizes)
         head.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in weights.items()})

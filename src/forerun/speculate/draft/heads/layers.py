@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forerun.models import streamed
+from forerun.models import kernel_layers
 from forerun.models.linear import make_linear
 
 
@@ -27,7 +27,7 @@ class Norm(nn.Module):
 
     def stream(self) -> None:
         """Run on the CPU kernel from now on."""
-        self.forward = streamed.Norm(self.weight.detach(), self.eps).__call__  # type: ignore[method-assign]
+        self.forward = kernel_layers.Norm(self.weight.detach(), self.eps).__call__  # type: ignore[method-assign]
 
 
 class FeedForward(nn.Module):
@@ -46,7 +46,7 @@ class FeedForward(nn.Module):
     def stream(self) -> None:
         """Run on the CPU kernels from now on."""
         weight = torch.cat([self.gate_proj.weight, self.up_proj.weight]).detach()
-        gate_up, gate = make_linear(weight, None, "streamed"), streamed.Gate("silu", weight.dtype)
+        gate_up, gate = make_linear(weight, None, "streamed"), kernel_layers.Gate("silu", weight.dtype)
         down = make_linear(self.down_proj.weight.detach(), None, "streamed")
 
         def forward(x: torch.Tensor) -> torch.Tensor:

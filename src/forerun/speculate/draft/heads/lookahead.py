@@ -6,15 +6,14 @@ target's own distribution of the next token and guesses for the T tokens behind 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
 from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
@@ -60,9 +59,9 @@ class LookaheadHead(Head):
             use_cache=False,
             logits_to_keep=torch.arange(length, total),
         ).logits.unflatten(1, (ANCHORS, ahead))
-        wanted = lesson.everywhere()[:, anchors[:, None] + 1 + torch.arange(ahead)]
+        requested = lesson.everywhere()[:, anchors[:, None] + 1 + torch.arange(ahead)]
         for position in range(ahead):
-            yield Guess(out[:, :, position], wanted[:, :, position])
+            yield Guess(out[:, :, position], requested[:, :, position])
 
 
 @drafters.register("lookahead")
@@ -77,10 +76,10 @@ class Lookahead(BlockDrafter):
             raise ConfigError("method 'lookahead' learns through its whole target and cannot adapt: remove 'adapt'")
         super().__init__(config, context)
 
-    def ready(self, sequence: Sequence) -> bool:
+    def ready(self, sequence: RequestState) -> bool:
         return sequence.cached == len(sequence.tokens) - 1
 
-    def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
+    def guess(self, sequences: Sequence[RequestState]) -> torch.Tensor:
         assert isinstance(self.head, LookaheadHead)
         ahead = self.config.num_speculative_tokens - 1
         attention = self.context.attention()

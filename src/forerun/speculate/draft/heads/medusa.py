@@ -6,15 +6,14 @@ output layer is the target's own, or some of its rows, so a head costs one squar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
 from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
@@ -32,17 +31,17 @@ class ResidualHead(Head):
 
     def guesses(self, lesson: Lesson) -> Iterator[Guess]:
         hidden = lesson.hidden[self.sizes.num_layers]
-        room = self.sizes.depth + self.ahead - (lesson.segments is None)  # packed rows end inside a text
-        length = hidden.shape[1] - room
+        margin = self.sizes.depth + self.ahead - (lesson.segments is None)  # packed rows end inside a text
+        length = hidden.shape[1] - margin
         at = torch.arange(length, device=hidden.device)
-        places = lesson.places(at, self.ahead + 1, self.sizes.depth)
+        indices = lesson.places(at, self.ahead + 1, self.sizes.depth)
         known = hidden[:, :length]
-        flat = known.flatten(0, 1) if places is None else known[places]
+        flat = known.flatten(0, 1) if indices is None else known[indices]
         guessed = self.transform(flat)
-        if places is None:
+        if indices is None:
             guessed = guessed.unflatten(0, known.shape[:2])
         for depth in range(self.sizes.depth):
-            yield self.guess(guessed[..., depth, :], lesson, lesson.wanted(at + depth + self.ahead, places))
+            yield self.guess(guessed[..., depth, :], lesson, lesson.wanted(at + depth + self.ahead, indices))
 
 
 class MedusaHead(ResidualHead):
@@ -69,10 +68,10 @@ class ResidualDrafter(BlockDrafter):
         super().__init__(config, context)
         self.latest: dict[int, torch.Tensor] = {}
 
-    def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
+    def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
         self.latest[sequence.id] = rows[-1].clone()
 
-    def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
+    def guess(self, sequences: Sequence[RequestState]) -> torch.Tensor:
         assert isinstance(self.head, ResidualHead)
         states = self.head.transform(torch.stack([self.latest[sequence.id] for sequence in sequences]))
         states = states[:, : self.config.num_speculative_tokens]

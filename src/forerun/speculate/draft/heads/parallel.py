@@ -8,8 +8,7 @@ context. Row i guesses the token i + 1 places behind the last committed one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.core.inference import inference
-from forerun.core.sequence import Sequence
+from forerun.core.request import RequestState
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
 from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
@@ -99,7 +98,7 @@ class ParallelHead(Head):
         step = 4
         first = 1 + int(torch.randint(step, (1,)))
         anchors = torch.arange(first, max(first, length - depth), step, device=features.device)
-        places = lesson.places(anchors, 1, depth)
+        indices = lesson.places(anchors, 1, depth)
         x = self.rows(
             lesson.embedding[lesson.tokens[:, anchors]].flatten(0, 1).to(features.dtype),
             features[:, anchors - 1].flatten(0, 1),
@@ -113,9 +112,9 @@ class ParallelHead(Head):
         for block in self.each_block():
             x = x + self._attend(block, x, features, where, mask)
             x = x + block.mlp(block.norm_mlp(x))
-        said = self.norm(x) if places is None else self.norm(x)[places]
+        said = self.norm(x) if indices is None else self.norm(x)[indices]
         for position in range(depth):
-            yield self.guess(said[..., position, :], lesson, lesson.wanted(anchors + position, places))
+            yield self.guess(said[..., position, :], lesson, lesson.wanted(anchors + position, indices))
 
     def _attend(
         self, block: _Block, x: torch.Tensor, features: torch.Tensor, where: torch.Tensor, mask: torch.Tensor
@@ -144,16 +143,16 @@ class _Memory:
 
     def __init__(self, blocks: int, window: int, depth: int, like: torch.Tensor) -> None:
         kv_heads, width = like.shape[1:]
-        self.window, self.room = window, 2 * window
-        shape = (blocks, kv_heads, self.room + depth, width)
+        self.window, self.capacity = window, 2 * window
+        shape = (blocks, kv_heads, self.capacity + depth, width)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
         self.end = 0
         self.newest = like
 
-    def add(self, pairs: Seq[tuple[torch.Tensor, torch.Tensor]], newest: torch.Tensor) -> None:
+    def add(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], newest: torch.Tensor) -> None:
         """Append keys and values [n, kv heads, width] per block."""
         count = min(pairs[0][0].shape[0], self.window)
-        if self.end + count > self.room:
+        if self.end + count > self.capacity:
             kept = self.window - count
             for side in (self.keys, self.values):
                 side[:, :, :kept] = side[:, :, self.end - kept : self.end].clone()
@@ -185,7 +184,7 @@ class Parallel(BlockDrafter):
         self.memory: dict[int, _Memory] = {}
 
     @inference
-    def keep(self, sequence: Sequence, rows: torch.Tensor) -> None:
+    def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
         head = self.head
         assert isinstance(head, ParallelHead)
         window = head.options["window"]
@@ -196,7 +195,7 @@ class Parallel(BlockDrafter):
             self.memory[sequence.id] = _Memory(len(pairs), window, head.sizes.depth, pairs[0][0])
         self.memory[sequence.id].add(pairs, features[-1].clone())
 
-    def guess(self, sequences: Seq[Sequence]) -> torch.Tensor:
+    def guess(self, sequences: Sequence[RequestState]) -> torch.Tensor:
         """Always of a whole block, as in training: its rows see each other."""
         head = self.head
         assert isinstance(head, ParallelHead)

@@ -1,5 +1,5 @@
-"""The law of answers under the adaptive length policy, with every rule that compares p with q: lengths that follow
-measured prices and earlier acceptance must not follow the tokens that are being drawn."""
+"""The distribution of answers under the adaptive length policy, with every rule that compares p with q: lengths that
+follow measured prices and earlier acceptance must not follow the tokens that are being drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 from matrix import Case
 from scipy import stats
-from test_answers_keep_the_law import PARAMS, PROMPT, law
+from test_answers_keep_the_distribution import PARAMS, PROMPT, distribution
 
 from forerun import SamplingParams
 from forerun.engine.engine import Engine
@@ -22,7 +22,7 @@ REQUESTS = 2000
 SEEDS = range(100_000, 100_000 + REQUESTS)
 CHEAP, PHASE = 60, 80
 """So many of so many rounds drafting is cheap, then dear."""
-__all__ = ["law"]
+__all__ = ["distribution"]
 
 
 class Clock:
@@ -53,15 +53,15 @@ def counted(engine: Engine) -> tuple[Counter[tuple[int, ...]], Clock]:
     return Counter(tuple(job.output_ids) for job in jobs), clock
 
 
-def pvalue(found: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+def pvalue(result: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
     """Chi-square of whole answers; those expected fewer than five times count as one."""
-    assert set(found) <= set(law)
-    common = [answer for answer, share in law.items() if REQUESTS * share >= 5]
-    observed, wanted = [found[answer] for answer in common], [REQUESTS * law[answer] for answer in common]
-    rest = REQUESTS - sum(wanted)
+    assert set(result) <= set(distribution)
+    common = [answer for answer, fraction in distribution.items() if REQUESTS * fraction >= 5]
+    observed, expected = [result[answer] for answer in common], [REQUESTS * distribution[answer] for answer in common]
+    rest = REQUESTS - sum(expected)
     if rest > 1e-6 * REQUESTS:
-        observed, wanted = [*observed, REQUESTS - sum(observed)], [*wanted, rest]
-    return float(stats.chisquare(observed, [w * sum(observed) / sum(wanted) for w in wanted]).pvalue)
+        observed, expected = [*observed, REQUESTS - sum(observed)], [*expected, rest]
+    return float(stats.chisquare(observed, [w * sum(observed) / sum(expected) for w in expected]).pvalue)
 
 
 @pytest.fixture
@@ -80,13 +80,13 @@ def speculating(engine, keys):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_answers_keep_the_targets_law(speculating, law, rule):
-    found, clock = counted(speculating(rule))
+def test_the_answers_keep_the_targets_distribution(speculating, distribution, rule):
+    result, clock = counted(speculating(rule))
     assert all(clock.lengths[length] > 30 for length in (0, 1, 2)), clock.lengths
-    assert pvalue(found, law) > 1e-4
+    assert pvalue(result, distribution) > 1e-4
 
 
-def test_a_q_that_nothing_was_drawn_from_would_be_noticed(speculating, law):
+def test_a_q_that_nothing_was_drawn_from_would_be_noticed(speculating, distribution):
     engine = speculating("token", "fixed")  # it drafts in every round, whatever the machine does beside
     (drafter,) = engine.router.drafters.values()
     propose = drafter.propose
@@ -99,4 +99,4 @@ def test_a_q_that_nothing_was_drawn_from_would_be_noticed(speculating, law):
         return drafts
 
     drafter.propose = shrunk
-    assert pvalue(counted(engine)[0], law) < 1e-9
+    assert pvalue(counted(engine)[0], distribution) < 1e-9

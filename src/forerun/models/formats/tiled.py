@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Rows, pieces
-from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, shelf, take_rows, wide_bias
+from forerun.models.formats.compiled import Compiled, address, arena, check_weight, kernel, take_rows, wide_bias
 from forerun.models.formats.kept import kept
 
 TILE, GROUP_BYTES = 32, 4
@@ -28,7 +28,7 @@ def tiles_for(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
     together = GROUP_BYTES // dtype.itemsize
     inner = (2, together, TILE // 2) if dtype is torch.float16 else (TILE, together)
     shape = torch.Size((-(-outputs // TILE), -(-inputs // together), *inner))
-    return shelf.room(shape.numel() * dtype.itemsize).view(dtype).view(shape)
+    return arena.allocate(shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
 
 def fill(tiles: torch.Tensor, first: int, rows: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ def to_tiles(weight: Rows) -> torch.Tensor:
     return tiles
 
 
-class Streamed(Compiled):
+class TiledLinear(Compiled):
     """Weights and rows in one dtype, sums in float32."""
 
     __slots__ = ("bias", "call", "pointers", "tiles")
@@ -90,11 +90,11 @@ class Streamed(Compiled):
 
 
 @cache
-def can_stream(dtype: torch.dtype) -> bool:
+def can_tile(dtype: torch.dtype) -> bool:
     """Whether the kernels for ``dtype`` are here and give right numbers."""
     if dtype not in DTYPES or kernels.library() is None:
         return False
-    return works(lambda weight: (Streamed(weight.to(dtype), None), weight.to(dtype).float()), dtype)
+    return works(lambda weight: (TiledLinear(weight.to(dtype), None), weight.to(dtype).float()), dtype)
 
 
 Try = Callable[[torch.Tensor], tuple[Compiled, torch.Tensor]]
@@ -109,14 +109,14 @@ def works(make: Try, dtype: torch.dtype = torch.float32) -> bool:
     before = kept.set(None)  # this is no model's
     layer, held = make(weight)
     kept.reset(before)
-    wanted = F.linear(x.float(), held)
-    return bool((layer(x).float() - wanted).norm() < 0.02 * wanted.norm())
+    requested = F.linear(x.float(), held)
+    return bool((layer(x).float() - requested).norm() < 0.02 * requested.norm())
 
 
 FORMAT = Format(
     "streamed",
-    lambda dtype, device: device.type == "cpu" and can_stream(dtype),
+    lambda dtype, device: device.type == "cpu" and can_tile(dtype),
     "a CPU on which this torch compiles kernels (AVX2 and a C++ compiler)",
-    Streamed,
+    TiledLinear,
     lambda weight: weight.shape[1] * weight.dtype.itemsize % GROUP_BYTES == 0,
 )

@@ -1,4 +1,4 @@
-"""The law of the output equals the target's, for every rule that compares p and q, by enumeration."""
+"""The distribution of the output equals the target's, for every rule that compares p and q, by enumeration."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from enumeration import (
     GREEDY,
     HOT,
     TORCH,
+    Distribution,
     Form,
-    Law,
     Program,
     Sketch,
     Tables,
     distance,
-    plain_law,
-    round_law,
-    rounds_law,
+    plain_distribution,
+    round_distribution,
+    rounds_distribution,
 )
 
 from forerun import kernels, theory
@@ -49,14 +49,14 @@ def variants(name: str) -> list[RatioRule]:
 
 
 def error(form: Form, rule: RatioRule, program: Program, target: Tables, length: int, rounds: int, params=HOT) -> float:
-    """How far ``rounds`` rounds in a row are from the law of ``length`` tokens."""
+    """How far ``rounds`` rounds in a row are from the distribution of ``length`` tokens."""
     prefix = (0,)
-    step = functools.cache(lambda before: round_law(form, rule, program, target, before, params))
+    step = functools.cache(lambda before: round_distribution(form, rule, program, target, before, params))
     aim = target
     if params.greedy:
         aim = Tables(0, target.vocab)
         aim.__class__ = type("Greedy", (Tables,), {"__call__": lambda self, before: one_hot(target(before))})
-    return distance(rounds_law(step, aim, prefix, length, rounds), plain_law(aim, prefix, length))
+    return distance(rounds_distribution(step, aim, prefix, length, rounds), plain_distribution(aim, prefix, length))
 
 
 def one_hot(row: numpy.ndarray) -> numpy.ndarray:
@@ -114,8 +114,8 @@ def test_several_rounds(form: Form, name: str) -> None:
 def test_no_draft_is_plain_decoding(form: Form, name: str) -> None:
     target = Tables(1, 3)
     for rule in variants(name):
-        law = round_law(form, rule, programs.nothing, target, (0,))
-        assert distance(law, plain_law(target, (0,), 1)) < form.exact
+        distribution = round_distribution(form, rule, programs.nothing, target, (0,))
+        assert distance(distribution, plain_distribution(target, (0,), 1)) < form.exact
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
@@ -175,7 +175,9 @@ def test_draws_beside_point_masses(form: Form, name: str) -> None:
 
 def accepted(form: Form, rule: RatioRule, program: Program, target: Tables) -> float:
     """Mean drafted tokens that one round keeps."""
-    return sum(mass * (len(tokens) - 1) for tokens, mass in round_law(form, rule, program, target, (0,)).items())
+    return sum(
+        mass * (len(tokens) - 1) for tokens, mass in round_distribution(form, rule, program, target, (0,)).items()
+    )
 
 
 def test_published_orderings(form: Form) -> None:
@@ -187,11 +189,17 @@ def test_published_orderings(form: Form) -> None:
         assert accepted(form, block, line, target) >= accepted(form, token, line, target) - form.exact
         for one, other in zip(variants("traversal"), variants("recursive")):
             assert (
-                distance(round_law(form, one, line, target, (0,)), round_law(form, block, line, target, (0,)))
+                distance(
+                    round_distribution(form, one, line, target, (0,)),
+                    round_distribution(form, block, line, target, (0,)),
+                )
                 < form.exact
             )
             assert (
-                distance(round_law(form, other, line, target, (0,)), round_law(form, token, line, target, (0,)))
+                distance(
+                    round_distribution(form, other, line, target, (0,)),
+                    round_distribution(form, token, line, target, (0,)),
+                )
                 < form.exact
             )
             if seed < 3:
@@ -226,7 +234,7 @@ def test_without_replacement_keeps_more(form: Form) -> None:
 
 
 def test_merged_trials_would_be_noticed(form: Form) -> None:
-    """The check can fail: repeated draws that collapse into one trial bias the law of recursive rejection."""
+    """The check can fail: repeated draws that collapse into one trial bias the distribution of recursive rejection."""
 
     def merged(sketch: Sketch) -> None:
         programs.tree(draft, (2,), replacement=True)(sketch)
@@ -254,16 +262,16 @@ def test_dropping_tokens_by_value_would_be_noticed(form: Form) -> None:
 
 
 @pytest.mark.parametrize("lenience", [0.1, 0.5, 0.8, 1.0])
-def test_lenient_law(form: Form, lenience: float) -> None:
+def test_lenient_distribution(form: Form, lenience: float) -> None:
     """One step is A.5's law; the bound p / l holds for every token."""
     rule = Lenient(LenientConfig(lenience))
     for seed in range(6):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
         p, q = torch.tensor(target((0,))), torch.tensor(draft((0,), 1))
         emitted = torch.zeros(3, dtype=torch.float64)
-        for tokens, mass in round_law(form, rule, programs.chain(draft, 1), target, (0,)).items():
+        for tokens, mass in round_distribution(form, rule, programs.chain(draft, 1), target, (0,)).items():
             emitted[tokens[0]] += mass
-        assert torch.allclose(emitted, theory.lenient_token_law(p, q, lenience), rtol=0.0, atol=form.exact)
+        assert torch.allclose(emitted, theory.lenient_token_distribution(p, q, lenience), rtol=0.0, atol=form.exact)
         assert (emitted <= p / lenience + form.exact).all()
 
 
@@ -272,17 +280,17 @@ def test_lenient_chain_stays_within_its_bound(form: Form) -> None:
     rule = Lenient(LenientConfig(lenience))
     for seed in range(4):
         target, program = Tables(seed, 2), programs.chain(Tables(seed + 100, 2), 2)
-        step = functools.partial(round_law, form, rule, program, target)
-        plain = plain_law(target, (0,), 3)
-        for tokens, mass in rounds_law(step, target, (0,), 3, 2).items():
+        step = functools.partial(round_distribution, form, rule, program, target)
+        plain = plain_distribution(target, (0,), 3)
+        for tokens, mass in rounds_distribution(step, target, (0,), 3, 2).items():
             assert mass <= plain[tokens] / lenience**3 + form.exact
 
 
 def test_strict_lenience_is_the_token_rule(form: Form) -> None:
     target, draft = Tables(5, 3), Tables(105, 3)
     line = programs.chain(draft, 3)
-    strict = round_law(form, Lenient(LenientConfig(1.0)), line, target, (0,))
-    assert distance(strict, round_law(form, rules["token"](), line, target, (0,))) < form.exact
+    strict = round_distribution(form, Lenient(LenientConfig(1.0)), line, target, (0,))
+    assert distance(strict, round_distribution(form, rules["token"](), line, target, (0,))) < form.exact
 
 
 @pytest.mark.parametrize("lenience", [0.2, 0.5, 1.0])
@@ -292,11 +300,13 @@ def test_lenient_at_temperature_zero(form: Form, lenience: float) -> None:
     for seed in range(8):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
         drafted = int(draft((0,), 1).argmax())
-        law: Law = round_law(form, rule, programs.point_chain(draft, 1), target, (0,), GREEDY)
+        distribution: Distribution = round_distribution(
+            form, rule, programs.point_chain(draft, 1), target, (0,), GREEDY
+        )
         p = target((0,))
         mask = theory.lenient_argmax_mask(torch.tensor(p), lenience)
         expected = (drafted, int(target((0, drafted)).argmax())) if mask[drafted] else (int(p.argmax()),)
-        assert law == {expected: 1.0}
+        assert distribution == {expected: 1.0}
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "much", True])

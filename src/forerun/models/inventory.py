@@ -14,7 +14,7 @@ import gguf
 from forerun.core.errors import ForerunError, ModelError
 from forerun.models import checkpoint, hub
 from forerun.models.fetch import held_parts
-from forerun.models.formats.gguf_types import told
+from forerun.models.formats.gguf_types import described
 from forerun.models.formats.kept import forget
 from forerun.models.gguf_model import is_gguf, open_gguf
 from forerun.models.gguf_split import parts_of
@@ -103,10 +103,10 @@ def _named(model: str) -> str | None:
 def here(name: str) -> Path:
     """A model's file or folder without any download. Raises ModelError."""
     if name.startswith(hub.PREFIX):
-        found = hub.held(hub.parse(name))
-        if found is None:
+        result = hub.held(hub.parse(name))
+        if result is None:
             raise ModelError(f"{name} is not in the hub's cache: run `forerun fetch {name}`, and see `forerun ls`")
-        return found
+        return result
     path = Path(name).expanduser()
     if name not in KNOWN and not name.startswith("forerun:") and not path.exists():
         raise ModelError(f"no model is called {name!r}: `forerun ls` lists those on this machine")
@@ -123,7 +123,7 @@ def describe(name: str) -> dict[str, Any]:
         counts = [math.prod(tensor.shape) for tensor in file.tensors.values()]
         size = sum(part.stat().st_size for part in parts_of(path))
         kind = f"GGUF {_file_type(file.metadata.get('general.file_type'))}"
-        held = told(file.types())
+        held = described(file.types())
     else:
         tensors = checkpoint.read_headers(checkpoint.weight_files(path), packed=True).values()
         counts = [tensor.numel for tensor in tensors]
@@ -154,12 +154,12 @@ def _file_type(value: Any) -> str:
 
 def _drafts(name: str, path: Path, size: int) -> list[dict[str, Any]]:
     """Known drafts, here or not, then smaller models here that have the same vocabulary."""
-    found = [{"name": each, "here": place(each).is_file()} for each in drafts_of(path if name not in KNOWN else name)]
+    result = [{"name": each, "here": place(each).is_file()} for each in drafts_of(path if name not in KNOWN else name)]
     smaller = [each for each in on_disk() if each.whole and each.size < size and each.name not in drafts_of(name)]
     if smaller:
         words = read_vocabulary(path)
-        found += [{"name": each.name, "here": True} for each in smaller if _vocabulary(each) == words]
-    return found
+        result += [{"name": each.name, "here": True} for each in smaller if _vocabulary(each) == words]
+    return result
 
 
 def _vocabulary(kept: Kept) -> dict[str, int] | None:

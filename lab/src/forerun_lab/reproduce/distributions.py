@@ -37,21 +37,21 @@ class Sums:
 
     def add(self, p: Tensor, q: Tensor) -> None:
         best = q.argmax(-1, keepdim=True)
-        share = p.gather(-1, best)[:, 0] / p.max(-1).values
-        found = [
+        fraction = p.gather(-1, best)[:, 0] / p.max(-1).values
+        result = [
             (best[:, 0] == p.argmax(-1)).double(),
             torch.minimum(p, q).sum(-1),
             torch.where(p > 0, q / p, torch.inf).min(-1).values.clamp(max=1.0),
             *(torch.minimum(p / keep, q).sum(-1) for keep in LENIENCE),
-            *((share >= keep).double() for keep in LENIENCE),
+            *((fraction >= keep).double() for keep in LENIENCE),
         ]
-        self.totals += torch.stack([row.sum() for row in found])
+        self.totals += torch.stack([row.sum() for row in result])
         self.rows += len(p)
 
     def means(self) -> Rates:
-        found = (self.totals / self.rows).tolist()
+        result = (self.totals / self.rows).tolist()
         count = len(LENIENCE)
-        return Rates(found[0], found[1], found[2], tuple(found[3 : 3 + count]), tuple(found[3 + count :]))
+        return Rates(result[0], result[1], result[2], tuple(result[3 : 3 + count]), tuple(result[3 + count :]))
 
 
 class Counts:

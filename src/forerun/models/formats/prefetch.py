@@ -5,8 +5,7 @@ fast that multiplies and how fast its memory is. No bits depend on it."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise, product
 from statistics import median
@@ -44,7 +43,7 @@ def settle(layers: Iterable[Linear], dtype: torch.dtype) -> None:
         if held >= ENOUGH:
             size = min(held, READ).bit_length()
             what = f"how {structs.KINDS[kind]} of 2^{size} bytes is asked for by rows in {dtype}, {kernels.sources()}"
-            ask(kind, tiles.remembered(what, partial(_measure, kind, parts, dtype), partial(_good, kind)))
+            set_prefetch(kind, tiles.remembered(what, partial(_measure, kind, parts, dtype), partial(_good, kind)))
 
 
 def ways(kind: int) -> tuple[int, ...]:
@@ -54,13 +53,13 @@ def ways(kind: int) -> tuple[int, ...]:
     return (NOTHING, NEAR, FAR, TILED) if tiled else (NOTHING, NEAR, FAR)
 
 
-def ask(kind: int, ways: Seq[int]) -> None:
+def set_prefetch(kind: int, ways: Sequence[int]) -> None:
     """Of a kind, a way for each of ``COUNTS``."""
     library = kernels.library()
     assert library is not None
     for (first, end), way in zip(pairwise((*COUNTS, MOST + 1)), ways, strict=True):
         for rows in range(first, end):
-            library.ask(kind, rows, way)
+            library.set_prefetch(kind, rows, way)
 
 
 def _good(kind: int, value: object) -> list[int] | None:
@@ -78,7 +77,7 @@ def _compiled(layers: Iterable[Linear]) -> Iterator[Compiled]:
 
 
 @torch.inference_mode()
-def _measure(kind: int, parts: Seq[Compiled], dtype: torch.dtype) -> list[int]:
+def _measure(kind: int, parts: Sequence[Compiled], dtype: torch.dtype) -> list[int]:
     some, read = [], 0
     for part in parts:
         if read < READ:
@@ -86,31 +85,31 @@ def _measure(kind: int, parts: Seq[Compiled], dtype: torch.dtype) -> list[int]:
             read += part.nbytes
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(COUNTS[-1] * max(part.inputs for part in some), generator=generator).to(dtype)
-    room = torch.empty(COUNTS[-1] * max(part.outputs for part in some), dtype=dtype)
+    workspace = torch.empty(COUNTS[-1] * max(part.outputs for part in some), dtype=dtype)
     library = kernels.library()
     assert library is not None
 
     def run(part: Compiled, count: int) -> torch.Tensor:
         rows = numbers[: count * part.inputs].view(count, part.inputs)
-        part.run(rows, room.data_ptr(), None, count, part.outputs)
-        return room[: count * part.outputs]
+        part.run(rows, workspace.data_ptr(), None, count, part.outputs)
+        return workspace[: count * part.outputs]
 
     def bits(way: int) -> torch.Tensor:
-        ask(kind, [way] * len(COUNTS))
+        set_prefetch(kind, [way] * len(COUNTS))
         return torch.cat([run(some[0], count) for count in COUNTS])
 
     serve = ways(kind)
     if TILED in serve and not torch.equal(bits(NEAR), bits(TILED)):
         log.warning("the matrix unit of this processor gives other sums of whole numbers, so it is not used for them")
         serve = tuple(way for way in serve if way != TILED)
-    found: dict[int, dict[int, list[float]]] = {count: {way: [] for way in serve} for count in COUNTS}
+    result: dict[int, dict[int, list[float]]] = {count: {way: [] for way in serve} for count in COUNTS}
     turns, start = 0, perf_counter()
     while turns < TURNS or perf_counter() - start < SECONDS:
         turns += 1
         for count, way in product(COUNTS, serve):
-            library.ask(kind, count, way)
+            library.set_prefetch(kind, count, way)
             began = perf_counter()
             for part in some:
                 run(part, count)
-            found[count][way].append(perf_counter() - began)
-    return [min(times, key=lambda way: median(times[way])) for times in found.values()]
+            result[count][way].append(perf_counter() - began)
+    return [min(times, key=lambda way: median(times[way])) for times in result.values()]

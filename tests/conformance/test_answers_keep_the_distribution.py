@@ -1,5 +1,5 @@
-"""Under a rule that compares p with q, every drafter's answers keep the target's law: so its q is the one that its
-tokens were drawn from."""
+"""Under a rule that compares p with q, every drafter's answers keep the target's distribution: so its q is the one that
+its tokens were drawn from."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DRAFTERS = [case for case in CHAINS if case.method in list(drafters) and not dra
 
 
 @pytest.fixture(scope="module")
-def law(tiny_target, engine):
-    """The exact law of an answer, enumerated with transformers' logits."""
+def distribution(tiny_target, engine):
+    """The exact distribution of an answer, enumerated with transformers' logits."""
     model = LlamaForCausalLM.from_pretrained(tiny_target).eval()
     prompt = engine().tokenizer.encode(PROMPT)
     answers = {(): 1.0}
@@ -36,14 +36,14 @@ def law(tiny_target, engine):
                 logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].double()
             logits[list(BIAS)] += torch.tensor(list(BIAS.values())).double()
             values, ids = (logits / PARAMS["temperature"]).topk(PARAMS["top_k"])
-            for token, share in zip(ids.tolist(), values.softmax(0).tolist()):
-                longer[*tokens, token] = mass * share
+            for token, fraction in zip(ids.tolist(), values.softmax(0).tolist()):
+                longer[*tokens, token] = mass * fraction
         answers = longer
     return answers
 
 
 @pytest.mark.parametrize("case", DRAFTERS, ids=str)
-def test_the_answers_keep_the_targets_law(engine, keys, law, case: Case):
+def test_the_answers_keep_the_targets_distribution(engine, keys, distribution, case: Case):
     """Chi-square of whole answers; 400 requests with seeds of their own, 64 at a time."""
     rule = "recursive" if case.method == "merged" else "token"
     speculating = engine(keys(case, accept=rule, num_speculative_tokens=2), max_num_seqs=64)
@@ -53,11 +53,11 @@ def test_the_answers_keep_the_targets_law(engine, keys, law, case: Case):
         speculating.step()
     assert not any(job.metrics.draft_error for job in jobs)
     assert sum(job.metrics.num_draft_tokens for job in jobs) > 0
-    places = {answer: place for place, answer in enumerate(law)}
-    counts = numpy.zeros(len(law))
+    places = {answer: index for index, answer in enumerate(distribution)}
+    counts = numpy.zeros(len(distribution))
     for job in jobs:
         counts[places[tuple(job.output_ids)]] += 1
-    expected = REQUESTS * numpy.array(list(law.values()))
+    expected = REQUESTS * numpy.array(list(distribution.values()))
     rare = expected < 5
-    observed, wanted = ([*side[~rare], *([side[rare].sum()] if rare.any() else [])] for side in (counts, expected))
-    assert stats.chisquare(observed, numpy.array(wanted) * sum(observed) / sum(wanted)).pvalue > 1e-4
+    observed, requested = ([*side[~rare], *([side[rare].sum()] if rare.any() else [])] for side in (counts, expected))
+    assert stats.chisquare(observed, numpy.array(requested) * sum(observed) / sum(requested)).pvalue > 1e-4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 class Constraint(Protocol):
     """A grammar's view of one sequence. It looks at the sequence's committed tokens by itself."""
 
-    def allowed(self, sequence: Sequence, path: Seq[int]) -> torch.Tensor | None:
+    def allowed(self, sequence: RequestState, path: Sequence[int]) -> torch.Tensor | None:
         """Bits [ceil(vocabulary / 32)] int32, the lowest bit being the lowest id, of the tokens that may follow the
         drafted ``path``. None: the path is not permitted, so that nothing follows it."""
 
-    def fault(self, sequence: Sequence, path: Seq[int]) -> str | None:
+    def fault(self, sequence: RequestState, path: Sequence[int]) -> str | None:
         """What breaks the grammar behind ``path``, so that no token is permitted there; None: nothing does."""
 
-    def forced(self, sequence: Sequence, count: int) -> list[int]:
+    def forced(self, sequence: RequestState, count: int) -> list[int]:
         """Up to ``count`` tokens about which the grammar leaves no choice."""
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class RequestState:
     """A growing list of committed tokens and what this round does with it.
 
     ``tokens`` holds the prompt and every token emitted so far. The last one is sampled but not yet fed to the
@@ -54,7 +54,7 @@ class Sequence:
     """How many of its last tokens a drafter that has not seen it yet reads before it drafts (None: all of them)."""
     tentative: int = 0
     """How many of the last tokens may still be taken back: inside a staged draft, a draft model's own output."""
-    room: int | None = None
+    draft_budget: int | None = None
     """Most nodes that this round has rows and pages for in its draft (None: not bounded)."""
     priority: int = 0
     """Lower values are served first."""
@@ -88,7 +88,7 @@ class Sequence:
         return self.max_tokens - len(self.tokens)
 
     @property
-    def parts(self) -> list[Sequence]:
+    def parts(self) -> list[RequestState]:
         """What decodes for it: itself, or its beams once there are any."""
         return [self] if self.group is None else self.group.members or [self]
 

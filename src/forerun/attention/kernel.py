@@ -45,7 +45,7 @@ class Plan(Metadata):
     """Of attention to the sequences' sources, if they have any."""
 
 
-class StreamedAttention(Backend[Plan]):
+class KernelAttention(Backend[Plan]):
     """The protocol of ``attention/base.py`` on the kernel."""
 
     def __init__(self, pool: Pool) -> None:
@@ -162,13 +162,13 @@ def _check(span: Span) -> None:
 
 
 def _check_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, rows: int) -> None:
-    wanted = keys.shape[1], keys.shape[3]
+    requested = keys.shape[1], keys.shape[3]
     if any(side.dtype is not keys.dtype or not side.is_cpu or side.shape[0] < rows for side in (q, k, v)):
         said = ", ".join(f"{side.dtype} {[*side.shape]} on {side.device}" for side in (q, k, v))
         raise ValueError(f"attention over {keys.dtype} on cpu needs {rows} rows, not {said}")
-    if k.shape[1:] != wanted or v.shape[1:] != wanted or q.shape[2] != wanted[1]:
+    if k.shape[1:] != requested or v.shape[1:] != requested or q.shape[2] != requested[1]:
         said = ", ".join(f"{[*side.shape]}" for side in (q, k, v))
-        raise ValueError(f"entries have {wanted[0]} heads of {wanted[1]} numbers, not {said}")
+        raise ValueError(f"entries have {requested[0]} heads of {requested[1]} numbers, not {said}")
 
 
 def _by_row(side: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 
@@ -74,7 +74,9 @@ class Mixture:
 
     __slots__ = ("address", "call", "dtype", "fields", "inputs", "kept")
 
-    def __init__(self, sizes: structs.Experts, router: Compiled, layers: Seq[Compiled], dtype: torch.dtype) -> None:
+    def __init__(
+        self, sizes: structs.Experts, router: Compiled, layers: Sequence[Compiled], dtype: torch.dtype
+    ) -> None:
         """``layers``: gate_up and down of each expert; rows are in ``dtype``. Raises ValueError for layers of rows in
         another one."""
         if any(layer.dtype not in (None, dtype) for layer in (router, *layers)):

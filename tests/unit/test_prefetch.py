@@ -8,7 +8,7 @@ import torch
 from forerun import kernels
 from forerun.core import tiles
 from forerun.kernels import structs
-from forerun.models.formats import FLOATS, ON_CPU, asking
+from forerun.models.formats import FLOATS, ON_CPU, prefetch
 from forerun.models.formats.compiled import Compiled, Joined
 from forerun.models.load import load_model
 from here import where
@@ -26,7 +26,7 @@ def own_cache(tmp_path, monkeypatch):
 def as_before():
     yield
     for kind in range(len(structs.KINDS) if kernels.library() is not None else 0):
-        asking.ask(kind, [asking.FAR if rows > 5 else asking.NEAR for rows in asking.COUNTS])
+        prefetch.set_prefetch(kind, [prefetch.FAR if rows > 5 else prefetch.NEAR for rows in prefetch.COUNTS])
 
 
 def layer(form: str, outputs: int = 96, inputs: int = 512) -> Compiled:
@@ -43,12 +43,12 @@ def kind_of(made: Compiled) -> int:
 @pytest.mark.parametrize("form", COMPILED)
 def test_no_bits_depend_on_it(form):
     made, x = layer(form), torch.randn(ROWS[-1], 512).bfloat16()
-    found = []
-    for way in asking.ways(kind_of(made)):
-        asking.ask(kind_of(made), [way] * len(asking.COUNTS))
-        found.append([made(x[:count]) for count in ROWS])
-    for others in found[1:]:
-        assert all(map(torch.equal, others, found[0]))
+    result = []
+    for way in prefetch.ways(kind_of(made)):
+        prefetch.set_prefetch(kind_of(made), [way] * len(prefetch.COUNTS))
+        result.append([made(x[:count]) for count in ROWS])
+    for others in result[1:]:
+        assert all(map(torch.equal, others, result[0]))
 
 
 @pytest.mark.parametrize("form", COMPILED[:1])
@@ -60,7 +60,7 @@ def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
         tiles = False
 
         @staticmethod
-        def ask(kind, rows, way):
+        def set_prefetch(kind, rows, way):
             assert kind == kind_of(made)
             asked[rows] = way
 
@@ -70,9 +70,9 @@ def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
 
     monkeypatch.setattr(kernels, "library", Library)
     monkeypatch.setattr(type(made), "run", run)
-    monkeypatch.setattr(asking, "perf_counter", lambda: now[0])
-    assert asking._measure(kind_of(made), [made], torch.bfloat16) == [rows % 3 for rows in asking.COUNTS]
-    asking.ask(kind_of(made), range(len(asking.COUNTS)))
+    monkeypatch.setattr(prefetch, "perf_counter", lambda: now[0])
+    assert prefetch._measure(kind_of(made), [made], torch.bfloat16) == [rows % 3 for rows in prefetch.COUNTS]
+    prefetch.set_prefetch(kind_of(made), range(len(prefetch.COUNTS)))
     assert sorted(asked) == list(range(1, 33))
     assert [asked[rows] for rows in (1, 8, 9, 11, 12, 15, 16, 31, 32)] == [0, 7, 7, 7, 8, 8, 9, 9, 10]
 
@@ -80,49 +80,49 @@ def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
 @pytest.mark.parametrize("form", COMPILED[:2])
 def test_it_is_measured_once_for_each_kind(form, monkeypatch):
     made, asked = layer(form), []
-    monkeypatch.setattr(asking, "ENOUGH", made.nbytes)
-    monkeypatch.setattr(asking, "COUNTS", (2, 3))
-    measure = asking._measure
+    monkeypatch.setattr(prefetch, "ENOUGH", made.nbytes)
+    monkeypatch.setattr(prefetch, "COUNTS", (2, 3))
+    measure = prefetch._measure
 
     def counted(kind, parts, dtype):
         asked.append((kind, len(parts)))
         return measure(kind, parts, dtype)
 
-    monkeypatch.setattr(asking, "_measure", counted)
+    monkeypatch.setattr(prefetch, "_measure", counted)
     both = Joined([made, layer(form, 64)])
     for _ in range(2):
-        asking.settle([both, made], torch.bfloat16)
+        prefetch.settle([both, made], torch.bfloat16)
     assert asked == [(kind_of(made), 3)]
     if made.dtype is None:
-        asking.settle([made], torch.float32)
+        prefetch.settle([made], torch.float32)
         assert len(asked) == 2
 
 
 @pytest.mark.parametrize("dtype", where(kernels.library() is not None, ["bfloat16", "float32"]))
 def test_a_model_asks_as_was_found(dtype, monkeypatch):
-    found, told = [rows % 3 for rows in asking.COUNTS], []
-    monkeypatch.setattr(asking, "_measure", lambda *_: found)
-    monkeypatch.setattr(asking, "ask", lambda kind, ways: told.append((structs.KINDS[kind], ways)))
+    result, told = [rows % 3 for rows in prefetch.COUNTS], []
+    monkeypatch.setattr(prefetch, "_measure", lambda *_: result)
+    monkeypatch.setattr(prefetch, "set_prefetch", lambda kind, ways: told.append((structs.KINDS[kind], ways)))
     for _ in range(2):  # measured, remembered
         load_model("forerun:target", dtype=dtype)
-    assert told == [("own", found)] * 2
+    assert told == [("own", result)] * 2
 
 
 @pytest.mark.parametrize("form", COMPILED[:1])
 def test_what_may_stay_in_a_cache_is_left_alone(form, monkeypatch):
     monkeypatch.setattr(tiles, "remembered", lambda *_: pytest.fail("measured"))
-    asking.settle([layer(form)], torch.bfloat16)
+    prefetch.settle([layer(form)], torch.bfloat16)
 
 
 @pytest.mark.parametrize("text", ["", "[[1]]", "5", "[1]", "[1, true]", "[1, 3]", "[1, -1]", "[1, 2.0]", '"12"'])
 @pytest.mark.parametrize("form", COMPILED[:1])
 def test_a_damaged_memory_is_made_anew(form, text, monkeypatch, tmp_path):
     made = layer(form)
-    monkeypatch.setattr(asking, "ENOUGH", 1)
-    monkeypatch.setattr(asking, "COUNTS", (1, 4))
-    monkeypatch.setattr(asking, "_measure", lambda *_: [2, 1])
-    asking.settle([made], torch.bfloat16)
+    monkeypatch.setattr(prefetch, "ENOUGH", 1)
+    monkeypatch.setattr(prefetch, "COUNTS", (1, 4))
+    monkeypatch.setattr(prefetch, "_measure", lambda *_: [2, 1])
+    prefetch.settle([made], torch.bfloat16)
     (path,) = (tmp_path / "tiles").iterdir()
     path.write_text(text)
-    asking.settle([made], torch.bfloat16)
+    prefetch.settle([made], torch.bfloat16)
     assert path.read_text() == "[2, 1]"

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from forerun.engine.scheduler import Pace
+from forerun.engine.scheduler import PrefillBudget
 
 
 class Clock:
@@ -21,24 +21,24 @@ class Clock:
 
 @pytest.mark.parametrize("machine", [Clock(2.0, 0.3, 0.15), Clock(4.0, 0.01, 0.005), Clock(0.5, 0.5, 0.5)])
 def test_pace_at_most_doubles_a_round(machine: Clock) -> None:
-    pace = Pace()
+    prefill_budget = PrefillBudget()
     for _ in range(20):
-        pace.observe(7, 0, machine.seconds(7, 0))
+        prefill_budget.observe(7, 0, machine.seconds(7, 0))
     for _ in range(40):
-        tokens = pace.allowance(7)
-        pace.observe(7, tokens, machine.seconds(7, tokens))
-    ratio = machine.seconds(7, pace.allowance(7)) / machine.seconds(7, 0)
-    assert ratio <= 2.0 or pace.allowance(7) == 16
+        tokens = prefill_budget.allowance(7)
+        prefill_budget.observe(7, tokens, machine.seconds(7, tokens))
+    ratio = machine.seconds(7, prefill_budget.allowance(7)) / machine.seconds(7, 0)
+    assert ratio <= 2.0 or prefill_budget.allowance(7) == 16
     assert ratio >= 1.5, "prompts are read no slower than the bound asks for"
 
 
-def read_prompt(pace: Pace, plain: float, base: float, slope: float) -> list[tuple[int, float]]:
+def read_prompt(prefill_budget: PrefillBudget, plain: float, base: float, slope: float) -> list[tuple[int, float]]:
     """Chunks of a prompt of 1,500 tokens, each with its round's time over a plain one."""
     depth, chunks = 0, []
     while depth < 1500:
-        tokens = min(1500 - depth, pace.allowance(7, depth, least=4))
+        tokens = min(1500 - depth, prefill_budget.allowance(7, depth, least=4))
         seconds = plain + sum(base + slope * (depth + i) for i in range(tokens))
-        pace.observe(7, tokens, seconds, depth + tokens / 2)
+        prefill_budget.observe(7, tokens, seconds, depth + tokens / 2)
         if tokens:
             chunks.append((tokens, seconds / plain))
         depth += tokens
@@ -48,10 +48,10 @@ def read_prompt(pace: Pace, plain: float, base: float, slope: float) -> list[tup
 @pytest.mark.parametrize("slope", [0.0, 0.0002, 0.0005])
 def test_pace_knows_what_depth_costs(slope: float) -> None:
     """The first prompt begins with the smallest chunk, the second with what the first one taught of its beginning."""
-    pace, plain = Pace(), 4.0
+    prefill_budget, plain = PrefillBudget(), 4.0
     for _ in range(20):
-        pace.observe(7, 0, plain)
-    first, second = (read_prompt(pace, plain, 0.05, slope) for _ in range(2))
+        prefill_budget.observe(7, 0, plain)
+    first, second = (read_prompt(prefill_budget, plain, 0.05, slope) for _ in range(2))
     assert first[0][0] == 4
     for chunks in (first, second):
         assert max(ratio for _, ratio in chunks) <= 2.0
@@ -63,16 +63,16 @@ def test_pace_knows_what_depth_costs(slope: float) -> None:
 def test_rounds_are_measured_by_those_before_the_prompt(growth: float) -> None:
     """Contexts grow while a prompt is read, so that rounds would become dearer without it: it gets what is left of
     twice the time that they took before."""
-    pace, plain, depth, ratios, chunks = Pace(), 4.0, 0, [], []
+    prefill_budget, plain, depth, ratios, chunks = PrefillBudget(), 4.0, 0, [], []
     for _ in range(2):  # the first one teaches prices
         for _ in range(40):
-            pace.observe(7, 0, plain)
+            prefill_budget.observe(7, 0, plain)
         depth, ratios, chunks = 0, [], []
         while depth < 1500:
-            tokens = min(1500 - depth, pace.allowance(7, depth, least=4))
+            tokens = min(1500 - depth, prefill_budget.allowance(7, depth, least=4))
             grown = plain * (1 + growth * len(ratios))
             seconds = grown + sum(0.05 + 0.00005 * (depth + i) for i in range(tokens))
-            pace.observe(7, tokens, seconds, depth + tokens / 2)
+            prefill_budget.observe(7, tokens, seconds, depth + tokens / 2)
             ratios.append(seconds / plain)
             chunks.append(tokens)
             depth += tokens
@@ -83,13 +83,13 @@ def test_rounds_are_measured_by_those_before_the_prompt(growth: float) -> None:
 
 def test_rounds_that_stay_dear_become_the_measure() -> None:
     """Contexts are longer for good and prompts never cease: they are not kept at the smallest chunk for ever."""
-    pace = Pace()
+    prefill_budget = PrefillBudget()
     for _ in range(20):
-        pace.observe(7, 0, 4.0)
+        prefill_budget.observe(7, 0, 4.0)
     given = []
-    for _ in range(10 * Pace.STALE):
-        tokens = pace.allowance(7, least=4)
-        pace.observe(7, tokens, 10.0 + 0.1 * tokens)
+    for _ in range(10 * PrefillBudget.STALE):
+        tokens = prefill_budget.allowance(7, least=4)
+        prefill_budget.observe(7, tokens, 10.0 + 0.1 * tokens)
         given.append(tokens)
     assert given[200] == 4
     assert given[-1] >= 40
@@ -97,11 +97,11 @@ def test_rounds_that_stay_dear_become_the_measure() -> None:
 
 def test_pace_under_a_stream_of_prompts() -> None:
     """Prompt tokens in every round from the first on: decoding alone is still measured now and then, and no more."""
-    pace, machine = Pace(), Clock(2.0, 0.3, 0.15)
+    prefill_budget, machine = PrefillBudget(), Clock(2.0, 0.3, 0.15)
     given = []
     for decoding in [1, 2, 3, 4, 5, 6, 7, *[7] * 1100]:
-        tokens = pace.allowance(decoding)
-        pace.observe(decoding, tokens, machine.seconds(decoding, tokens))
+        tokens = prefill_budget.allowance(decoding)
+        prefill_budget.observe(decoding, tokens, machine.seconds(decoding, tokens))
         given.append(tokens)
     assert given[0] == 0
     assert given[-1000:].count(0) in (3, 4)
@@ -110,10 +110,10 @@ def test_pace_under_a_stream_of_prompts() -> None:
 
 
 def test_one_slow_round_does_not_open_the_gate() -> None:
-    pace, machine = Pace(), Clock(2.0, 0.3, 0.15)
+    prefill_budget, machine = PrefillBudget(), Clock(2.0, 0.3, 0.15)
     for _ in range(20):
-        pace.observe(7, 0, machine.seconds(7, 0))
-        pace.observe(7, 16, machine.seconds(7, 16))
-    before = max(pace.allowance(7) for _ in range(3))  # a chunk is at most twice the last one
-    pace.observe(7, 0, 100.0)
-    assert pace.allowance(7) <= 1.5 * before
+        prefill_budget.observe(7, 0, machine.seconds(7, 0))
+        prefill_budget.observe(7, 16, machine.seconds(7, 16))
+    before = max(prefill_budget.allowance(7) for _ in range(3))  # a chunk is at most twice the last one
+    prefill_budget.observe(7, 0, 100.0)
+    assert prefill_budget.allowance(7) <= 1.5 * before

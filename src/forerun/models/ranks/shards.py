@@ -31,8 +31,8 @@ class Gathered:
         self.kind, self.nbytes, self.exact = linear.kind, linear.nbytes, linear.exact
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        found = self.team.join(self.linear(x))[:, : self.outputs]
-        return found if add is None else found + add
+        result = self.team.join(self.linear(x))[:, : self.outputs]
+        return result if add is None else result + add
 
 
 class SplitWords:
@@ -47,8 +47,8 @@ class SplitWords:
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         each, flat = self.words.count, ids.flatten()
         mine = self.words((flat - self.team.rank * each).clamp_(0, each - 1))
-        found = torch.stack(self.team.parts(mine))[flat // each, torch.arange(len(flat), device=flat.device)]
-        return found.view(*ids.shape, self.width)
+        result = torch.stack(self.team.shards(mine))[flat // each, torch.arange(len(flat), device=flat.device)]
+        return result.view(*ids.shape, self.width)
 
     def one(self, token: int) -> torch.Tensor:
         return self(torch.tensor([token], device=self.device))
