@@ -77,7 +77,10 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         raise ModelError(f"{file.path} holds a model of architecture {shown(architecture)}; only {', '.join(READ)} "
                          "are read from GGUF")  # fmt: skip
     keys = Keys(file)
-    layers = keys.whole("block_count")
+    predicting = keys.get("nextn_predict_layers") or 0
+    layers = keys.whole("block_count") - predicting
+    if not layers > 0:
+        raise ModelError(f"{file.path} has {layers} layers before {predicting} for multi-token prediction")
     if layers > len(file.tensors):
         raise ModelError(f"{file.path} has {layers} layers in {len(file.tensors)} tensors")
     vocabulary, (hidden, heads, width) = _vocabulary(file), _widths(file, keys)
@@ -96,6 +99,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
     }
+    config |= {"num_nextn_predict_layers": predicting} if predicting else {}
     config |= {name: f"blk.0.{part}.bias" in file.tensors for name, part in BIASES.items()}
     config["rope_parameters"] = _rope(file, keys, width)
     config |= _further(file, keys, config)

@@ -118,9 +118,11 @@ class GGUFWeights:
         self.read = Read()
         self.tensors: dict[str, Held] = {}
         requested = shapes(config)
+        first, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+        predicting = tuple(f"{architecture.layers.gguf}.{index}." for index in range(first, first + more))
         for name, tensor in file.tensors.items():
-            if name == FREQUENCIES:
-                continue  # the config has what they say
+            if name == FREQUENCIES or name.startswith(predicting):
+                continue  # the config has what they say; the drafter mtp reads the others
             to = architecture.checkpoint_name(name)
             if to is None:
                 raise ModelError(f"{file.path} has a tensor {name}, which {architecture.causal} does not have")

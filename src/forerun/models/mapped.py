@@ -71,7 +71,7 @@ class CheckpointWeights:
         views = unstacked(views, bind(config))
         self.found: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
         self.nbytes = sum(part.nbytes for part in self.found.values())
-        _check(folder, self.found, shapes(config))
+        _check(folder, self.found, shapes(config), config)
 
     def __contains__(self, name: str) -> bool:
         return name in self.found
@@ -98,7 +98,7 @@ def _full(name: str) -> str:
     return name if name.startswith((BASE, "lm_head.")) else f"{BASE}{name}"
 
 
-def _check(folder: Path, result: Mapping[str, Rows], requested: Mapping[str, Shape]) -> None:
+def _check(folder: Path, result: Mapping[str, Rows], requested: Mapping[str, Shape], config: Any) -> None:
     for name in sorted(requested.keys() & result.keys()):
         if tuple(result[name].shape) != requested[name]:
             shapes = [*result[name].shape], [*requested[name]]
@@ -108,6 +108,6 @@ def _check(folder: Path, result: Mapping[str, Rows], requested: Mapping[str, Sha
     missing = sorted(requested.keys() - result.keys())
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")
-    extra = sanity.misplaced(result.keys() - requested.keys(), requested)
+    extra = sanity.misplaced(result.keys() - requested.keys(), requested, config)
     if extra:
         raise ModelError(f"{folder} has {len(extra)} weights that its config leaves out, {extra[0]} among them")

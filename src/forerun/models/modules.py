@@ -66,7 +66,7 @@ def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention:
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")
-    extra = sanity.misplaced(info["unexpected_keys"], (name for name, _ in module.named_parameters()))
+    extra = sanity.misplaced(info["unexpected_keys"], (name for name, _ in module.named_parameters()), config)
     if extra:
         raise ModelError(f"{folder} has {len(extra)} weights that its config leaves out, {extra[0]} among them")
     return module

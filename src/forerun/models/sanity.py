@@ -233,11 +233,19 @@ def check_fit(config: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
             )
 
 
-def misplaced(unexpected: Iterable[str], parameters: Iterable[str]) -> list[str]:
+def misplaced(unexpected: Iterable[str], parameters: Iterable[str], config: Any) -> list[str]:
     """Of a checkpoint's tensors that the model has no use for, those that belong to parts which it has, in that or
-    in another layer: the config leaves out some of what the weights were trained with."""
+    in another layer: the config leaves out some of what the weights were trained with. Layers for multi-token
+    prediction, behind the model's own, are the drafter ``mtp``'s."""
     parts = {_anywhere(name).rpartition(".")[0] for name in parameters}
-    return sorted(name for name in unexpected if _anywhere(name).rpartition(".")[0] in parts)
+    text = config.get_text_config()
+    first, more = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
+    known = {f"layers.{index}." for index in range(first, first + more)}
+    return sorted(
+        name
+        for name in unexpected
+        if _anywhere(name).rpartition(".")[0] in parts and not any(f".{layer}" in f".{name}" for layer in known)
+    )
 
 
 def _anywhere(name: str) -> str:

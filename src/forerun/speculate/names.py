@@ -29,6 +29,7 @@ KEYS = {
     "lookahead": "model adapt tree_nodes quantization",
     "medusa": "model adapt tree_nodes quantization",
     "merged": "drafters",
+    "mtp": "prefill_chunk model adapt tree_nodes confidence_threshold quantization draft_vocab_size",
     "ngram": "max_order max_history counts_as_q",
     "parallel": "model adapt tree_nodes quantization",
     "pattern": "",

@@ -1,5 +1,5 @@
 """Drafters that are trained on a target's hidden states."""
 
-from forerun.speculate.draft.heads import blockwise, eagle, lookahead, medusa, parallel
+from forerun.speculate.draft.heads import blockwise, eagle, lookahead, medusa, mtp, parallel
 
-__all__ = ["blockwise", "eagle", "lookahead", "medusa", "parallel"]
+__all__ = ["blockwise", "eagle", "lookahead", "medusa", "mtp", "parallel"]

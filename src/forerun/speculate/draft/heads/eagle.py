@@ -7,11 +7,11 @@ with true features. The vocabulary may be reduced: row i of its output layer the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -106,6 +106,16 @@ class EagleHead(Head):
         """The layer's output, which is also the next step's feature."""
         x = feature + self.o_proj(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def step(
+        self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
+        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """One pass over tokens ``embedded`` and features [n, hidden size]: what the next step feeds on and what the
+        output layer reads, [len(rows), hidden size] each."""
+        stream = self.enter(embedded, feature)
+        states = self.finish(stream, attend(*self.qkv(embedded, stream, positions)))[rows]
+        return states, self.norm(states)
 
     def guesses(self, lesson: Lesson) -> Iterator[Guess]:
         """Training-time test: ``sizes.depth`` unrolled steps. At step j a position attends to the first step's keys
@@ -232,13 +242,12 @@ class EagleConfig(StepsConfig, HeadConfig, CatchUpConfig):
 class Eagle(HeadDrafter[EagleConfig]):
     name = "eagle"
     config_class = EagleConfig
-    head_class = EagleHead
+    head_class: ClassVar[type[Head]] = EagleHead
 
     def __init__(self, config: EagleConfig, context: DraftContext) -> None:
         super().__init__(config, context)
-        head, info = self.head, context.target.info
-        assert isinstance(head, EagleHead)
-        self.eagle = head
+        head: Any = self.head
+        self.eagle, info = head, context.target.info
         shape = KVShape(head.kv_heads, head.width, head.width)
         longest = context.max_model_len + config.rows_by_depth()[-1]
         page_size = (context.options or {}).get("page_size") or longest
@@ -318,13 +327,15 @@ class Eagle(HeadDrafter[EagleConfig]):
             out = self.fused(batch, self.attention, feature)
             return out.hidden[RAW], self.widen(out.logits)
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
-        stream = self.eagle.enter(embedded, feature)
-        q, k, v = self.eagle.qkv(embedded, stream, batch.positions)
-        metadata = self.attention.begin(batch)
-        attended = self.attention.run(Query(0, q, k, v, self.eagle.width**-0.5), metadata)
-        self.attention.finish(metadata)
-        states = self.eagle.finish(stream, attended)[batch.logit_rows]
-        return states, self.predict(self.eagle.norm(states))
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            metadata = self.attention.begin(batch)
+            attended = self.attention.run(Query(0, q, k, v, self.eagle.width**-0.5), metadata)
+            self.attention.finish(metadata)
+            return attended
+
+        states, read = self.eagle.step(embedded, feature, batch.positions, batch.logit_rows, attend)
+        return states, self.predict(read)
 
     def _lacking(
         self, sequences: Sequence[RequestState], able: Sequence[int]

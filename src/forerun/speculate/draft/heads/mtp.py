@@ -1,0 +1,352 @@
+"""``mtp``: the layer for multi-token prediction that a checkpoint brings along (DeepSeek-V3, arXiv 2412.19437,
+section 2.2).
+
+Entry t of its own cache pairs the target's last hidden state of token t with the embedding of token t + 1 and predicts
+token t + 2: [norm(embedding), norm(hidden)] go through one matrix, a decoder layer and a norm into the target's output
+layer. Deeper drafts feed on the layer's own normed output, as vLLM and transformers do. Where a checkpoint has several
+such layers, the first one drafts.
+
+Read are Qwen 3.5's and Qwen3-Next's ``mtp.*``, DeepSeek's and GLM's ``model.layers.N.{enorm,hnorm,eh_proj,...}``,
+MiMo's ``model.mtp_layers.0.*`` and GGUF's ``blk.N.nextn.*``, out of the target's own files or a file beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forerun.core.errors import ConfigError, ModelError
+from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.base import Model
+from forerun.models.checkpoint import CONFIG, read_headers, read_object, weight_files
+from forerun.models.gguf_model import is_gguf, open_gguf, rows_as_halves
+from forerun.models.load import read_config, resolve
+from forerun.models.mapped import Files
+from forerun.speculate.draft.base import drafters
+from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
+from forerun.speculate.draft.heads.head import FORMAT, Guess, Head, Lesson, Sizes
+from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
+
+DEFAULTS = {
+    "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "theta": 10000.0, "eps": 1e-6, "turned": None,
+    "gated": False, "norms": True, "biases": (), "experts": None,
+}  # fmt: skip
+LARGE_VOCABULARY, CUT = 65536, 32768
+"""A vocabulary of more tokens than the first is cut to the second unless told otherwise: the output layer is most of a
+step (FastMTP, arXiv 2509.18362)."""
+DEEPEST = 16
+RENAMED = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm", "shared_head.norm": "norm",
+    "shared_head_norm": "norm", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm", "attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj",
+    "attn_output": "o_proj", "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+PLACES = (
+    r"(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.0\.)?(.*)", r"(?:model\.)?mtp_layers\.0\.(.*)",
+    r"(?:model\.)?(?:language_model\.)?layers\.{n}\.(.*)", r"blk\.{n}\.(?:nextn\.)?(.*)",
+)  # fmt: skip
+"""Where the layer's tensors lie; ``{n}`` is the number of the target's own layers."""
+IGNORED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head_head.weight", "rotary_emb.inv_freq")
+"""The target's embedding and output layer again."""
+LATER = re.compile(r"layers\.\d+\.")
+"""Further layers."""
+LATENT = ("kv_a_proj_with_mqa", "attn_kv_a_mqa")
+
+
+class Mixture(nn.Module):
+    """Experts: down(silu(gate x) * up x) of those with the highest scores, weighted; and shared ones."""
+
+    def __init__(self, size: int, experts: Mapping[str, Any]) -> None:
+        super().__init__()
+        count, inner = experts["count"], experts["inner_size"]
+        self.chosen, self.sigmoid = experts["chosen"], bool(experts.get("sigmoid"))
+        self.normalised, self.factor = bool(experts.get("normalised")), experts.get("factor", 1.0)
+        self.gate = nn.Linear(size, count, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(count, 2 * inner, size) * size**-0.5)
+        self.down = nn.Parameter(torch.zeros(count, size, inner))
+        self.correction: torch.Tensor
+        if self.sigmoid:
+            self.register_buffer("correction", torch.zeros(count))
+        shared = experts.get("shared_size")
+        self.shared = FeedForward(size, shared) if shared else None
+        self.shared_gate = nn.Linear(size, 1, bias=False) if experts.get("shared_gate") else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x).float()
+        weights = torch.sigmoid(scores) if self.sigmoid else torch.softmax(scores, dim=-1)
+        ranked = weights + self.correction if self.sigmoid else weights
+        chosen = ranked.topk(self.chosen, dim=-1).indices
+        shares = weights.gather(1, chosen)
+        if self.normalised:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+        shares = (shares * self.factor).to(x.dtype)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            row, rank = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(x[row], self.gate_up[expert]).chunk(2, dim=-1)
+            out.index_add_(0, row, F.linear(F.silu(gate) * up, self.down[expert]) * shares[row, rank, None])
+        if self.shared is not None:
+            more = self.shared(x)
+            out = out + (more if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * more)
+        return out
+
+
+class MtpHead(Head):
+    """Options: sizes, ``turned`` (numbers of a head that rotary turns; None: all), ``gated`` (queries carry a gate of
+    the attention's output), ``norms`` (of queries and keys), ``biases`` and ``experts``."""
+
+    method = "mtp"
+    quantizes = True
+    options_known = frozenset(DEFAULTS) | {"draft_vocab_size"}
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.options = o = {**DEFAULTS, **sizes.options}
+        size = sizes.hidden_size
+        self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
+        self.fc = nn.Identity()
+        self.enorm, self.hnorm, self.norm = (Norm(size, o["eps"]) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.input_layernorm, self.post_attention_layernorm = Norm(size, o["eps"]), Norm(size, o["eps"])
+
+        def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=name in o["biases"])
+
+        self.q_proj = linear("q_proj", size, self.heads * self.width * (2 if o["gated"] else 1))
+        self.k_proj = linear("k_proj", size, self.kv_heads * self.width)
+        self.v_proj = linear("v_proj", size, self.kv_heads * self.width)
+        self.o_proj = linear("o_proj", self.heads * self.width, size)
+        self.q_norm = Norm(self.width, o["eps"]) if o["norms"] else None
+        self.k_norm = Norm(self.width, o["eps"]) if o["norms"] else None
+        self.mlp = FeedForward(size, o["inner_size"]) if o["experts"] is None else Mixture(size, o["experts"])
+        self.make_output()
+
+    def step(
+        self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
+        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """What the next step feeds on and what the output layer reads, [len(rows), hidden size] each, which are the
+        same here."""
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(feature)], dim=-1))
+        normed = self.input_layernorm(x)
+        q = self.q_proj(normed).unflatten(-1, (self.heads, -1))
+        k, v = (p(normed).unflatten(-1, (self.kv_heads, self.width)) for p in (self.k_proj, self.v_proj))
+        gate = None
+        if self.options["gated"]:
+            q, gate = q.chunk(2, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attend(self._turn(q, positions), self._turn(k, positions), v.contiguous())[rows]
+        if gate is not None:
+            out = out * torch.sigmoid(gate[rows].flatten(1))
+        x = x[rows] + self.o_proj(out)
+        x = self.norm(x + self.mlp(self.post_attention_layernorm(x)))
+        return x, x
+
+    def _turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        turned = self.options["turned"]
+        if turned is None:
+            return rotate(x, positions, self.options["theta"])
+        return torch.cat([rotate(x[..., :turned], positions, self.options["theta"]), x[..., turned:]], dim=-1)
+
+    def fuse(self, target: Model) -> None:
+        """There is no kernel for all of it."""
+
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+        raise ConfigError("layers for multi-token prediction come with their checkpoint and are not trained here")
+
+    @classmethod
+    def read(cls, path: Path, config: Any) -> Head:
+        """The layer that ``path`` has for a target of ``config``, or one that we have saved. Raises ModelError."""
+        about = path / CONFIG
+        if not is_gguf(path) and about.is_file() and FORMAT in read_object(about):
+            return cls.load(path)
+        weights = read_layer(path, config.num_hidden_layers, config)
+        options = _options(path, config, weights)
+        sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, DEEPEST, options)
+        return cls.of(sizes, weights, path)
+
+
+class Tensors:
+    """The tensors of a checkpoint's folder or of a GGUF file by name, read one by one."""
+
+    def __init__(self, path: Path) -> None:
+        self.gguf = open_gguf(path) if is_gguf(path) else None
+        self.headers = {} if self.gguf is not None else read_headers(weight_files(path))
+        self.names = list(self.headers) if self.gguf is None else list(self.gguf.tensors)
+        self._files = Files()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self.gguf is not None:
+            return self.gguf.values(name).float()
+        return self._files.tensor(self.headers[name]).float()
+
+
+def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tensor]:
+    """The layer's weights by the head's names. Raises ModelError where ``path`` has none, or one that is not served."""
+    tensors = Tensors(path)
+    patterns = [re.compile(place.replace("{n}", str(num_layers))) for place in PLACES]
+    weights: dict[str, torch.Tensor] = {}
+    for name in tensors.names:
+        place = next((match for pattern in patterns if (match := pattern.fullmatch(name))), None)
+        if place is None or place[1].endswith(IGNORED) or LATER.match(place[1]):
+            continue
+        stem, _, kind = place[1].removeprefix("mtp_block.").removeprefix("self_attn.").rpartition(".")
+        if any(part in stem for part in LATENT):
+            raise ModelError(
+                f"{path}: its layer for multi-token prediction has latent attention, which mtp does not run"
+            )
+        weights[f"{RENAMED.get(stem, stem)}.{kind}" if stem else kind] = tensors[name]
+    if "eh_proj.weight" not in weights:
+        raise ModelError(
+            f"{path} has no layer for multi-token prediction (mtp.*, model.layers.{num_layers}.eh_proj, "
+            f"model.mtp_layers.0.* or blk.{num_layers}.nextn.*): name a file that has one as 'model'"
+        )
+    if any("mtp_layers" in name for name in tensors.names):  # MiMo puts the hidden state first
+        weights["eh_proj.weight"] = torch.cat(weights["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
+    if tensors.gguf is None and str(config.model_type).startswith(("qwen3_5", "qwen3_next")):
+        weights = {name: w + 1 if "norm" in name else w for name, w in weights.items()}
+    described = ARCHITECTURES.get(config.model_type)
+    if tensors.gguf is not None and described is not None and described.interleaved:
+        for name, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            weights[f"{name}.weight"] = rows_as_halves(weights[f"{name}.weight"], heads)
+    return _gathered(path, weights)
+
+
+def _gathered(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights with the experts of a mixture in stacks. Raises ModelError for what is left over."""
+    names = {
+        "gate.weight": "gate.weight", "gate.e_score_correction_bias": "correction", "experts.down_proj": "down",
+        "experts.gate_up_proj": "gate_up", "shared_expert_gate.weight": "shared_gate.weight",
+    }  # fmt: skip
+    made: dict[str, torch.Tensor] = {}
+    single: dict[tuple[int, str], torch.Tensor] = {}
+    for name, weight in weights.items():
+        part = name.removeprefix("mlp.")
+        expert = re.fullmatch(r"experts\.(\d+)\.(gate|up|down)_proj\.weight", part)
+        if expert is not None:
+            single[int(expert[1]), expert[2]] = weight
+        elif name.startswith("mlp.") and part in names:
+            made[f"mlp.{names[part]}"] = weight
+        elif shared := re.fullmatch(r"shared_experts?\.(.*)", part):
+            made[f"mlp.shared.{shared[1]}"] = weight
+        else:
+            made[name] = weight
+    if single:
+        count = 1 + max(expert for expert, _ in single)
+        if len(single) != 3 * count:
+            raise ModelError(f"{path}: some of the {count} experts of its layer for multi-token prediction are missing")
+        both = [torch.cat([single[e, "gate"], single[e, "up"]]) for e in range(count)]
+        made["mlp.gate_up"], made["mlp.down"] = (
+            torch.stack(both),
+            torch.stack([single[e, "down"] for e in range(count)]),
+        )
+    return made
+
+
+def _options(path: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The head's options, from the target's config and the shapes of the weights."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") != "default" or any(isinstance(value, dict) for value in rope.values()):
+        raise ModelError(f"{path}: mtp turns queries and keys in the default way alone, not by {rope}")
+    partial = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    lacking = [name for name in ("q_proj", "k_proj", "v_proj", "o_proj") if f"{name}.weight" not in weights]
+    if lacking:
+        raise ModelError(f"{path}: its layer for multi-token prediction lacks {', '.join(lacking)}")
+    down = weights.get("mlp.down_proj.weight")
+    options: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": weights["k_proj.weight"].shape[0] // width,
+        "width": width,
+        "inner_size": config.intermediate_size if down is None else down.shape[1],
+        "theta": float(rope.get("rope_theta") or 10000.0),
+        "eps": config.rms_norm_eps,
+        "turned": None if partial == 1.0 else int(width * partial),
+        "gated": weights["q_proj.weight"].shape[0] == 2 * heads * width,
+        "norms": "q_norm.weight" in weights,
+        "biases": tuple(name for name in ("q_proj", "k_proj", "v_proj", "o_proj") if f"{name}.bias" in weights),
+    }
+    if "mlp.gate.weight" in weights:
+        options["experts"] = _experts(path, config, weights)
+    return options
+
+
+def _experts(path: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    if (getattr(config, "n_group", None) or 1) > 1:
+        raise ModelError(f"{path}: mtp chooses among all experts, not within n_group {config.n_group} groups")
+    sigmoid, shared = "mlp.correction" in weights, weights.get("mlp.shared.down_proj.weight")
+    return {
+        "count": weights["mlp.gate.weight"].shape[0],
+        "inner_size": weights["mlp.down"].shape[2],
+        "chosen": config.num_experts_per_tok,
+        "sigmoid": sigmoid,
+        "normalised": getattr(config, "norm_topk_prob", True),
+        "factor": getattr(config, "routed_scaling_factor", 1.0) if sigmoid else 1.0,
+        "shared_size": 0 if shared is None else shared.shape[1],
+        "shared_gate": "mlp.shared_gate.weight" in weights,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MtpConfig(EagleConfig):
+    """As eagle's; ``model`` is a file with the layer where it is not in the target's."""
+
+    draft_vocab_size: int | None = None
+    """How many tokens its output layer predicts, as a draft model's. None: 32,768 of a vocabulary of more than 65,536,
+    else all of them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ConfigError(f"draft_vocab_size must be an integer of at least 1, not {self.draft_vocab_size!r}")
+        if self.adapt is not None:
+            raise ConfigError("method 'mtp' does not learn: remove adapt")
+
+
+@drafters.register("mtp")
+class Mtp(Eagle):
+    name = "mtp"
+    config_class = MtpConfig
+    head_class = MtpHead
+
+    def _load(self, config: Any, target: Model) -> Head:
+        info = target.info
+        own = resolve(info.name)
+        head = MtpHead.read(own if config.model is None else resolve(config.model), read_config(own).get_text_config())
+        size = config.draft_vocab_size or (CUT if info.vocab_size > LARGE_VOCABULARY else None)
+        if size is not None and head.lm_head is None:
+            if size > info.vocab_size:
+                raise ConfigError(f"draft_vocab_size is {size}, and {info.name} has {info.vocab_size} tokens")
+            ids = self._commonest(size)
+            head.narrow(ids, output_rows(own, ids))
+        return head
+
+    def _commonest(self, size: int) -> torch.Tensor:
+        """The special tokens and the first ones of the vocabulary, int64 [size], ascending."""
+        count, tokenizer = self.context.target.info.vocab_size, self.context.tokenizer
+        special = {*self.context.target.info.eos_ids, *(tokenizer.added_tokens_decoder if tokenizer else ())}
+        special = {token for token in special if token < count}
+        others = (token for token in range(count) if token not in special)
+        return torch.tensor(sorted([*sorted(special)[:size], *islice(others, max(0, size - len(special)))]))
+
+
+def output_rows(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of the output layer of the checkpoint in ``path``, float32 [n, hidden size]."""
+    tensors = Tensors(path)
+    for end in ("lm_head.weight", "output.weight", "embed_tokens.weight", "token_embd.weight"):
+        for name in tensors.names:
+            if name.endswith(end) and "mtp" not in name and not re.search(r"\.\d+\.", name):
+                return tensors[name][ids]
+    raise ModelError(f"{path} has no output layer")

@@ -1,0 +1,240 @@
+"""Layers for multi-token prediction: what they draft is what transformers' own layer says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_layers import MtpLayer
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+
+from forerun import LLM, ForerunError, SamplingParams
+from gguf_files import VOCABULARY
+from tiny import save_tokenizer
+
+LAYERS = 2
+PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SIZES: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.3,
+    "num_nextn_predict_layers": 1, "attn_implementation": "eager", "eos_token_id": 0, "pad_token_id": None,
+    "bos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    for name, part in module.named_parameters():
+        nn.init.normal_(part, mean=1.0 if "norm" in name else 0.0, std=0.3)
+    for _, part in module.named_buffers():
+        part.normal_()
+    return module.eval()
+
+
+@torch.no_grad()
+def qwen(folder: Path) -> tuple[nn.Module, MtpLayer]:
+    torch.manual_seed(1)
+    config = Qwen3Config(**SIZES)
+    model = Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return model, randomised(MtpLayer(config, Qwen3DecoderLayer, Qwen3RMSNorm, 0))
+
+
+@torch.no_grad()
+def glm(folder: Path) -> tuple[nn.Module, MtpLayer]:
+    """Half of a head is turned, and the layer is a mixture with a shared expert."""
+    torch.manual_seed(1)
+    config = Glm4MoeConfig(
+        **SIZES, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1,
+        n_group=1, topk_group=1, partial_rotary_factor=0.5, use_qk_norm=True, routed_scaling_factor=1.5,
+    )  # fmt: skip
+    model = Glm4MoeForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return model, randomised(MtpLayer(config, Glm4MoeDecoderLayer, Glm4MoeRMSNorm, 1))
+
+
+def deepseek_names(name: str) -> str:
+    return f"model.layers.{LAYERS}.{name.replace('post_norm', 'shared_head.norm').removeprefix('mtp_block.')}"
+
+
+def qwen_names(name: str) -> str:
+    short = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+    stem, _, kind = name.rpartition(".")
+    return f"mtp.{short[stem]}.{kind}" if stem in short else f"mtp.{name.replace('mtp_block', 'layers.0')}"
+
+
+def mimo_names(name: str) -> str:
+    short = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
+             "post_norm": "final_layernorm"}  # fmt: skip
+    stem, _, kind = name.rpartition(".")
+    return f"model.mtp_layers.0.{short.get(stem, stem).removeprefix('mtp_block.')}.{kind}"
+
+
+def add(folder: Path, layer: MtpLayer, names: Callable[[str], str]) -> None:
+    """The layer's weights beside the target's."""
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in layer.state_dict().items():
+        if name == "eh_proj.weight" and names is mimo_names:
+            tensor = torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
+        weights[names(name)] = tensor.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def expected(
+    model: nn.Module, layer: MtpLayer, committed: list[int], count: int, ids: torch.Tensor | None
+) -> list[int]:
+    """The whole text at once, with the layer's own outputs behind the target's hidden states."""
+    hidden = model(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states[-1]
+    tokens = list(committed)
+    drafted = []
+    for _ in range(count):
+        embedded = model.get_input_embeddings()(torch.tensor([tokens[1:]]))
+        rows = embedded.shape[1]
+        positions = torch.arange(rows)[None]
+        mask = torch.full((1, 1, rows, rows), -torch.inf).triu(1)
+        angles = model.model.rotary_emb(embedded, positions)
+        out = layer(embedded, hidden, angles, mask, positions, None)
+        logits = model.lm_head(out[0, -1])
+        best = int(logits.argmax()) if ids is None else int(ids[logits[ids].argmax()])
+        drafted.append(best)
+        tokens.append(best)
+        hidden = torch.cat([hidden, out[:, -1:]], dim=1)
+    return drafted
+
+
+def first_draft(target: Path, invariant: bool | None = None, **options: Any) -> tuple[list[int], list[int]]:
+    """The first draft of a greedy request, and what was committed when it was made."""
+    config = {"method": "mtp", "num_speculative_tokens": 4, **options}
+    llm = LLM(str(target), speculative_config=config, trace=True, dtype="float32", max_model_len=64,
+              invariant=invariant)  # fmt: skip
+    trace = llm.generate([PROMPT], GREEDY)[0].outputs[0].trace
+    index = next(i for i, entry in enumerate(trace) if entry.drafted)
+    committed = PROMPT + [token for entry in trace[:index] for token in entry.tokens]
+    kept = [token for token, origin in zip(trace[index].tokens, trace[index].origins) if origin == "accepted"]
+    return kept + list(trace[index].rejected), committed
+
+
+@pytest.mark.parametrize("names", [deepseek_names, qwen_names, mimo_names])
+def test_it_drafts_what_transformers_own_layer_says(tmp_path: Path, names: Callable[[str], str]) -> None:
+    model, layer = qwen(tmp_path)
+    add(tmp_path, layer, names)
+    drafted, committed = first_draft(tmp_path)
+    assert drafted == expected(model, layer, committed, 4, None)
+
+
+def test_a_mixture_with_a_shared_expert_drafts_what_transformers_says(tmp_path: Path) -> None:
+    model, layer = glm(tmp_path)
+    add(tmp_path, layer, deepseek_names)
+    drafted, committed = first_draft(tmp_path, invariant=False)
+    assert drafted == expected(model, layer, committed, 4, None)
+
+
+def test_a_cut_output_layer_drafts_the_best_of_the_commonest_tokens(tmp_path: Path) -> None:
+    model, layer = qwen(tmp_path)
+    add(tmp_path, layer, deepseek_names)
+    drafted, committed = first_draft(tmp_path, draft_vocab_size=40)
+    ids = torch.arange(40)  # the special tokens come first in this vocabulary
+    assert drafted == expected(model, layer, committed, 4, ids)
+
+
+def write_gguf(folder: Path, model: nn.Module, layer: MtpLayer) -> Path:
+    """Target and layer as one GGUF file in float32."""
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3")
+    tokens = VOCABULARY["tokenizer.ggml.tokens"]
+    more = [f"x{i}" for i in range(99 - len(tokens))]
+    kinds = [*VOCABULARY["tokenizer.ggml.token_type"], *[1] * len(more)]
+    vocabulary = {**VOCABULARY, "tokenizer.ggml.tokens": [*tokens, *more], "tokenizer.ggml.token_type": kinds}
+    sizes = {
+        "block_count": LAYERS + 1, "nextn_predict_layers": 1, "context_length": 128, "embedding_length": 32,
+        "feed_forward_length": 48, "attention.head_count": 4, "attention.head_count_kv": 2,
+        "attention.key_length": 16, "attention.value_length": 16,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        writer.add_uint32(f"qwen3.{name}", value)
+    writer.add_float32("qwen3.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_float32("qwen3.rope.freq_base", 10000.0)
+    for name, value in vocabulary.items():
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        else:
+            writer.add_string(name, value)
+    block = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+             "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+             "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
+             "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "post_norm": "nextn.shared_head_norm",
+             "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "eh_proj": "nextn.eh_proj"}  # fmt: skip
+    ends = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    tensors = dict(model.state_dict())
+    tensors |= {f"model.layers.{LAYERS}.{n.removeprefix('mtp_block.')}": t for n, t in layer.state_dict().items()}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(".weight")
+        if stem not in ends:
+            _, _, number, rest = stem.split(".", 3)
+            stem = f"blk.{number}.{block[rest]}"
+        writer.add_tensor(f"{ends.get(stem, stem)}.weight", tensor.numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_layer_in_a_gguf_file_drafts_the_same(tmp_path: Path) -> None:
+    model, layer = qwen(tmp_path)
+    path = write_gguf(tmp_path, model, layer)
+    drafted, committed = first_draft(path)
+    assert drafted == expected(model, layer, committed, 4, None)
+
+
+def test_tokens_are_plain_decodings_at_any_temperature(tmp_path: Path) -> None:
+    _, layer = qwen(tmp_path)
+    add(tmp_path, layer, deepseek_names)
+    params = [
+        SamplingParams(temperature=t, seed=s, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8) for s in range(3)
+    ]
+    prompts = [PROMPT[i:] for i in range(6)]
+    plain = LLM(str(tmp_path), speculative_config=None, dtype="float32").generate(prompts, params)
+    for options in ({}, {"tree": [3, 2, 1]}, {"quantization": "q8_0"}):
+        llm = LLM(str(tmp_path), speculative_config={"method": "mtp", **options}, dtype="float32")
+        told = llm.generate(prompts, params)
+        assert [o.outputs[0].token_ids for o in told] == [o.outputs[0].token_ids for o in plain]
+
+
+def test_files_without_a_layer_and_with_other_layers_are_refused(tmp_path: Path) -> None:
+    _, layer = qwen(tmp_path)
+    config = {"method": "mtp"}
+    with pytest.raises(ForerunError, match="has no layer for multi-token prediction"):
+        LLM(str(tmp_path), speculative_config=config)
+    weights = load_file(tmp_path / "model.safetensors")
+    at = f"model.layers.{LAYERS}."
+    full = {deepseek_names(name): tensor for name, tensor in layer.state_dict().items()}
+
+    def refused(more: dict[str, torch.Tensor], message: str) -> None:
+        save_file({**weights, **more}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ForerunError, match=message) as caught:
+            LLM(str(tmp_path), speculative_config=config)
+        assert "\n" not in str(caught.value)
+
+    refused({**full, f"{at}self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 32)}, "latent attention")
+    refused({name: t for name, t in full.items() if "v_proj" not in name}, "lacks v_proj")
+    refused({**full, f"{at}eh_proj.weight": torch.zeros(32, 32)}, "eh_proj.weight has shape")
+    refused({**full, f"{at}surprise.weight": torch.zeros(2)}, "surprise.weight has shape")
+    save_file({**weights, **full}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ForerunError, match="draft_vocab_size is 100"):
+        LLM(str(tmp_path), speculative_config={**config, "draft_vocab_size": 100})
+    assert AutoModelForCausalLM.from_pretrained(tmp_path) is not None
