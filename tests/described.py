@@ -39,7 +39,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-some": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
                                      "norm_topk_prob": False, "mlp_only_layers": [1]}),
 }  # fmt: skip
-MAIN = ("gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some")
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
+    "lfm2-wide": ("lfm2", {"layer_types": ["conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": True,
+                           "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3, "conv_L_cache": 5}),
+}  # fmt: skip
+"""Some layers keep a state."""
+CASES |= HYBRIDS
+MAIN = ("gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some", "lfm2")
 """One of each."""
 
 

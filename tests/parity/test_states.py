@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from described import HYBRIDS, save_described
 from forerun.core.batch import Batch, Span
-from forerun.core.errors import ModelError
+from forerun.core.errors import ConfigError, ModelError
 from forerun.models import sanity
 from forerun.models.base import new_attention
 from forerun.models.hf import HFModel
@@ -37,7 +38,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "jamba": ({"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1}, LINEAR, "JambaMambaMixer"),
     "kimi_linear": ({}, LINEAR, "KimiLinearDeltaAttention"),
     "lara_mini": ({}, LINEAR, "LaraMiniGatedDeltaNet"),
-    "lfm2": ({"layer_types": [CONV, FULL]}, CONV, "Lfm2ShortConv"),
     "lfm2_moe": ({"layer_types": [CONV, FULL]}, CONV, "Lfm2MoeShortConv"),
     "lfm3": ({"layer_types": [CONV, FULL]}, CONV, "Lfm3ShortConv"),
     "mamba": ({"state_size": 4}, LINEAR, "MambaMixer"),
@@ -101,7 +101,16 @@ def test_every_class_with_state_is_tried():
         if getattr(module, "_is_stateful", False)
     }  # fmt: skip
     whole = {"qwen3_5", "qwen3_5_moe", "qwen4_exp"}  # with eyes: the same text models
-    assert stateful - whole - {"deepseek_v4"} <= set(CASES)
+    assert stateful - whole - {"deepseek_v4"} <= CASES.keys() | {kind for kind, _ in HYBRIDS.values()}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_model_with_state_runs_on_the_native_path_alone(tmp_path, name):
+    save_described(name, tmp_path)
+    with pytest.raises(ConfigError, match="a model with state needs the native path: model_path is hf"):
+        load_model(tmp_path, model_path="hf")
+    with pytest.raises(ConfigError, match="leave it out for a model with state"):
+        load_model(tmp_path, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("types", [["telepathy", FULL], [FULL, "chunked_attention"], ["moe", FULL]])

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from forerun.cache.pool import Pool
+from forerun.cache.states import States
 from forerun.core.batch import Batch
 
 
@@ -45,6 +46,11 @@ class Backend(ABC, Generic[M]):
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+
+    @property
+    def states(self) -> States | None:
+        """What layers keep beside keys and values."""
+        return self.pool.states
 
     @abstractmethod
     def begin(self, batch: Batch) -> M:

@@ -18,6 +18,7 @@ from forerun.core.errors import ForerunError
 
 if TYPE_CHECKING:
     from forerun.cache.sources import Sources
+    from forerun.cache.states import States
 
 SlotMapping = tuple[torch.Tensor, torch.Tensor]
 """(page, offset) of entries, int64."""
@@ -62,6 +63,8 @@ class Pages:
         self.reclaimer: Reclaimer | None = None
         self.sources: Sources | None = None
         """What the encoder made of the sequences' sources, in an encoder-decoder."""
+        self.states: States | None = None
+        """What layers keep of the sequences beside keys and values."""
         self.held = [False] * num_pages
         self.num_idle = 0
         """Pages that the reclaimer alone holds."""
@@ -82,6 +85,8 @@ class Pages:
         return len(self.free_pages)
 
     def can_reserve(self, key: int, length: int) -> bool:
+        if self.states is not None and not self.states.has_room(key):
+            return False
         short = self._missing(key, length) - len(self.free_pages)
         return short <= self.num_idle
 
@@ -109,8 +114,10 @@ class Pages:
         if not missing and key in self.tables:
             return True
         short = missing - len(self.free_pages)
-        if short > self.num_idle:
+        if short > self.num_idle or (self.states is not None and not self.states.has_room(key)):
             return False
+        if self.states is not None and key not in self.states.slots:
+            self.states.take(key)
         if short > 0 and self.reclaimer is not None:
             self.reclaimer.reclaim(short)
         table = self.tables.setdefault(key, [])
@@ -135,8 +142,11 @@ class Pages:
 
     def truncate(self, key: int, length: int) -> None:
         """Forget entries from ``length`` on. Pages whose first position is at or past it go back to the pool; a
-        partial last page stays; a shared page only loses this sequence's reference."""
+        partial last page stays; a shared page only loses this sequence's reference. All entries go where layers' states
+        cannot go back so far."""
         table = self.tables[key]
+        if self.states is not None:
+            length = self.states.truncate(key, length)
         self.lengths[key] = min(self.lengths[key], length)
         while len(table) > self.pages_for(length):
             self._drop(table.pop())
@@ -145,6 +155,9 @@ class Pages:
     def fork(self, source: int, key: int, length: int) -> None:
         """Give ``key`` the first ``length`` entries of ``source``, sharing their pages."""
         self.adopt(key, self.tables[source][: self.pages_for(length)], length)
+        if self.states is not None:
+            self.states.fork(source, key)
+            self.truncate(key, length)
 
     def adopt(self, key: int, pages: Sequence[int], length: int) -> None:
         """Start ``key`` on existing ``pages`` (a cached prefix), sharing them."""
@@ -166,6 +179,8 @@ class Pages:
             self.reclaimer.forget(key)
         if self.sources is not None:
             self.sources.release(key)
+        if self.states is not None:
+            self.states.release(key)
 
     def replace(self, key: int, index: int, page: int) -> None:
         """Let ``key`` use ``page``, which holds the same entries, in the place of its ``index``-th page."""
@@ -221,6 +236,8 @@ class Pages:
             raise AssertionError("the free list and the reference counts disagree")
         if self.sources is not None:
             self.sources.check()
+        if self.states is not None:
+            self.states.check(list(self.tables))
         idle = sum(1 for held, refs in zip(self.held, self.refs) if held and refs == 1)
         if idle != self.num_idle:
             raise AssertionError(f"{idle} pages are held by the reclaimer alone, but {self.num_idle} were counted")
@@ -296,15 +313,18 @@ class Pool(Pages):
             tensor[pages] = 0
 
     def has_nan(self, key: int, first: int = 0) -> bool:
-        """Whether an entry of ``key`` from ``first`` on is NaN, or one behind its end on the same pages. The last layer
-        tells: what one layer stores, the later ones inherit."""
+        """Whether an entry of ``key`` from ``first`` on is NaN, or one behind its end on the same pages, or its state.
+        The last layer tells: what one layer stores, the later ones inherit."""
+        if self.states is not None and self.states.has_nan(key):
+            return True
         page, offset = divmod(first, self.page_size)
         pages = self.tables.get(key, ())[page:]
         if not pages:
             return False
+        keys = next((side for side in reversed(self.keys) if side.shape[1]), self.keys[-1])
         if len(pages) == 1:  # perhaps a whole slot
-            return bool(self.keys[-1][pages[0], :, offset : self.length(key) - page * self.page_size].isnan().any())
-        return bool(self.keys[-1][list(pages)].isnan().any())
+            return bool(keys[pages[0], :, offset : self.length(key) - page * self.page_size].isnan().any())
+        return bool(keys[list(pages)].isnan().any())
 
     @property
     def page_bytes(self) -> int:
@@ -316,9 +336,9 @@ class Pool(Pages):
             raise ValueError("a pool in use cannot be resized")
         for made in ("pairs", "keys", "values"):
             self.__dict__.pop(made, None)
-        reclaimer, sources = self.reclaimer, self.sources
+        beside = self.reclaimer, self.sources, self.states
         super().__init__(num_pages, self.page_size)
-        self.reclaimer, self.sources = reclaimer, sources
+        self.reclaimer, self.sources, self.states = beside
 
     @staticmethod
     def bytes_per_token(layers: Sequence[KVShape], dtype: torch.dtype) -> int:
@@ -382,6 +402,8 @@ class Pool(Pages):
         if moves:
             target = self.slot_mapping(key, [start + i for i, _ in moves])
             self._move(source, target)
+            if self.states is not None:
+                self.states.move(key, [start + offset for _, offset in moves], [start + i for i, _ in moves])
             self.lengths[key] = start + len(offsets)
         self.truncate(key, start + len(offsets))
         return len(offsets)

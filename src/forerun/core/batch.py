@@ -28,6 +28,9 @@ class Span:
     logits: list[int] = field(default_factory=list)
     source: tuple[int, ...] | None = None
     """What the encoder reads for these rows, in an encoder-decoder."""
+    settled: int | None = None
+    """Entries that will not be taken back, of which a layer's state may become part; None: those before ``start``. A
+    tree's nodes up to there are a chain."""
 
     @property
     def count(self) -> int:
@@ -54,7 +57,7 @@ class Span:
         nodes = self.stored + end
         parents = None if self.parents is None else self.parents[:nodes]
         logits = [row - begin for row in self.logits if begin <= row < end]
-        return Span(self.key, self.start, self.tokens[begin:end], parents, self.stored + begin, logits, self.source)
+        return replace(self, tokens=self.tokens[begin:end], parents=parents, stored=self.stored + begin, logits=logits)
 
     def positions(self) -> list[int]:
         if self.parents is None:

@@ -75,6 +75,7 @@ class Engine:
             max_len=self.max_model_len,
             page_size=self.config.page_size,
             slack=self.max_nodes,
+            back=self.max_nodes * (2 if "layerskip" in self.router.drafters else 1) + 1,
         )
         memory = budget(self.config.kv_cache_bytes, self.config.gpu_memory_utilization, model.info.device)
         share([attention.pool, *self.router.pools()], memory, self.config.num_pages, self.config.tensor_parallel_size)
@@ -82,13 +83,15 @@ class Engine:
             self.max_model_len = min(self.max_model_len, attention.pool.num_tokens)
         self.validator = Validator(model.info, tokenizer, self.max_model_len, attention.pool.sources)
         self.target = Target(model, attention, self.router.hidden)
+        states = [pool.states for pool in self.pools if pool.states is not None]
         self.scheduler = Scheduler(
             attention.pool,
-            max_num_seqs=self.config.max_num_seqs,
+            max_num_seqs=min([self.config.max_num_seqs, *(each.count // 2 for each in states)]),
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             draft_rows=self.policy.longest_nodes,
+            most_nodes=min((each.depth for each in states), default=None),
             prefill_budget=PrefillBudget(self.config.max_prefill_tokens),
-            tree=PrefixTree(attention.pool) if self.config.caches_prefixes else None,
+            tree=PrefixTree(attention.pool) if self.config.caches_prefixes and attention.states is None else None,
             reusable=self._reusable,
             on_admit=self._admitted,
             on_preempt=self._preempted,

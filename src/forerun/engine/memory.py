@@ -74,7 +74,8 @@ def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, proc
     if num_pages is None:
         budget = budget if budget is not None else spare_bytes(pools[0].device)
         sources = sum(pool.sources.nbytes for pool in pools if pool.sources is not None)
-        num_pages = max(0, budget - sources) // each if budget is not None else None
+        states = _share_states(pools, budget, each)
+        num_pages = max(0, budget - sources - states) // each if budget is not None else None
     if num_pages is not None and num_pages < 1:
         raise ConfigError(
             f"{budget} bytes for KV caches are less than one page of every one of them ({each} bytes): raise "
@@ -83,3 +84,22 @@ def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, proc
     for pool in pools:
         if num_pages is not None and num_pages < pool.num_pages:
             pool.resize(num_pages)
+
+
+def _share_states(pools: Sequence[Pool], budget: int | None, page: int) -> int:
+    """Bytes for what layers keep of as many sequences as there may be, or as are paid for by half of the budget. Raises
+    ConfigError where that is none. Beams that begin while others end may take as much again for a moment."""
+    kept = [pool.states for pool in pools if pool.states is not None]
+    if not kept or budget is None:
+        return 0
+    each = sum(states.bytes_each for states in kept)
+    if budget < each + page:
+        raise ConfigError(
+            f"{budget} bytes for caches are less than a sequence's state and one page of keys and values "
+            f"({each + page} bytes): raise kv_cache_memory or gpu_memory_utilization"
+        )
+    count = max(1, min(kept[0].count // 2, budget // 2 // each))
+    for states in kept:
+        if 2 * count < states.count:
+            states.resize(2 * count)
+    return count * each

@@ -116,8 +116,9 @@ class Scheduler:
     allows; drafts get the rows and pages that are left. A sequence is admitted when the pages of all its tokens are
     there; when pages run out later, the last-ranked one is preempted and recomputed, without a changed token.
 
-    ``draft_rows`` says how many rows a decoding sequence's draft may add; ``reusable`` how many of a new one's
-    tokens may come from ``tree``. ``on_admit`` learns how many did, ``on_preempt`` who lost their pages.
+    ``draft_rows`` says how many rows a decoding sequence's draft may add, ``most_nodes`` how many one beam's that
+    drafts for others too; ``reusable`` how many of a new one's tokens may come from ``tree``. ``on_admit`` learns how
+    many did, ``on_preempt`` who lost their pages.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         draft_rows: Callable[[RequestState], int] = lambda sequence: 0,
+        most_nodes: int | None = None,
         prefill_budget: PrefillBudget | None = None,
         tree: PrefixTree | None = None,
         reusable: Callable[[RequestState], int] = lambda sequence: len(sequence.tokens),
@@ -137,6 +139,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_rows = max_num_batched_tokens
         self.draft_rows = draft_rows
+        self.most_nodes = self.max_rows if most_nodes is None else most_nodes
         self.prefill_budget = prefill_budget or PrefillBudget()
         self.tree = tree
         self.reusable = reusable
@@ -296,7 +299,7 @@ class Scheduler:
             sequence.draft_budget = 0
             if not 0 < requested <= rows:
                 continue
-            for draft_budget in dict.fromkeys((requested * sequence.spread, requested)):
+            for draft_budget in dict.fromkeys((min(requested * sequence.spread, self.most_nodes), requested)):
                 # A group's drafts may all be behind one beam, as far as that takes no page that none of them has alone.
                 end, most = len(sequence.tokens) + draft_budget, self.pool.pages_for(sequence.max_tokens + requested)
                 if self.pool.pages_for(end) <= most and self.pool.try_reserve(sequence.id, end):

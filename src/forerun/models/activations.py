@@ -1,7 +1,8 @@
 """Activations whose bits do not depend on where in a tensor an element lies.
 
 torch's silu, sigmoid and gelu round differently in the vector body and in the tail of a loop, so that a row's bits
-change with its place in a call. Here they are made of float32 exp, tanh and erf, which ``steady`` tries at every place.
+change with its place in a call. Here they are made of float32 exp, tanh, erf and log1p, which ``steady`` tries at
+every place.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 PLACES = 67
 """Lengths and offsets that cover every lane of a vector loop, unrolled four times, and its tail."""
-FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (torch.exp, torch.tanh, torch.erf)
+FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (torch.exp, torch.tanh, torch.erf, torch.log1p)
 UNSTEADY = frozenset(
     ("gelu", "silu", "sigmoid", "softplus", "log_sigmoid_forward", "mish", "elu", "hardswish", "log_sigmoid", "expm1")
 )
@@ -30,6 +31,12 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + exp(-x))."""
     return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + exp(x)), from exp and log1p."""
+    wide = x.float()
+    return torch.where(wide > 20.0, wide, torch.log1p(torch.exp(wide.clamp(max=20.0)))).to(x.dtype)
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -52,14 +59,16 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def steady() -> bool:
-    """Whether exp, tanh and erf give a number the same bits wherever it lies: at every place of short tensors, and in
-    one that threads share."""
+    """Whether exp, tanh, erf and log1p give a number the same bits wherever it lies: at every place of short tensors,
+    and in one that threads share."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randn(1021, generator=generator).mul(12.0).exp2()  # from 1e-14 to 1e14
     values = torch.cat([sizes * torch.randn(1021, generator=generator).sign(), torch.linspace(-9.0, 9.0, 1021)])
     many = values.repeat(66)  # more than one thread takes
     few = values[::9]
     for function in FUNCTIONS:
+        if function is torch.log1p:
+            values, many, few = values.abs(), many.abs(), few.abs()  # elsewhere it is NaN
         requested, alone = function(values), function(few)
         if not torch.equal(function(many), requested.repeat(66)):
             return False

@@ -15,11 +15,16 @@ from forerun.attention.sdpa import SdpaAttention
 from forerun.attention.tiled import BLOCK, TiledAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.cache.sources import Sources
+from forerun.cache.states import States, StateShape
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from forerun.models.fused import Fused
+
+
+BACK = 16
+"""Tokens that may be taken back where nobody says how many are drafted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class ModelInfo:
     """Adapters that are merged into it: ``FOLDER`` or ``FOLDER=WEIGHT``."""
     encoder: EncoderInfo | None = None
     """None: a decoder alone."""
+    state_shapes: tuple[StateShape | None, ...] = ()
+    """Per layer, what it keeps of a sequence beside keys and values; () where none does."""
 
     def begin(self, prompt: Sequence[int]) -> tuple[list[int], tuple[int, ...] | None]:
         """What a decoder is fed for a prompt, and what its encoder reads, if it has one."""
@@ -126,13 +133,16 @@ def new_attention(
     page_size: int | None = None,
     num_pages: int | None = None,
     slack: int = 0,
+    back: int | None = None,
 ) -> Attention:
     """An attention with a pool of its own for ``model``.
 
     ``page_size`` None is the slotted layout: one page per sequence, ``max_seqs`` of them, each long enough for
     ``max_len`` tokens and ``slack`` tree nodes. Otherwise pages of ``page_size`` tokens, ``num_pages`` of them
     (default: enough for every sequence at full length). Beside an encoder-decoder's pool, there is room for
-    ``max_seqs`` encoded sources of ``max_len`` tokens.
+    ``max_seqs`` encoded sources of ``max_len`` tokens. Layers' states go ``back`` by so many tokens (default: for a
+    draft that is read while the last one is still to be settled, at least ``BACK``), for ``max_seqs`` sequences and as
+    many beams that begin while others end.
     """
     info = model.info
     ours = can_attend(info.dtype, info.device, info.kv_shapes)
@@ -145,6 +155,9 @@ def new_attention(
             raise ConfigError(f"page_size must be at least 1, not {page_size}")
         num_pages = num_pages or max_seqs * -(-longest // page_size)
     pool = Pool(info.kv_shapes, num_pages, page_size, info.dtype, info.device)
+    if info.state_shapes:
+        depth = max(BACK, 2 * slack + 1) if back is None else max(1, back)
+        pool.states = States(info.state_shapes, 2 * max_seqs, depth, info.dtype, info.device)
     if info.encoder is not None:
         longest = min(info.encoder.max_len, max_len)
         pool.sources = Sources(info.encoder.kv_shapes, max_seqs, longest, info.dtype, info.device)

@@ -16,6 +16,7 @@ from forerun.models.kernel_layers import Norm
 from forerun.models.parts import RMSNorm
 from forerun.models.ranks.shards import OverAll, Summed
 from forerun.models.ranks.team import Team
+from forerun.models.recurrent import Mixer, ShortConv
 from forerun.models.rotary import Rotary
 from forerun.models.weights import Maker
 
@@ -46,6 +47,8 @@ class Layer:
     """In place of ``gate_up`` and ``down``."""
     rotary: str = ALL
     """Which of the model's tables."""
+    mixer: Mixer | None = None
+    """In the place of attention; ``qkv`` makes its inputs."""
 
     def linears(self) -> Iterator[Any]:
         yield from (self.qkv, self.out)
@@ -54,7 +57,7 @@ class Layer:
     def norms(self) -> tuple[Any, ...]:
         result = (
             self.norm_attention, self.norm_mlp, self.norm_qk, self.norm_token, self.norm_query, self.norm_key,
-            self.after_attention, self.after_mlp,
+            self.after_attention, self.after_mlp, *(() if self.mixer is None else self.mixer.norms()),
         )  # fmt: skip
         return tuple(norm for norm in result if norm is not None)
 
@@ -102,10 +105,14 @@ class Builder:
         def linear(*names: Name) -> Linear:
             return self.maker.linear(*map(at, names))
 
-        dense = not spec.experts
+        dense, mixer = not spec.experts, architecture.mixer if spec.mixer else None
+        if mixer is None:
+            qkv = self.maker.linear(*map(at, attention.qkv), order=self._rotated(len(attention.qkv)))
+        else:
+            qkv = linear(mixer.inputs)
         layer = Layer(
-            qkv=self.maker.linear(*map(at, attention.qkv), order=self._rotated(len(attention.qkv))),
-            out=self._summed(linear(attention.out)),
+            qkv=qkv,
+            out=self._summed(linear(attention.out if mixer is None else mixer.out)),
             gate_up=linear(*architecture.mlp.gate_up) if dense else None,
             down=self._summed(linear(architecture.mlp.down)) if dense else None,
             norm_attention=norm(norms.before_attention),
@@ -116,10 +123,17 @@ class Builder:
             after_mlp=norm(norms.after_mlp),
             experts=None if dense else self._experts(prefix, spec.experts),
             rotary=spec.rotary or ALL,
+            mixer=None if mixer is None else self._mixer(index, at(mixer.conv)),
         )
-        if norms.query is not None and norms.key is not None:
+        if mixer is None and norms.query is not None and norms.key is not None:
             self._norm_heads(layer, self._numbers(at(norms.query)), self._numbers(at(norms.key)))
         return layer
+
+    def _mixer(self, index: int, conv: str) -> Mixer:
+        sizes, numbers = self.spec.mixer, self.maker.numbers
+        assert sizes is not None
+        bias = numbers(f"{conv}.bias") if sizes.biased else None
+        return ShortConv(index, sizes, numbers(f"{conv}.weight"), bias, self.maker.dtype)
 
     def _summed(self, linear: Linear) -> Linear:
         return linear if self.team is None else Summed(linear, self.team)

@@ -20,7 +20,7 @@ from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
 from forerun.models import checkpoint, gguf_config, gguf_model, hub, sanity
 from forerun.models import lora as adapter
-from forerun.models.architectures.spec import applies, bind
+from forerun.models.architectures.spec import applies, bind, keeps_state
 from forerun.models.base import Model
 from forerun.models.fingerprint import files, fingerprint
 from forerun.models.formats import kept
@@ -216,6 +216,7 @@ def _goes_native(config: Any, folder: Path, model_path: str, wish: str | None) -
     if model_path == "native" and reason is not None:
         raise ConfigError(f"the native path does not run {folder}: {reason}")
     native = model_path != "hf" and reason is None
+    wish = wish or ("a model with state" if keeps_state(config) else None)
     if wish and not native:
         raise ConfigError(f"{wish} needs the native path: {reason or 'model_path is hf'}")
     return native

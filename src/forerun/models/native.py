@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from forerun.attention.base import Attention, Metadata, Query
 from forerun.attention.kernel import KernelAttention, Plan, can_attend
 from forerun.cache.pool import KVShape
+from forerun.cache.states import Replay
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
@@ -136,7 +137,8 @@ class NativeModel:
     def _describe(
         self, config: PretrainedConfig, name: str, eos_ids: frozenset[int], quantization: str | None
     ) -> ModelInfo:
-        layers, shape = list(self.linears()), KVShape(self.spec.kv_heads, self.spec.width, self.spec.width)
+        layers, width = list(self.linears()), self.spec.width
+        attended, none = KVShape(self.spec.kv_heads, width, width), KVShape(0, width, width)
         held = size(layers)
         idle = sum(layer.experts.idle_bytes for layer in self._layers if layer.experts is not None)
         return ModelInfo(
@@ -147,7 +149,8 @@ class NativeModel:
             hidden_size=self.spec.hidden,
             num_layers=len(self._layers),
             max_len=int(config.max_position_embeddings),
-            kv_shapes=(shape,) * len(self._layers),
+            kv_shapes=tuple(none if layer.mixer else attended for layer in self.spec.layers),
+            state_shapes=self.spec.states,
             dtype=self.dtype,
             device=self.device,
             eos_ids=eos_ids,
@@ -208,13 +211,24 @@ class NativeModel:
         hidden: dict[int, torch.Tensor] = {}
         angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
         layers = range(len(self._layers)) if batch.layers is None else batch.layers
+        states = attention.states
+        replay = None if states is None else states.plan(batch)
         for index in layers:
             if index in batch.hidden:
                 hidden[index] = x[: batch.num_rows]
             x = self._run(
-                self._layers[index], index, x, angles, only if index == layers[-1] else None, attention, metadata
+                self._layers[index],
+                index,
+                x,
+                angles,
+                only if index == layers[-1] else None,
+                attention,
+                metadata,
+                replay,
             )
         attention.finish(metadata)
+        if states is not None and replay is not None:
+            states.settle(replay)
         if len(self._layers) in batch.hidden:
             x = self._norm(x)
             hidden[len(self._layers)] = x[: batch.num_rows]
@@ -256,13 +270,19 @@ class NativeModel:
         only: torch.Tensor | None,
         attention: Attention,
         metadata: Metadata,
+        replay: Replay | None,
     ) -> torch.Tensor:
         """One layer; ``only`` names the rows that go on behind its attention."""
         qkv, count = layer.qkv(x if layer.norm_attention is None else layer.norm_attention(x)), metadata.batch.num_rows
         if x.shape[0] != count:
             qkv = qkv[:count]
-        heads = self._heads(layer, qkv, angles[layer.rotary] if layer.rope else None)
-        out = attention.run(Query(index, *heads, self.spec.scale, layer.window, self.spec.softcap), metadata)
+        if layer.mixer is not None:
+            assert attention.states is not None
+            assert replay is not None
+            out = layer.mixer(qkv, attention.states, replay)
+        else:
+            heads = self._heads(layer, qkv, angles[layer.rotary] if layer.rope else None)
+            out = attention.run(Query(index, *heads, self.spec.scale, layer.window, self.spec.softcap), metadata)
         if only is not None:
             x, out = x.index_select(0, only), out.index_select(0, only)
         elif x.shape[0] != count:
@@ -322,5 +342,6 @@ class NativeModel:
         result: dict[str, int] = {}
         for index, layer in enumerate(self._layers):
             parts = [(linear.kind, linear.nbytes) for linear in layer.linears()]
-            result.setdefault(repr((parts, layer.norm_qk is None, layer.rope, layer.window, layer.rotary)), index)
+            kind = parts, layer.norm_qk is None, layer.rope, layer.window, layer.rotary, layer.mixer is None
+            result.setdefault(repr(kind), index)
         return [(index,) for index in result.values()]

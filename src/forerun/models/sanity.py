@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from forerun.core.errors import ModelError, shown
 from forerun.models import checkpoint
 from forerun.models.architectures import seq2seq
+from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.checkpoint import Tensor
 from forerun.models.prequantized import refusal
 
@@ -154,11 +155,14 @@ def check_config(config: Any, path: Path) -> None:
         for value in _each(getattr(text, name, None)):
             if not _is_count(value):
                 refuse(name, f"an integer from 1 to {LARGEST}")
+    described = ARCHITECTURES.get(text.model_type)
+    stateful = described.mixer.layers if described is not None and described.mixer is not None else None
+    run = [kind for kind in ("full_attention", "sliding_attention", stateful) if kind]
     for kind in _each(getattr(text, "layer_types", None)):
-        if kind not in LAYERS:
+        if kind not in (*LAYERS, stateful):
             raise ModelError(
                 f"{path.parent} has layers of kind {shown(kind)}, which forerun does not run ({text.model_type}); it "
-                "runs models of full_attention and sliding_attention"
+                f"runs models of {' and '.join(run)}"
             )
     context = getattr(text, "max_position_embeddings", None)
     if context is not None and not (_is_count(context) and context >= SHORTEST_CONTEXT):

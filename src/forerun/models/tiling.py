@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun.attention.base import Attention, Backend, Metadata, Query
+from forerun.cache.states import States
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
 from forerun.models import activations
@@ -65,17 +66,31 @@ def find(model: Torch) -> Tiles:
 def steady() -> bool:
     """Whether the functions that activations are made of round alike at every place here."""
     every = list(tiles.SIZES)
-    result = tiles.remembered("functions", lambda: [every if activations.steady() else [1]], tiles.groups_of)
+    result = tiles.remembered(
+        "functions of activations", lambda: [every if activations.steady() else [1]], tiles.groups_of
+    )
     return result == [every]
 
 
 class Echo(Backend[Metadata]):
     """Stands in for attention: of each row its own values, with queries and keys added."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+        self.blank: States | None = None
+
+    @property
+    def states(self) -> States | None:
+        return self.blank
 
     def begin(self, batch: Batch) -> Metadata:
+        """Every sequence's state is that of no tokens."""
+        if self.info.state_shapes:
+            count = len(batch.spans)
+            self.blank = States(self.info.state_shapes, count, 1, self.info.dtype, batch.device)
+            for span in batch.spans:
+                self.blank.take(span.key)
+                self.blank.lengths[span.key] = span.start
         return Metadata(batch)
 
     def finish(self, metadata: Metadata) -> None:
@@ -181,7 +196,7 @@ def _run(model: Torch, layers: tuple[int, ...] | None, head: bool) -> Any:
 
     def run(size: int) -> torch.Tensor:
         with _sizes(model, size), Products(probe=True) as products:
-            output = model.feed(_batch(model, [token] * size, layers, head=head), Echo())
+            output = model.feed(_batch(model, [token] * size, layers, head=head), Echo(model.info))
         return torch.cat([_results(output), *(rows for rows in products.results if rows.shape[0] == size)], 1)
 
     return run
@@ -190,7 +205,7 @@ def _run(model: Torch, layers: tuple[int, ...] | None, head: bool) -> Any:
 def _affordable(model: Torch, layers: tuple[int, ...] | None, *, head: bool) -> list[int]:
     """The sizes that can be compared at a bearable cost."""
     with _sizes(model, 1), Products(probe=False) as products:
-        model.feed(_batch(model, [0], layers, head=head), Echo())
+        model.feed(_batch(model, [0], layers, head=head), Echo(model.info))
     sizes: list[int] = []
     for size in tiles.SIZES:
         if size <= FEWEST or products.work * (sum(sizes) + size) <= WORK:
@@ -205,11 +220,11 @@ def _by_content(model: Torch, layers: tuple[int, ...] | None) -> bool:
     generator = torch.Generator().manual_seed(0)
     calls, firsts = [], []
     with _sizes(model, 1):
-        model.feed(_batch(model, [0], layers, head=False), Echo())  # what is made at the first call, is made
+        model.feed(_batch(model, [0], layers, head=False), Echo(model.info))  # what is made at the first call, is made
     for _ in range(3):
         others = torch.randint(model.info.vocab_size, (size - 1,), generator=generator).tolist()
         with _sizes(model, size), Products(probe=False) as products:
-            output = model.feed(_batch(model, [0, *others], layers, head=False), Echo())
+            output = model.feed(_batch(model, [0, *others], layers, head=False), Echo(model.info))
         calls.append(products.calls)
         firsts.append(_results(output)[0])
     refused = activations.UNSTEADY if model.routes else UNFIXED

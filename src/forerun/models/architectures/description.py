@@ -32,6 +32,8 @@ class Norms:
     key: Name | None = None
     whole: bool = False
     """Query and key are normed over all heads together, not head by head."""
+    eps: str = "rms_norm_eps"
+    """A config key."""
     plus: float = 0.0
     """Added to the weights that a checkpoint has; in GGUF files it is in them."""
 
@@ -66,8 +68,10 @@ class Mlp:
     gate_up: tuple[Name, ...] = (Name("mlp.gate_proj", "ffn_gate"), Name("mlp.up_proj", "ffn_up"))
     """Two projections, or one that holds them end to end."""
     down: Name = Name("mlp.down_proj", "ffn_down")
-    activation: str = "hidden_act"
-    """The config key that names it."""
+    activation: str | None = "hidden_act"
+    """The config key that names it; None: silu."""
+    width: str = "intermediate_size"
+    """The config key of the outputs of the gate; LFM2's ``block_*`` keys change what it says."""
     bias: str | None = None
     """A config key that says whether projections have biases."""
 
@@ -87,6 +91,23 @@ class Experts:
     """Whether the chosen experts' weights are divided by their sum; None: always."""
     placed: Literal["every", "stepped"] = "every"
     """In every layer, or in those of ``decoder_sparse_step`` that are not in ``mlp_only_layers``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv:
+    """out(C * conv(B * x)) of one projection's [B, C, x], in layers of the kind ``layers``. ``kernel`` and ``bias`` are
+    config keys."""
+
+    inputs: Name = Name("conv.in_proj", "shortconv.in_proj")
+    conv: Name = Name("conv.conv", "shortconv.conv")
+    out: Name = Name("conv.out_proj", "shortconv.out_proj")
+    layers: str = "conv"
+    kernel: str = "conv_L_cache"
+    bias: str = "conv_bias"
+
+
+Mixer = ShortConv
+"""What a layer may have in the place of attention: it keeps a state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +135,7 @@ class Architecture:
     attention: Attention = Attention()
     mlp: Mlp = Mlp()
     experts: Experts | None = None
+    mixer: Mixer | None = None
 
     def checkpoint_name(self, gguf: str) -> str | None:
         """A weight or bias of a GGUF file in a checkpoint; None for one that such a model does not have. GGUF stacks
@@ -141,7 +163,7 @@ class Architecture:
 
     def names(self) -> Iterator[Name]:
         """Of every tensor of a layer."""
-        for part in (self.norms, self.attention, self.mlp, self.experts):
+        for part in (self.norms, self.attention, self.mlp, self.experts, self.mixer):
             for field in fields(part) if part is not None else ():
                 value = getattr(part, field.name)
                 result = value if isinstance(value, tuple) else (value,)

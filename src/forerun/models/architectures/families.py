@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forerun.models.architectures.description import Architecture, Attention, Experts, Mlp, Name, Norms
+from forerun.models.architectures.description import (
+    Architecture,
+    Attention,
+    Experts,
+    Mlp,
+    Name,
+    Norms,
+    ShortConv,
+)  # fmt: skip
 
 HEAD_NORMS = Norms(query=Name("self_attn.q_norm", "attn_q_norm"), key=Name("self_attn.k_norm", "attn_k_norm"))
 AFTER_ATTENTION = Name("post_attention_layernorm", "post_attention_norm")
@@ -86,10 +94,24 @@ QWEN3_MOE = replace(
         placed="stepped",
     ),
 )  # fmt: skip
+LFM2 = Architecture(
+    model_type="lfm2", causal="Lfm2ForCausalLM", gguf="lfm2", norm=Name("model.embedding_norm", "token_embd_norm"),
+    norms=Norms(
+        before_attention=Name("operator_norm", "attn_norm"), before_mlp=Name("ffn_norm", "ffn_norm"),
+        query=Name("self_attn.q_layernorm", "attn_q_norm"), key=Name("self_attn.k_layernorm", "attn_k_norm"),
+        eps="norm_eps",
+    ),
+    attention=Attention(out=Name("self_attn.out_proj", "attn_output")),
+    mlp=Mlp(
+        gate_up=(Name("feed_forward.w1", "ffn_gate"), Name("feed_forward.w3", "ffn_up")),
+        down=Name("feed_forward.w2", "ffn_down"), activation=None,
+    ),
+    mixer=ShortConv(),
+)  # fmt: skip
 
 ARCHITECTURES = {
     each.model_type: each
     for each in (
-        LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE,
+        LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, LFM2,
     )
 }  # fmt: skip

@@ -27,20 +27,36 @@ def shapes(config: Any) -> dict[str, Shape]:
 
 
 def _layer(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str, Shape]]:
+    norms = spec.architecture.norms
+    yield from _attention(spec, config) if not layer.mixer else _mixer(spec)
+    yield from _mlp(spec, config) if not layer.experts else _experts(spec, layer.experts, config)
+    outer = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
+    for name in outer:
+        if name is not None:
+            yield f"{name.checkpoint}.weight", (spec.hidden,)
+
+
+def _attention(spec: Spec, config: Any) -> Iterator[tuple[str, Shape]]:
     norms, attention = spec.architecture.norms, spec.architecture.attention
     queries, shared = spec.heads * spec.width, spec.kv_heads * spec.width
     asked = attention.bias is not None
     inputs = asked and (attention.bias == "inputs" or bool(getattr(config, str(attention.bias))))
     yield from _linears(attention.qkv, (queries, shared, shared), spec.hidden, bias=inputs)
     yield from _linears((attention.out,), (spec.hidden,), queries, bias=inputs and attention.bias != "inputs")
-    yield from _mlp(spec, config) if not layer.experts else _experts(spec, layer.experts, config)
-    outer = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
-    for name in outer:
-        if name is not None:
-            yield f"{name.checkpoint}.weight", (spec.hidden,)
     for name, whole in ((norms.query, queries), (norms.key, shared)):
         if name is not None:
             yield f"{name.checkpoint}.weight", (whole if norms.whole else spec.width,)
+
+
+def _mixer(spec: Spec) -> Iterator[tuple[str, Shape]]:
+    names, sizes = spec.architecture.mixer, spec.mixer
+    assert names is not None
+    assert sizes is not None
+    yield from _linears((names.inputs,), (3 * sizes.inner,), spec.hidden, bias=sizes.biased)
+    yield from _linears((names.out,), (spec.hidden,), sizes.inner, bias=sizes.biased)
+    yield f"{names.conv.checkpoint}.weight", (sizes.channels, 1, sizes.columns + 1)
+    if sizes.biased:
+        yield f"{names.conv.checkpoint}.bias", (sizes.channels,)
 
 
 def _linears(names: tuple[Name, ...], outputs: Shape, inputs: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -52,7 +68,7 @@ def _linears(names: tuple[Name, ...], outputs: Shape, inputs: int, *, bias: bool
 
 
 def _mlp(spec: Spec, config: Any) -> Iterator[tuple[str, Shape]]:
-    mlp, width = spec.architecture.mlp, config.intermediate_size
+    mlp, width = spec.architecture.mlp, spec.inner
     bias = mlp.bias is not None and bool(getattr(config, mlp.bias))
     yield from _linears(mlp.gate_up, (width, width), spec.hidden, bias=bias)
     yield from _linears((mlp.down,), (spec.hidden,), width, bias=bias)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.models.architectures.description import Architecture
+from forerun.cache.states import StateShape
+from forerun.models.architectures.description import Architecture, ShortConv
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.rotary import ROPE_TYPES
 
@@ -25,6 +26,29 @@ class LayerSpec:
     """Which rotary parameters; None: nothing is turned."""
     experts: int
     """0: an MLP."""
+    mixer: bool = False
+    """In the place of attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixerSpec:
+    """The sizes of what keeps a state."""
+
+    channels: int
+    """That a convolution over ``columns`` rows before a row and the row itself reads."""
+    columns: int
+    inner: int
+    """Inputs of the projection behind it."""
+    biased: bool = False
+    """The projections."""
+    gates: int = 0
+    """Numbers of a row's record behind the channels."""
+    numbers: tuple[int, ...] = ()
+    """Shape of a checkpoint; () for none."""
+
+    @property
+    def shape(self) -> StateShape:
+        return StateShape(self.channels + self.gates, self.columns, self.numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +68,17 @@ class Spec:
     chosen: int
     """Experts per row."""
     normalised: bool
+    inner: int
+    """Outputs of the gate of an MLP."""
     layers: tuple[LayerSpec, ...]
+    mixer: MixerSpec | None = None
+
+    @property
+    def states(self) -> tuple[StateShape | None, ...]:
+        """Per layer; () where no layer keeps a state."""
+        if self.mixer is None or not any(layer.mixer for layer in self.layers):
+            return ()
+        return tuple(self.mixer.shape if layer.mixer else None for layer in self.layers)
 
     @property
     def rotaries(self) -> tuple[str, ...]:
@@ -60,15 +94,24 @@ def applies(config: Any) -> str | None:
         return f"{kind} is not among the described architectures ({', '.join(ARCHITECTURES)})"
     if result.causal not in (config.architectures or [result.causal]):
         return f"{', '.join(config.architectures or [])} is not {result.causal}"
-    activation = getattr(config, result.mlp.activation)
+    activation = _activation(result, config)
     if activation not in ACTIVATIONS:
         return f"activation {activation!r}"
     if getattr(config, "use_bidirectional_attention", None):
         return "attention to later tokens"
     types = set(getattr(config, "layer_types", None) or ()) - {SLIDING, FULL}
-    if result.attention.window == "typed" and types:
+    types -= {result.mixer.layers} if result.mixer is not None else set()
+    if (result.attention.window == "typed" or result.mixer is not None) and types:
         return f"layers of type {types.pop()!r}"
+    if result.mixer is not None and FULL not in config.layer_types:
+        return "no layer with attention"
     return _rope_applies(result, config)
+
+
+def keeps_state(config: Any) -> bool:
+    """Whether an architecture is described whose layers keep more of a text than keys and values."""
+    result = ARCHITECTURES.get(config.model_type)
+    return result is not None and result.mixer is not None and result.mixer.layers in config.layer_types
 
 
 def _rope_applies(architecture: Architecture, config: Any) -> str | None:
@@ -97,16 +140,39 @@ def bind(config: Any) -> Spec:
         heads=heads,
         kv_heads=config.num_key_value_heads,
         width=width,
-        eps=config.rms_norm_eps,
+        eps=getattr(config, result.norms.eps),
         scale=(width if attention.scale is None else getattr(config, attention.scale)) ** -0.5,
         softcap=_optional(config, attention.softcap),
         logits_softcap=_optional(config, result.logits_softcap),
         embedding_scale=config.hidden_size**0.5 if result.embedding_scale == "root" else 1.0,
-        activation=ACTIVATIONS[getattr(config, result.mlp.activation)],
+        activation=ACTIVATIONS[_activation(result, config)],
         chosen=getattr(config, experts.chosen) if experts is not None else 0,
         normalised=normalised,
+        inner=_inner(result.mlp.width, config),
         layers=tuple(_layer(result, config, index) for index in range(config.num_hidden_layers)),
+        mixer=None if result.mixer is None else _mixer(result.mixer, config),
     )
+
+
+def _activation(architecture: Architecture, config: Any) -> str:
+    key = architecture.mlp.activation
+    return SILU if key is None else getattr(config, key)
+
+
+def _inner(key: str, config: Any) -> int:
+    width = int(getattr(config, key))
+    if not getattr(config, "block_auto_adjust_ff_dim", False):
+        return width
+    width = 2 * width // 3
+    if config.block_ffn_dim_multiplier is None:
+        return width
+    width, multiple = int(config.block_ffn_dim_multiplier * width), config.block_multiple_of
+    return -(-width // multiple) * multiple
+
+
+def _mixer(mixer: ShortConv, config: Any) -> MixerSpec:
+    kernel, width = getattr(config, mixer.kernel), config.hidden_size
+    return MixerSpec(width, kernel - 1, width, biased=bool(getattr(config, mixer.bias)))
 
 
 def _optional(config: Any, key: str | None) -> float | None:
@@ -123,7 +189,8 @@ def _layer(architecture: Architecture, config: Any, index: int) -> LayerSpec:
     rotary = kind if attention.rotary == "typed" else ALL
     if attention.rotary == "listed" and not config.no_rope_layers[index]:
         rotary = None
-    return LayerSpec(window, rotary, _experts(architecture, config, index))
+    mixer = architecture.mixer is not None and config.layer_types[index] == architecture.mixer.layers
+    return LayerSpec(window, rotary, _experts(architecture, config, index), mixer)
 
 
 def _experts(architecture: Architecture, config: Any, index: int) -> int:

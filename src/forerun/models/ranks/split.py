@@ -23,6 +23,8 @@ from forerun.models.weights import Weights
 
 def check(spec: Spec, config: Any, size: int) -> None:
     """Raise ConfigError unless ``size`` ranks can have equal parts."""
+    if spec.states:
+        raise ConfigError("tensor_parallel_size splits layers of attention: leave it out for a model with state")
     counts = {"heads": spec.heads}
     layers = {layer.experts for layer in spec.layers}
     if 0 in layers:

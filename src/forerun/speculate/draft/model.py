@@ -127,7 +127,8 @@ class DraftModel(Drafter[DraftModelConfig]):
             page_size=page_size,
             slack=config.rows_by_depth()[-1],
         )
-        self.tree = PrefixTree(self.attention.pool) if context.prefix_caching else None
+        keeps = context.prefix_caching and self.attention.states is None
+        self.tree = PrefixTree(self.attention.pool) if keeps else None
         self.nodes = config.rows_by_depth()
         self.begins: dict[int, int] = {}
         """Per sequence of which it reads the last tokens only: how many it leaves out. Their positions count from 0."""
@@ -280,7 +281,8 @@ class DraftModel(Drafter[DraftModelConfig]):
             length = pool.length(sequence.id)
             tokens = self._read(sequence)[length : length + count]
             requested = [count - 1] if count == lacks else []
-            spans.append(Span(sequence.id, length, tokens, logits=requested, source=sequence.source))
+            settled = max(length, min(length + count, length + lacks - sequence.tentative))
+            spans.append(Span(sequence.id, length, tokens, logits=requested, source=sequence.source, settled=settled))
             if count == lacks:
                 ready.append(index)
         return spans, ready

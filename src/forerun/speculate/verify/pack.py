@@ -28,5 +28,7 @@ def pack(
             rows = list(range(len(tokens)))
         else:
             rows = list(range(count - 1, len(tokens))) if sequence.decodes else []
-        spans.append(Span(sequence.id, first, tokens, parents, logits=rows, source=sequence.source))
+        spans.append(
+            Span(sequence.id, first, tokens, parents, logits=rows, source=sequence.source, settled=first + count)
+        )
     return spans

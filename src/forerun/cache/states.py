@@ -1,0 +1,249 @@
+"""The cache's second kind of page: what layers keep of a sequence beside keys and values.
+
+A sequence has one checkpoint in float32 for each layer with a recurrence, and for each layer with a state a ring of
+*records*, the inputs that the layer got since. A forward runs the recurrence from the checkpoint over the records that
+are kept and over its own rows, and stores a new checkpoint behind those that nobody will take back. So a rollback moves
+a length, and a rejected draft costs the next round nothing (ReplaySSM and TensorRT-LLM have the same idea).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import torch
+
+from forerun.cache.storage import zeros
+from forerun.core.batch import Batch, Span
+
+NONE = -1
+"""In place of a node: the checkpoint; in place of a row: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One layer's: ``width`` numbers of a record in the model's dtype, the first of which a convolution reads over the
+    row's own record and the ``columns`` before it, and the shape of a checkpoint in float32, () for none."""
+
+    width: int
+    columns: int
+    numbers: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Run:
+    """One sequence's rows: its slot, and for each node to run, in order, the node before it (``NONE``: the checkpoint)
+    and its row in the batch (``NONE``: a record that is run again). Behind node ``settled`` the state is stored."""
+
+    key: int
+    slot: int
+    before: list[int]
+    rows: list[int]
+    settled: int
+    length: int
+    """Entries that the new checkpoint covers."""
+
+
+@dataclass(slots=True)
+class Replay:
+    """A forward's rows. ``read`` [records] and ``written`` [rows] int64 are records' indices in the rings, end to end.
+    ``taps`` [nodes, columns + 1] int64 has, for the nodes of all runs, the indices of their records and of those
+    before, oldest first, in [the batch's rows | the records read]."""
+
+    runs: list[Run]
+    read: torch.Tensor
+    written: torch.Tensor
+    kept: torch.Tensor
+    """The batch's rows that are ``written``."""
+    taps: torch.Tensor
+    fed: list[int] = field(default_factory=list)
+    """The nodes that are rows of the batch, in the rows' order."""
+
+
+class States:
+    """Room for ``count`` sequences; up to ``depth`` entries behind a checkpoint may be taken back."""
+
+    def __init__(
+        self,
+        layers: Sequence[StateShape | None],
+        count: int,
+        depth: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layers = list(layers)
+        self.columns = max(shape.columns for shape in layers if shape is not None)
+        self.depth = depth
+        self.ring = self.columns + depth
+        self.dtype, self.device = dtype, device
+        self._hold(count)
+
+    def _hold(self, count: int) -> None:
+        self.count = count
+        self.slots: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+        """Entries that a sequence's checkpoint covers."""
+        self.free_slots = list(range(count - 1, -1, -1))
+        for made in ("records", "numbers"):
+            self.__dict__.pop(made, None)
+
+    @cached_property
+    def records(self) -> list[torch.Tensor | None]:
+        """Per layer, [slots, ring, width]; entry e is at e modulo the ring."""
+        return [
+            None if shape is None else zeros((self.count, self.ring, shape.width), self.dtype, self.device)
+            for shape in self.layers
+        ]
+
+    @cached_property
+    def numbers(self) -> list[torch.Tensor | None]:
+        """Per layer, the checkpoints [slots, ...]."""
+        return [
+            zeros((self.count, *shape.numbers), torch.float32, self.device) if shape and shape.numbers else None
+            for shape in self.layers
+        ]
+
+    @property
+    def bytes_each(self) -> int:
+        """Of a sequence."""
+        every = [shape for shape in self.layers if shape is not None]
+        records = self.ring * sum(shape.width for shape in every) * self.dtype.itemsize
+        return records + 4 * sum(prod(shape.numbers) for shape in every if shape.numbers)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.bytes_each
+
+    def resize(self, count: int) -> None:
+        """Hold ``count`` sequences instead. Only while nobody is here."""
+        if self.slots:
+            raise ValueError("states in use cannot be resized")
+        self._hold(count)
+
+    def has_room(self, key: int) -> bool:
+        return key in self.slots or bool(self.free_slots)
+
+    def take(self, key: int) -> None:
+        """Give ``key`` a state: that of no tokens at all."""
+        self.slots[key] = self.free_slots.pop()
+        self._clear(key)
+
+    def _clear(self, key: int) -> None:
+        slot = self.slots[key]
+        self.lengths[key] = 0
+        for records, numbers in zip(self.records, self.numbers):
+            if records is not None:
+                records[slot] = 0
+            if numbers is not None:
+                numbers[slot] = 0
+
+    def release(self, key: int) -> None:
+        """Unknown sequences have none."""
+        slot = self.slots.pop(key, None)
+        if slot is not None:
+            self.free_slots.append(slot)
+            del self.lengths[key]
+
+    def truncate(self, key: int, length: int) -> int:
+        """How many of ``length`` entries are left: all, or none where the checkpoint covers more."""
+        if key not in self.slots or length >= self.lengths[key]:
+            return length
+        self._clear(key)
+        return 0
+
+    def fork(self, source: int, key: int) -> None:
+        """``key`` has the state and the records of ``source``."""
+        self.take(key)
+        ours, theirs = self.slots[key], self.slots[source]
+        self.lengths[key] = self.lengths[source]
+        for tensor in (*self.records, *self.numbers):
+            if tensor is not None:
+                tensor[ours] = tensor[theirs]
+
+    def move(self, key: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Records of entries ``sources`` become those of ``targets``."""
+        slot = self.slots[key]
+        old, new = ([entry % self.ring for entry in entries] for entries in (sources, targets))
+        for records in self.records:
+            if records is not None:
+                records[slot, new] = records[slot, old]
+
+    def has_nan(self, key: int) -> bool:
+        """Whether the last layer's state or records hold a NaN: what one layer computes, the later ones inherit."""
+        slot = self.slots.get(key)
+        if slot is None:
+            return False
+        held = [[side[layer] for side in (self.records, self.numbers)] for layer in range(len(self.layers))]
+        last = next(pair for pair in reversed(held) if pair[0] is not None)
+        return any(bool(tensor[slot].isnan().any()) for tensor in last if tensor is not None)
+
+    def plan(self, batch: Batch) -> Replay:
+        """What to run. Raises ValueError for a span that begins before its sequence's checkpoint or adds more than the
+        records hold."""
+        whole = batch.layers is None or all(
+            layer in batch.layers for layer, shape in enumerate(self.layers) if shape is not None
+        )
+        runs: list[Run] = []
+        read: list[int] = []
+        written: list[int] = []
+        kept: list[int] = []
+        fed: list[int] = []
+        taps: list[list[int]] = []
+        for span, offset in zip(batch.spans, batch.offsets):
+            run = self._run(span, offset, len(taps), whole=whole)
+            base, slot, first = self.lengths[span.key], run.slot, span.start + span.stored
+            begin = batch.num_rows + len(read) - (base - self.columns)
+            read += [slot * self.ring + entry % self.ring for entry in range(base - self.columns, first)]
+            indices = {entry: offset + entry - first for entry in range(first, span.end)}
+            for entry in range(base, span.end):
+                path = [entry]
+                for _ in range(self.columns):
+                    path.append(_before(span, path[-1]))
+                taps.append([indices.get(each, begin + each) for each in reversed(path)])
+            fed += range(len(taps) - span.count, len(taps))
+            stored = range(max(first, span.end - self.ring), span.end)
+            written += [slot * self.ring + entry % self.ring for entry in stored]
+            kept += [indices[entry] for entry in stored]
+            runs.append(run)
+
+        def index(numbers: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+            return torch.tensor(numbers, dtype=torch.long, device=self.device)
+
+        return Replay(runs, index(read), index(written), index(kept), index(taps), fed)
+
+    def _run(self, span: Span, offset: int, node: int, *, whole: bool) -> Run:
+        base, first = self.lengths[span.key], span.start + span.stored
+        if first < base:
+            raise ValueError(f"a forward from entry {first} on, where the state covers {base} already")
+        length = span.start if span.settled is None else span.settled
+        if span.parents is None:
+            length = max(length, span.end - self.depth)
+        length = max(base, min(length, span.end)) if whole else base
+        if span.end - length > self.depth:
+            raise ValueError(f"{span.end - length} entries that may be taken back, where {self.depth} are kept")
+        before = []
+        for entry in range(base, span.end):
+            parent = _before(span, entry)
+            before.append(NONE if parent < base else node + parent - base)
+        rows = [NONE] * (first - base) + [*range(offset, offset + span.count)]
+        return Run(span.key, self.slots[span.key], before, rows, node + length - base - 1, length)
+
+    def settle(self, replay: Replay) -> None:
+        """A forward has stored its checkpoints."""
+        for run in replay.runs:
+            self.lengths[run.key] = run.length
+
+    def check(self, keys: Sequence[int]) -> None:
+        """Raise AssertionError unless those who have pages, and nobody else, have a state."""
+        if sorted(self.slots) != sorted(keys):
+            raise AssertionError("sequences with pages and those with states differ")
+        if sorted([*self.slots.values(), *self.free_slots]) != [*range(self.count)]:
+            raise AssertionError("the slots of states are counted wrongly")
+
+
+def _before(span: Span, entry: int) -> int:
+    """The entry that one stands behind."""
+    node = entry - span.start
+    return entry - 1 if span.parents is None or node <= 0 else span.start + span.parents[node]

@@ -1,0 +1,44 @@
+"""Tiny random models of layers with state and layers of attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tiny import ALPHABET, CONTEXT, save_tokenizer
+
+FULL = "full_attention"
+SIZES = {
+    "vocab_size": len(ALPHABET), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": CONTEXT,
+    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", FULL, "conv", "conv"], "head_dim": 8, "tie_word_embeddings": False},
+}
+"""By ``model_type``: what differs from ``SIZES``."""
+
+
+def hybrid(kind: str, **options: Any) -> PreTrainedModel:
+    """A random model whose logits are peaked enough that a wrong state changes its choices."""
+    torch.manual_seed(sorted(KINDS).index(kind))
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind], **options})).eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.5 if "conv" in name else 0.3)
+            elif "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            else:
+                torch.nn.init.uniform_(parameter, -1.0, 1.0)
+    module.tie_weights()
+    return module
+
+
+def save_hybrid(kind: str, folder: Path, **options: Any) -> str:
+    hybrid(kind, **options).save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)

@@ -1,0 +1,143 @@
+"""What layers keep of sequences beside keys and values: room, records, rollback."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.cache.pool import KVShape, Pool
+from forerun.cache.states import States, StateShape
+from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError
+from forerun.engine.memory import share
+
+SHAPES = [None, StateShape(6, 2, (3, 4)), StateShape(5, 2)]
+
+
+def states(count: int = 2, depth: int = 4) -> States:
+    return States(SHAPES, count, depth, torch.float32, torch.device("cpu"))
+
+
+def pool(count: int = 2, **options: int) -> Pool:
+    made = Pool([KVShape(1, 4, 4), KVShape(0, 4, 4), KVShape(0, 4, 4)], 8, 4, torch.float32)
+    made.states = states(count, **options)
+    return made
+
+
+def feed(of: Pool, span: Span) -> None:
+    """As a forward does it, each record holding its entry."""
+    of.reserve(span.key, span.end)
+    assert of.states is not None
+    replay = of.states.plan(Batch([span]))
+    for records in of.states.records:
+        if records is not None:
+            entries = torch.arange(span.start + span.stored, span.end).float()[:, None]
+            records.view(-1, records.shape[-1])[replay.written] = entries[replay.kept].expand(-1, records.shape[-1])
+    of.advance(span.key, span.end)
+    of.states.settle(replay)
+
+
+def held(of: Pool, key: int, entry: int) -> float:
+    assert of.states is not None
+    records = of.states.records[1]
+    assert records is not None
+    return float(records[of.states.slots[key], entry % of.states.ring, 0])
+
+
+def test_bytes_are_those_of_checkpoints_and_records():
+    assert states().bytes_each == 4 * (3 * 4 + (2 + 4) * (6 + 5))
+
+
+def test_a_rollback_moves_a_length_and_keeps_records():
+    of = pool()
+    feed(of, Span(0, 0, [1] * 9, settled=9))
+    feed(of, Span(0, 9, [1] * 4, settled=10))
+    of.truncate(0, 11)
+    assert of.length(0) == 11
+    assert [held(of, 0, entry) for entry in range(8, 11)] == [8, 9, 10]
+    replay = of.states.plan(Batch([Span(0, 11, [1, 1], settled=12)]))
+    (run,) = replay.runs
+    assert run.before == [-1, 0, 1]
+    assert run.rows == [-1, 0, 1]
+    assert (run.settled, run.length) == (1, 12)
+
+
+def test_further_back_than_the_checkpoint_all_is_read_again():
+    of = pool()
+    feed(of, Span(0, 0, [1] * 9, settled=9))
+    of.truncate(0, 7)
+    assert of.length(0) == 0
+    assert of.states.lengths[0] == 0
+    of.check()
+
+
+def test_accepted_nodes_of_a_tree_move_together():
+    of = pool(depth=6)
+    feed(of, Span(0, 0, [1, 1], settled=2))
+    feed(of, Span(0, 2, [1] * 6, [-1, 0, 0, 1, 2, 2], settled=3))
+    assert of.keep(0, 3, [1, 4]) == 2
+    assert [held(of, 0, entry) for entry in range(2, 5)] == [2, 4, 7]
+
+
+def test_records_of_ancestors_are_read():
+    of = pool(depth=6)
+    feed(of, Span(0, 0, [1] * 3, settled=3))
+    replay = of.states.plan(Batch([Span(0, 3, [1] * 4, [-1, 0, 0, 1], settled=4)]))
+    ring = of.states.slots[0] * of.states.ring
+    assert [(index - ring) % of.states.ring for index in replay.read.tolist()] == [1, 2]
+    assert replay.taps.tolist() == [[4, 5, 0], [5, 0, 1], [5, 0, 2], [0, 1, 3]]
+
+
+def test_a_fork_has_what_its_source_has():
+    of = pool()
+    feed(of, Span(0, 0, [1] * 6, settled=4))
+    of.states.numbers[1][of.states.slots[0]] = 7.0
+    of.fork(0, 1, 6)
+    assert of.states.lengths[1] == 4
+    assert [held(of, 1, entry) for entry in range(2, 6)] == [2, 3, 4, 5]
+    assert bool((of.states.numbers[1][of.states.slots[1]] == 7.0).all())
+    of.free(0)
+    of.check()
+
+
+def test_there_is_room_for_so_many_sequences_and_a_new_one_begins_at_nothing():
+    of = pool(count=2)
+    feed(of, Span(0, 0, [1] * 3, settled=3))
+    feed(of, Span(1, 0, [1] * 3, settled=3))
+    assert not of.try_reserve(2, 1)
+    assert not of.can_reserve(2, 1)
+    assert of.try_reserve(1, 4)
+    of.states.records[2].fill_(float("nan"))
+    assert of.has_nan(0)
+    of.free(0)
+    assert of.try_reserve(2, 1)
+    assert not of.has_nan(2)
+    assert of.has_nan(1)
+
+
+def test_a_draft_larger_than_the_records_and_a_row_before_the_checkpoint_are_refused():
+    of = pool()
+    feed(of, Span(0, 0, [1] * 3, settled=3))
+    of.reserve(0, 12)
+    with pytest.raises(ValueError, match="5 entries that may be taken back, where 4 are kept"):
+        of.states.plan(Batch([Span(0, 3, [1] * 6, [-1, 0, 1, 1, 1, 1], settled=4)]))
+    with pytest.raises(ValueError, match="from entry 2 on, where the state covers 3"):
+        of.states.plan(Batch([Span(0, 2, [1])]))
+
+
+def test_layers_that_are_left_out_keep_everybodys_checkpoint():
+    of = pool()
+    feed(of, Span(0, 0, [1] * 3, settled=3))
+    of.reserve(0, 6)
+    replay = of.states.plan(Batch([Span(0, 3, [1, 1])], layers=(0, 1)))
+    assert replay.runs[0].length == 3
+
+
+def test_half_of_the_memory_is_for_states_at_most():
+    of = pool(count=16)
+    each, page = of.states.bytes_each, of.page_bytes
+    share([of], 4 * each + page, None)
+    assert of.states.count == 4
+    assert of.num_pages == (2 * each + page) // page
+    with pytest.raises(ConfigError, match=f"less than a sequence's state and one page .*{each + page} bytes"):
+        share([pool()], each, None)
