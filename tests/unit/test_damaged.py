@@ -119,7 +119,7 @@ def test_the_shortest_context_runs_to_its_end(tmp_path, kind):
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 2**31 - 1}},
 ])  # fmt: skip
 def test_layers_are_compared_with_the_weights_before_a_config_is_made_of_them(folder, monkeypatch, changes):
-    monkeypatch.setattr("forerun.models.load.AutoConfig", None)
+    monkeypatch.setattr("transformers.AutoConfig", None)
     edit(CONFIG, **changes)(folder)
     name = next(name for name in (*changes, "num_hidden_layers") if "layer" in name)
     assert re.search(rf"does not fit its weights: {name} is \d.*, but they are 21 tensors", refused(folder))

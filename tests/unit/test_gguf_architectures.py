@@ -3,6 +3,9 @@ gives, and with the order of rows and the numbers in norms that llama.cpp's conv
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ModelError
 from forerun.measure.environment import logits
+from forerun.models.architectures.spec import bind
 from forerun.models.formats import blocks
 from forerun.models.gguf_config import FREQUENCIES
-from forerun.models.load import load_model, read_config
+from forerun.models.load import KeptConfig, load_model, quick_config, read_config
 from forerun.models.modules import read_module
 from forerun.models.quantize import error
+from forerun.models.tokenizer import load_tokenizer
 from gguf_files import TOKENS, VOCABULARY, add, finish
 from here import where
 
@@ -240,6 +245,62 @@ def test_what_is_not_read_is_named(tmp_path, models, case, changes, message):
 def test_layers_are_compared_with_the_tensors_before_a_config_is_made_of_them(tmp_path, models, monkeypatch, case):
     kind = NAMES.get(CASES[case][0], CASES[case][0])
     path = write(models(case)[0], tmp_path / "model.gguf", {f"{kind}.block_count": 2**31 - 1})
-    monkeypatch.setattr("forerun.models.load.CONFIG_MAPPING", None)
+    monkeypatch.setattr("transformers.CONFIG_MAPPING", None)
     with pytest.raises(ModelError, match=r"has 2147483647 layers in \d+ tensors"):
         load_model(path)
+
+
+KEPT = ("llama", "llama-biases", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "phi3", "phi3-partial", "olmo2",
+        "smollm3")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_the_second_start_has_the_same_config(tmp_path, models, monkeypatch, case):
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    _, path = models(case)
+    expected = read_config(path)
+    for _ in range(2):
+        config = quick_config(path)
+        assert isinstance(config, KeptConfig)
+        assert bind(config) == bind(expected)
+        for name, value in expected.to_dict().items():
+            if name not in ("dtype", "id2label", "label2id", "transformers_version"):
+                assert getattr(config, name) == value, name
+
+
+def test_frequencies_that_transformers_computes_keep_its_config(models):
+    assert not isinstance(quick_config(models("llama-3.2")[1]), KeptConfig)
+
+
+START = """
+import sys, json
+from forerun import LLM, SamplingParams
+llm = LLM(sys.argv[1])
+ids = llm.generate("b c", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids
+print(json.dumps([ids, sorted({"transformers", "huggingface_hub.errors"} & set(sys.modules))]))
+"""
+
+
+def test_the_second_start_leaves_transformers_alone(models):
+    path = models("qwen2")[1]
+    first, second = (
+        json.loads(subprocess.run([sys.executable, "-c", START, path], capture_output=True, check=True).stdout)
+        for _ in range(2)
+    )
+    assert second == [first[0], []]
+
+
+@pytest.mark.parametrize("text", ["", "b c", " c\n\nb ", "<eos>b<eos>", "unknown words"])
+def test_the_tokenizer_is_transformers_own(models, text):
+    tokenizer = load_tokenizer(models("qwen2")[1])
+    full = tokenizer.full
+    ids = full.encode(text)
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.encode(text, add_special_tokens=False) == full.encode(text, add_special_tokens=False)
+    for skip in (False, True):
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == full.decode(ids, skip_special_tokens=skip)
+    assert (len(tokenizer), tokenizer.get_vocab()) == (len(full), full.get_vocab())
+    assert tokenizer.all_special_tokens == full.all_special_tokens
+    assert tokenizer.eos_token_id == full.eos_token_id
+    assert tokenizer.get_added_vocab() == full.get_added_vocab()
+    assert tokenizer.convert_ids_to_tokens(ids) == full.convert_ids_to_tokens(ids)

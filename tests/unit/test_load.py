@@ -45,7 +45,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch):
-    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub.hf.constants, "ENDPOINT", "http://127.0.0.1:9")
     refuse("somebody/some-model", "no folder 'somebody/some-model' here, and the hub .* cannot be reached")
     refuse("smolm2", r"no folder 'smolm2' here \(did you mean smollm2\?\), and the hub ")
 

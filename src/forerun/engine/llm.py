@@ -277,7 +277,7 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, of transformers' kind."""
-        return self.tokenizer
+        return getattr(self.tokenizer, "full", self.tokenizer)
 
     def close(self) -> None:
         """Let drafters write down what they have learnt (``adapt``); generation may go on afterwards."""

@@ -21,6 +21,7 @@ class Spelling:
     bos_token_id = None
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: list[int]) -> None:
+        tokenizer = getattr(tokenizer, "full", tokenizer)
         own = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids, slices=[])
         added = tokenizer.added_tokens_decoder
         spoken = {token for token, one in added.items() if not one.special} - set(eos_ids)

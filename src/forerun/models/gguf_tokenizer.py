@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from forerun.core.errors import ModelError, shown
 from forerun.models import gguf_sentencepiece
@@ -94,7 +94,67 @@ def _named() -> dict[str, PreTokenizer]:
 PRE_TOKENIZERS = _named()
 
 
-def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokenizerFast:
+class GGUFTokenizer:
+    """What every request needs of a tokenizer, without transformers, whose import takes a second. ``full`` is
+    transformers' own around the same ``backend_tokenizer``: it serves whatever else is asked for."""
+
+    def __init__(self, backend: Tokenizer, named: Mapping[str, Any], chat_template: str | None) -> None:
+        self.backend_tokenizer = backend
+        self.chat_template = chat_template
+        self._named = dict(named)
+        self.all_special_tokens = list(dict.fromkeys(t for k, t in named.items() if k.endswith("_token")))
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            token = named.get(name)
+            setattr(self, name, token)
+            setattr(self, f"{name}_id", None if token is None else backend.token_to_id(token))
+
+    @cached_property
+    def full(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        backend = self.backend_tokenizer
+        setattr(backend, COPY, lambda memo: backend)  # transformers copies it through JSON, which takes a second
+        fast = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **self._named)
+        delattr(backend, COPY)
+        fast.chat_template = self.chat_template
+        return fast
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.full, name)
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self.full(*texts, **options)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        special = options.pop("add_special_tokens", True)
+        options.pop("verbose", None)
+        if options or not isinstance(text, str):
+            return self.full.encode(text, add_special_tokens=special, **options)
+        return self.backend_tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        if options.pop("clean_up_tokenization_spaces", False) or options or not isinstance(ids, list):
+            return self.full.decode(ids, skip_special_tokens=skip_special_tokens, **options)
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab()
+
+    def get_added_vocab(self) -> dict[str, int]:
+        added = self.backend_tokenizer.get_added_tokens_decoder().items()
+        return {token.content: index for index, token in sorted(added, key=lambda each: each[0])}
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+
+def make_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
     """The tokenizer that a GGUF file's metadata describes, chat template included.
 
     Raises ModelError, in which ``where`` names the file, for another algorithm, for a pre-tokenizer that is not known,
@@ -143,11 +203,10 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeniz
     longest = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if isinstance(longest, int):
         named["model_max_length"] = longest
-    setattr(tokenizer, COPY, lambda memo: tokenizer)  # transformers copies it through JSON, which takes a second
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
-    delattr(tokenizer, COPY)
-    fast.chat_template = _template(metadata, where)
-    return fast
+    lean = GGUFTokenizer(tokenizer, named, _template(metadata, where))
+    added = lean.get_added_vocab()
+    # transformers adds a named token that no added one is: the backend changes with it
+    return lean if all(token in added for token in lean.all_special_tokens) else lean.full
 
 
 def vocabulary(metadata: Mapping[str, Any], where: str) -> dict[str, int]:

@@ -9,15 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import HfApi, constants, hf_hub_download, scan_cache_dir, try_to_load_from_cache
-from huggingface_hub.errors import (
-    CacheNotFound,
-    GatedRepoError,
-    HFValidationError,
-    HTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+import huggingface_hub as hf  # its parts are imported when they are used: they take a third of a second
 from tqdm import tqdm
 
 from forerun.core.errors import ModelError, one_line
@@ -128,17 +120,24 @@ def download(repository: ModelSource, revision: str | None = None, cache: str | 
     """The folder of a checkpoint, or the first file of a GGUF model; files that are here are not asked for again.
 
     Where the hub cannot be had, what the cache holds is taken. Raises ModelError."""
+    from huggingface_hub import errors
+
     name, at = repository.repository, revision or MAIN
     try:
         files, commit = _listed(name, at, cache)
         chosen = choose(repository, files)
         result = []
         for file in chosen:
-            kept = try_to_load_from_cache(name, file, cache_dir=cache, revision=commit)
+            kept = hf.try_to_load_from_cache(name, file, cache_dir=cache, revision=commit)
             if not isinstance(kept, str):
-                kept = hf_hub_download(name, file, revision=at, cache_dir=cache, tqdm_class=Bar)
+                kept = hf.hf_hub_download(name, file, revision=at, cache_dir=cache, tqdm_class=Bar)
             result.append(Path(kept))
-    except (HTTPError, OSError, HFValidationError, RuntimeError) as error:  # hf_xet raises the last one
+    except (
+        errors.HTTPError,
+        OSError,
+        errors.HFValidationError,
+        RuntimeError,
+    ) as error:  # hf_xet raises the last one
         raise ModelError(_explained(name, at, error)) from error
     return result[0] if chosen[0].endswith(GGUF) else result[0].parents[chosen[0].count("/")]
 
@@ -150,7 +149,7 @@ def held(repository: ModelSource) -> Path | None:
         return None
     files, commit = here
     chosen = choose(repository, files)
-    first = try_to_load_from_cache(repository.repository, chosen[0], revision=commit)
+    first = hf.try_to_load_from_cache(repository.repository, chosen[0], revision=commit)
     if not isinstance(first, str):
         return None
     return Path(first) if chosen[0].endswith(GGUF) else Path(first).parents[chosen[0].count("/")]
@@ -158,11 +157,13 @@ def held(repository: ModelSource) -> Path | None:
 
 def _listed(name: str, at: str, cache: str | None) -> tuple[list[str], str | None]:
     """The files of a repository and its commit, by the hub, else by the cache."""
+    from huggingface_hub import errors
+
     try:
-        info = HfApi().model_info(name, revision=at, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        info = hf.HfApi().model_info(name, revision=at, timeout=hf.constants.HF_HUB_ETAG_TIMEOUT)
         return [each.rfilename for each in info.siblings or ()], info.sha
-    except (HTTPError, OSError) as error:
-        here = None if isinstance(error, RevisionNotFoundError) else _cached(name, at, cache)
+    except (errors.HTTPError, OSError) as error:
+        here = None if isinstance(error, errors.RevisionNotFoundError) else _cached(name, at, cache)
         if here is None:
             raise
         return here
@@ -178,9 +179,11 @@ def _cached(name: str, at: str, cache: str | None) -> tuple[list[str], str] | No
 
 def repositories(cache: str | None = None) -> list[Any]:
     """The models of the cache, as huggingface_hub describes them."""
+    from huggingface_hub import errors
+
     try:
-        result = scan_cache_dir(cache or constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
+        result = hf.scan_cache_dir(cache or hf.constants.HF_HUB_CACHE).repos
+    except errors.CacheNotFound:
         return []
     return sorted((each for each in result if each.repo_type == "model"), key=lambda each: each.repo_id)
 
@@ -203,7 +206,7 @@ def remove(stored: ModelSource) -> int:
             if file.file_path.relative_to(each.snapshot_path).as_posix() in chosen
         }  # fmt: skip
     if not any(file.file_name.endswith((GGUF, SAFETENSORS)) for file in every - gone):
-        plan = scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(
+        plan = hf.scan_cache_dir(hf.constants.HF_HUB_CACHE).delete_revisions(
             *(each.commit_hash for each in result[0].revisions)
         )
         plan.execute()
@@ -217,24 +220,26 @@ def remove(stored: ModelSource) -> int:
 
 
 def _explained(name: str, at: str, error: Exception) -> str:
+    from huggingface_hub import errors
+
     where, status = PREFIX + name, getattr(getattr(error, "response", None), "status_code", None)
     token = "set HF_TOKEN, or run `hf auth login`"
-    if isinstance(error, HFValidationError):
+    if isinstance(error, errors.HFValidationError):
         return f"{where} names no repository: {one_line(error)}"
-    if isinstance(error, GatedRepoError):
-        return f"{where} asks for a token: accept its terms at {constants.ENDPOINT}/{name}, then {token}"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.GatedRepoError):
+        return f"{where} asks for a token: accept its terms at {hf.constants.ENDPOINT}/{name}, then {token}"
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"{where} has no revision {at!r}"
-    if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
-        return f"the hub {constants.ENDPOINT} has no model {name}, or asks for a token: {token}"
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        return f"the hub {hf.constants.ENDPOINT} has no model {name}, or asks for a token: {token}"
     if isinstance(error, OSError) and error.errno:
         reason = error.strerror or one_line(error)
-        return f"cannot write to {constants.HF_HUB_CACHE}: {reason}; HF_HUB_CACHE names another folder"
-    if constants.HF_HUB_OFFLINE:
-        return f"{where} is not whole in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+        return f"cannot write to {hf.constants.HF_HUB_CACHE}: {reason}; HF_HUB_CACHE names another folder"
+    if hf.constants.HF_HUB_OFFLINE:
+        return f"{where} is not whole in {hf.constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
     cause = error.__cause__ or error
     reason = f"HTTP {status}" if status else f"{type(cause).__name__}: {one_line(cause)}"
     return (
-        f"the hub {constants.ENDPOINT} cannot be reached or does not answer in time ({reason}); files of {where} that "
-        "came are kept, and the next call goes on"
+        f"the hub {hf.constants.ENDPOINT} cannot be reached or does not answer in time ({reason}); files of {where} "
+        "that came are kept, and the next call goes on"
     )

@@ -19,7 +19,7 @@ from forerun.models.formats.kept import forget
 from forerun.models.gguf_model import is_gguf, open_gguf
 from forerun.models.gguf_split import parts_of
 from forerun.models.known import KNOWN, home, named, partial, place
-from forerun.models.load import read_config, resolve
+from forerun.models.load import quick_config, resolve
 from forerun.models.tokenizer import read_vocabulary
 
 
@@ -116,7 +116,7 @@ def here(name: str) -> Path:
 def describe(name: str) -> dict[str, Any]:
     """What a model on this machine is. Raises ModelError."""
     path = here(name)
-    config = read_config(path)
+    config = quick_config(path)
     text = config.get_text_config()
     if is_gguf(path):
         file = open_gguf(path)

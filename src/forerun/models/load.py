@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, logging
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
+from forerun.core.folders import Record
 from forerun.core.tiles import ENOUGH
 from forerun.models import checkpoint, gguf_config, gguf_model, hub, sanity
 from forerun.models import lora as adapter
@@ -87,29 +90,95 @@ def _download(name: str, revision: str | None, download_dir: str | None) -> Path
         raise ModelError(f"no folder {name!r} here{hint}, and {error}") from error
 
 
-def read_config(folder: Path) -> Any:
-    """The config of a checkpoint or a GGUF file, which a decoder can be built from. Raises ModelError."""
+class KeptConfig(SimpleNamespace):
+    """A described decoder's config with the defaults that transformers filled in at an earlier start. It stands in for
+    transformers' own, whose import takes longer than loading a small model."""
+
+    def get_text_config(self) -> KeptConfig:
+        return self
+
+    def to_json_string(self) -> str:
+        return json.dumps(vars(self), sort_keys=True)
+
+
+def quick_config(folder: Path) -> Any:
+    """``read_config``, or a ``KeptConfig`` with the same values where the native path runs the model. Raises
+    ModelError."""
+    given = _given_config(folder)
+    record = Record("configs", json.dumps(given, sort_keys=True), version("transformers"), version("forerun"))
+    kept = record.read()
+    if not isinstance(kept, dict):
+        config = read_config(folder)
+        kept = _values(config) if applies(config) is None else None
+        if kept is None:
+            return config
+        record.write(kept)
+    config = KeptConfig(**kept)
     if gguf_model.is_gguf(folder):
-        return _gguf_config(folder)
+        _check_gguf_fit(config, folder)
+    return config
+
+
+def _values(config: Any) -> dict[str, Any] | None:
+    """A config's values by all names that they have, as JSON holds them; None if it cannot hold them."""
+    if config.get_text_config() is not config or not _plain_rope(config.rope_parameters or {}):
+        return None
+    names = {*config.to_dict(), *config.attribute_map} - {"id2label", "label2id", "transformers_version"}
+    values = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    values["dtype"] = None if config.dtype is None else str(config.dtype).removeprefix("torch.")
+    try:
+        same = json.loads(json.dumps(values)) == values
+    except (TypeError, ValueError):
+        return None
+    return values if same else None
+
+
+def _plain_rope(rope: Mapping[str, Any]) -> bool:
+    """Whether frequencies are computed here, without transformers' functions of the config."""
+    return all(
+        _plain_rope(v) if isinstance(v, Mapping) else k != "rope_type" or v == "default" for k, v in rope.items()
+    )
+
+
+def _given_config(folder: Path) -> dict[str, Any]:
+    """What a checkpoint or a GGUF file says itself. Raises ModelError."""
+    if gguf_model.is_gguf(folder):
+        return gguf_config.read_config(gguf_model.open_gguf(folder))
     path = folder / checkpoint.CONFIG
     given = checkpoint.read_object(path)
     sanity.check_given(given, path)
     sanity.check_depth(given, path)
+    return given
+
+
+def read_config(folder: Path) -> Any:
+    """The config of a checkpoint or a GGUF file, as transformers has it. Raises ModelError."""
+    from transformers import AutoConfig
+
+    given = _given_config(folder)
+    if gguf_model.is_gguf(folder):
+        return _gguf_config(folder, given)
+    path = folder / checkpoint.CONFIG
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         sanity.check_config(config, path)
     return config
 
 
-def _gguf_config(path: Path) -> Any:
-    file = gguf_model.open_gguf(path)
-    given = gguf_config.read_config(file)
+def _gguf_config(path: Path, given: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
         sanity.check_config(config, path)
-    held = {name: checkpoint.Tensor(shard.kind.name, shard.shape, path) for name, shard in file.tensors.items()}
-    sanity.check_fit(config, held, path)
+    _check_gguf_fit(config, path)
     return config
+
+
+def _check_gguf_fit(config: Any, path: Path) -> None:
+    parts = gguf_model.open_gguf(path).tensors
+    held = {name: checkpoint.Tensor(shard.kind.name, shard.shape, path) for name, shard in parts.items()}
+    sanity.check_fit(config, held, path)
 
 
 def weight_sizes(folder: Path) -> tuple[int, int]:
@@ -124,6 +193,8 @@ def weight_sizes(folder: Path) -> tuple[int, int]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers from remarking on what is checked, and refused, here."""
+    from transformers import logging
+
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -274,7 +345,7 @@ def load_model(
     """
     quantization, dtype, numbers = _wished(quantization, dtype)
     folder = resolve(path_or_id)
-    config = read_config(folder)
+    config = quick_config(folder)
     _check_rope(config, max_model_len)
     where = parse_device(device)
     kind, ids, name = parse_dtype(dtype, config), eos_ids(folder, config), str(path_or_id)
@@ -301,7 +372,7 @@ def load_model(
     else:
         from forerun.models import modules
 
-        module: Any = modules.read_module(folder, config, kind, lora=lora)
+        module: Any = modules.read_module(folder, read_config(folder), kind, lora=lora)
         model = modules.HFModel(module.to(where), name=name, eos_ids=ids, invariant=requested, weights=weights)
     model.info = replace(model.info, lora=(lora,) if isinstance(lora, str) else tuple(lora or ()))
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:

@@ -7,9 +7,9 @@ tables are computed once; nothing in the loop is an ``nn.Module``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from forerun.attention.base import Attention, Metadata, Query
 from forerun.attention.kernel import KernelAttention, Plan, can_attend
@@ -45,7 +45,7 @@ class NativeModel:
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: Any,
         tensors: Weights,
         *,
         dtype: torch.dtype,
@@ -93,7 +93,7 @@ class NativeModel:
         with self.team.apart():  # parts have one shape on every rank
             return tiling.find(self)
 
-    def _rotary(self, config: PretrainedConfig, kind: str) -> Rotary:
+    def _rotary(self, config: Any, kind: str) -> Rotary:
         return Rotary(config, self.spec.width, self.device, self.dtype, None if kind == ALL else kind)
 
     def _build(self, maker: Maker, tensors: Weights, outputs: torch.Tensor | None) -> None:
@@ -134,9 +134,7 @@ class NativeModel:
             and (self.fused is not None or self.ranges is not None or tiling.steady())
         )
 
-    def _describe(
-        self, config: PretrainedConfig, name: str, eos_ids: frozenset[int], quantization: str | None
-    ) -> ModelInfo:
+    def _describe(self, config: Any, name: str, eos_ids: frozenset[int], quantization: str | None) -> ModelInfo:
         layers, width = list(self.linears()), self.spec.width
         attended, none = KVShape(self.spec.kv_heads, width, width), KVShape(0, width, width)
         held = size(layers)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun import kernels
 from forerun.core.batch import Batch
@@ -27,7 +25,7 @@ class Rotary:
     """
 
     def __init__(
-        self, config: PretrainedConfig, width: int, device: torch.device, dtype: torch.dtype, kind: str | None = None
+        self, config: Any, width: int, device: torch.device, dtype: torch.dtype, kind: str | None = None
     ) -> None:
         self.width = width
         self.dtype = dtype
@@ -86,7 +84,7 @@ class Rotary:
         return wide.to(heads.dtype)
 
 
-def _frequencies(config: PretrainedConfig, width: int, kind: str | None) -> tuple[torch.Tensor, float]:
+def _frequencies(config: Any, width: int, kind: str | None) -> tuple[torch.Tensor, float]:
     """One frequency per pair that is turned, float32, and the factor on cosines and sines."""
     rope: dict[str, Any] = dict(config.rope_parameters or {})
     rope = rope if kind is None else rope[kind]
@@ -94,6 +92,8 @@ def _frequencies(config: PretrainedConfig, width: int, kind: str | None) -> tupl
         if rope.get("rope_type", "default") == "default":
             width = int(width * rope.get("partial_rotary_factor", 1.0))
             return 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         given = {} if kind is None else {"layer_type": kind}
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), **given)
         return frequencies.float(), factor

@@ -9,14 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    PretrainedConfig,
-)
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
 from forerun.core.errors import ModelError, shown
 from forerun.models import checkpoint
 from forerun.models.architectures import seq2seq
@@ -71,7 +63,7 @@ def check_given(given: Mapping[str, Any], path: Path) -> None:
                     "use the checkpoint they were made from (quantization= rounds it to 4 or 8 bits while loading)"
                 )
     kind = given.get("model_type")
-    if given.get("auto_map") and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):
+    if given.get("auto_map") and (not isinstance(kind, str) or not _is_known(kind)):
         raise ModelError(
             f"{path.parent} is a model of type {shown(kind)} that runs code of its own (auto_map in {path.name}); "
             "such code is never run, and transformers knows no such type"
@@ -125,7 +117,11 @@ def scheme(quantization: Any) -> str:
 
 
 def has_encoder(config: Any) -> bool:
-    return bool(getattr(config, "is_encoder_decoder", False)) and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if not getattr(config, "is_encoder_decoder", False):
+        return False
+    from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    return type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 
 def require_decoder(config: Any, folder: Path, command: str) -> None:
@@ -136,6 +132,8 @@ def require_decoder(config: Any, folder: Path, command: str) -> None:
 
 def check_config(config: Any, path: Path) -> None:
     """The config as transformers understands it. Raises ModelError, naming the key, for what no decoder can have."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
     if not has_encoder(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{path.parent}: {config.model_type} is not a language model that transformers can run")
     text = config.get_text_config()
@@ -209,6 +207,8 @@ def check_rope(rope: Any, path: Path) -> None:
         raise ModelError(f"{path} cannot be used: rope_parameters must be an object, not {shown(rope)}")
     for name, value in rope.items():
         if name in ("rope_type", "type"):
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
             if value not in ("default", *ROPE_INIT_FUNCTIONS):
                 raise ModelError(f"{path} cannot be used: transformers knows no rope type {shown(value)}")
         elif isinstance(value, Mapping):
@@ -266,6 +266,12 @@ def check_ids(result: Any, vocabulary: int, path: Path) -> frozenset[int]:
         if not _is_integer(token) or token < 0:
             raise ModelError(f"{path} cannot be used: eos_token_id {shown(token)} is no token id")
     return frozenset(token for token in ids if token < vocabulary)
+
+
+def _is_known(kind: str) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return kind in CONFIG_MAPPING
 
 
 def _is_activation(name: Any) -> bool:

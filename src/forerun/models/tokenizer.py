@@ -8,31 +8,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
 from forerun.core.errors import ConfigError, ModelError, RequestError, check_text
 from forerun.models.base import ModelInfo
 from forerun.models.checkpoint import library, read_object
 from forerun.models.gguf_model import is_gguf, open_gguf
-from forerun.models.gguf_tokenizer import make_tokenizer, vocabulary
+from forerun.models.gguf_tokenizer import GGUFTokenizer, make_tokenizer, vocabulary
 from forerun.models.sanity import check_tokenizer
 
 
 def load_tokenizer(path_or_id: str | Path) -> Any:
     """The tokenizer of a checkpoint or a GGUF file. Raises ModelError."""
-    from forerun.models.load import quiet, resolve
+    from forerun.models.load import resolve
 
     folder = resolve(path_or_id)
     problem = f"{folder} has no usable tokenizer"
-    with library(problem), quiet():
+    with library(problem):
         tokenizer: Any
         if is_gguf(folder):
             tokenizer = make_tokenizer(open_gguf(folder).metadata, str(folder))
         else:
-            for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-                if path.is_file():
-                    check_tokenizer(read_object(path), path)
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            tokenizer = _from_folder(folder)
         tokenizer.decode(tokenizer.encode(""))  # what comes before and after a text may be damaged too
         known = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         if (
@@ -43,6 +38,18 @@ def load_tokenizer(path_or_id: str | Path) -> Any:
         if template is not None and not isinstance(template, (str, dict)):
             raise ModelError(f"{problem}: its chat_template is {type(template).__name__}, not text")
     return tokenizer
+
+
+def _from_folder(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    from forerun.models.load import quiet
+
+    for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if path.is_file():
+            check_tokenizer(read_object(path), path)
+    with quiet():
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def read_vocabulary(path_or_id: str | Path) -> dict[str, int]:
@@ -100,6 +107,10 @@ WINDOW = 16
 def plain_decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
     """Token ids -> text, as ``tokenizer.decode`` gives it without cleaning up spaces. Where transformers only hands
     ids on to the tokenizers library, this does without the way there, which takes four times as long."""
+    if isinstance(tokenizer, GGUFTokenizer):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    from transformers import PreTrainedTokenizerFast
+
     kind = type(tokenizer)
     if (
         isinstance(tokenizer, PreTrainedTokenizerFast)

@@ -15,7 +15,7 @@ from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 from forerun.core.errors import ForerunError, RankError
 from forerun.models.base import attention_over
-from forerun.models.load import load_shard, rank_device, read_config
+from forerun.models.load import load_shard, quick_config, rank_device
 from forerun.models.native import NativeModel
 from forerun.models.ranks.messages import FAILED, READY, UP, Feed, Hello
 from forerun.models.ranks.team import Team
@@ -80,7 +80,7 @@ def _serve(pipe: Connection) -> None:
         requested = hello.wanted
         device = rank_device(requested.device, hello.rank)
         team.connect(hello.folder, device)
-        model = load_shard(requested, read_config(requested.folder), device, team)
+        model = load_shard(requested, quick_config(requested.folder), device, team)
     except ForerunError as error:
         _say(pipe, FAILED, str(error))
         return

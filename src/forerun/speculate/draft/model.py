@@ -22,7 +22,7 @@ from forerun.models.base import Model, new_attention
 from forerun.models.formats import blocks, int8
 from forerun.models.formats.tiled import can_tile
 from forerun.models.kinds import FLOATS, UNQUANTIZED
-from forerun.models.load import load_shared, parse_dtype, read_config, resolve, weight_sizes
+from forerun.models.load import load_shared, parse_dtype, quick_config, resolve, weight_sizes
 from forerun.models.tokenizer import check_compatible, read_vocabulary
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
 from forerun.speculate.draft.catch_up import CatchUpConfig
@@ -197,7 +197,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         size = self.config.draft_vocab_size
         if size is None:
             return None
-        vocabulary = int(read_config(resolve(path)).get_text_config().vocab_size)
+        vocabulary = int(quick_config(resolve(path)).get_text_config().vocab_size)
         known = min(vocabulary, self.context.sampler.vocab_size)
         if size > known:
             raise ConfigError(f"draft_vocab_size is {size}, and {path} has {known} tokens")
@@ -209,7 +209,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def _dtype(self, path: str) -> torch.dtype:
         """On CPU, narrow layers run nearly twice as fast in float32 as in half precision, unless they are streamed."""
-        config = read_config(resolve(path))
+        config = quick_config(resolve(path))
         numbers = self.config.quantization if self.config.quantization in FLOATS else None
         dtype = parse_dtype(self.config.dtype or numbers or self.context.dtype, config)
         if self.config.dtype is not None or self.config.quantization not in (None, UNQUANTIZED):
@@ -221,7 +221,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         """What was asked for; otherwise the bundled draft's default, where it is quicker."""
         if self.config.quantization is not None:
             return self.config.quantization
-        native = (self.context.options or {}).get("model_path") != "hf" and applies(read_config(resolve(path))) is None
+        native = (self.context.options or {}).get("model_path") != "hf" and applies(quick_config(resolve(path))) is None
         device = self.context.target.info.device
         if self.config.dtype is not None or not native:
             return None

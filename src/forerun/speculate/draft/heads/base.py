@@ -19,7 +19,7 @@ from forerun.models.base import Model
 from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import int8
 from forerun.models.kinds import BLOCKS, UNQUANTIZED
-from forerun.models.load import BUNDLED, read_config, resolve
+from forerun.models.load import BUNDLED, quick_config, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
@@ -193,7 +193,7 @@ class HeadDrafter(Drafter[C]):
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:
-        config = read_config(target).get_text_config()
+        config = quick_config(target).get_text_config()
         sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, 4)
         torch.manual_seed(0)
         cls.head_class(sizes).save(folder)
