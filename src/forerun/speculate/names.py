@@ -23,6 +23,7 @@ SHARED_KEYS = "num_speculative_tokens tree draft_temperature"
 KEYS = {
     "blockwise": "model adapt tree_nodes quantization",
     "cascade": "drafters min_confidence",
+    "dflash": "model adapt tree_nodes confidence_threshold quantization",
     "draft_model": DRAFT_MODEL,
     "eagle": "prefill_chunk model adapt tree_nodes confidence_threshold quantization",
     "layerskip": "tree_nodes confidence_threshold exit_layer layers exit_head",

@@ -21,6 +21,9 @@ Frontier = list[tuple[int, int]]
 Score = Callable[[int, Frontier, Sequence[Draft]], torch.Tensor]
 """``score(depth, frontier, drafts)``: logits [len(frontier), vocabulary] of what follows each frontier node."""
 
+Sure = Callable[[int, Frontier, Sequence[Draft]], list[float]]
+"""``sure_of(depth, frontier, drafts)``: log of the chance that what is drafted behind each frontier node is kept."""
+
 
 @dataclass(frozen=True)
 class StepsConfig(TreeConfig):
@@ -53,11 +56,12 @@ def grow(
     config: TreeConfig,
     chooser: Chooser,
     score: Score,
+    sure_of: Sure | None = None,
 ) -> tuple[list[Draft], list[list[int]] | None]:
     """The drafts that ``config`` asks for; and, for trees of the likeliest nodes, where each node of each draft is
     among those that ``score`` was asked about (see ``grow_best``)."""
     if config.tree_nodes is None:
-        return grow_levels(sequences, ready, depths, config, chooser, score), None
+        return grow_levels(sequences, ready, depths, config, chooser, score, sure_of), None
     return grow_best(sequences, ready, depths, config.tree_nodes, chooser, score)
 
 
@@ -68,8 +72,10 @@ def grow_levels(
     config: DrafterConfig,
     chooser: Chooser,
     score: Score,
+    sure_of: Sure | None = None,
 ) -> list[Draft]:
-    """One draft per sequence; those in ``ready`` grow to their entry of ``depths``, the others stay empty."""
+    """One draft per sequence; those in ``ready`` grow to their entry of ``depths``, the others stay empty. Where chains
+    end early, ``sure_of`` says how sure a drafter is, if its likeliest token's probability does not."""
     drafts = [Draft() for _ in sequences]
     frontier: Frontier = [(index, -1) for index in ready]
     together = [DraftBeams(beams, sequences, ready) for beams in groups(sequences, ready)]
@@ -83,9 +89,14 @@ def grow_levels(
         rows = [chooser.row(sequences[i], drafts[i].path_tokens(node) if node >= 0 else ()) for i, node in frontier]
         before = {index: len(drafts[index]) for index, _ in frontier}
         if floor > -inf:
-            for (index, _), likeliest in zip(frontier, chooser.sampler.rank(chooser.align(logits), 1)[1]):
+            if sure_of is not None:
+                logs = sure_of(depth, frontier, drafts)
+            else:
+                ranked = chooser.sampler.rank(chooser.align(logits), 1)[1]
+                logs = [likeliest[0] if likeliest else -inf for likeliest in ranked]
+            for (index, _), log_p in zip(frontier, logs):
                 if sequences[index].group is None:
-                    sure[index] += likeliest[0] if likeliest else -inf
+                    sure[index] += log_p
         ids, q, q_rows = chooser.choose(logits, rows, [node for _, node in frontier], config.width(depth))
         for beams in together:
             beams.choose(ids, frontier, drafts, logits, rows, nodes[depth + 1] - nodes[depth], chooser)

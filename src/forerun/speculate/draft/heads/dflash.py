@@ -1,0 +1,529 @@
+"""``dflash``: a block of tokens filled in one pass (DFlash, arXiv 2602.06036), its successor DFlash2 and DSpark.
+
+The block's rows are the last committed token and mask tokens behind it. In every layer they see each other and keys and
+values projected from the target's hidden states of the whole text. Row i guesses the token at its own index or, where a
+file says that it samples from its anchor, the one behind it.
+
+DFlash2 adds convolutions over two rows around attention and feed-forward, and a selector: of a row's 16 likeliest
+tokens, each gets a score that depends on the token drafted before it. DSpark adds the product of two matrices, a score
+of every token by the token before it, and a head that says how sure a row is. Either way the distribution that a token
+is drawn from is known exactly, so that rules that compare p and q keep the target's distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forerun.core.errors import ModelError, shown
+from forerun.core.inference import inference
+from forerun.core.request import RequestState
+from forerun.core.tree import Draft
+from forerun.models.checkpoint import CONFIG, read_object, read_tensors
+from forerun.models.load import read_config
+from forerun.speculate.draft.base import DraftContext, drafters
+from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
+from forerun.speculate.draft.heads.head import FORMAT, Guess, Head, Lesson, Sizes
+from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
+from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
+
+DEFAULTS: dict[str, Any] = {
+    "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "blocks": 1, "theta": 10000.0, "eps": 1e-6, "mask": 0,
+    "from_anchor": False, "windows": None, "causal": None, "group": None, "selector": None, "markov": None,
+    "confidence": None, "biased": False,
+}  # fmt: skip
+TAPS = 2
+"""Rows that a convolution looks at: its own and the one before."""
+CANDIDATES = 16
+NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+"""Keys of configs that change what the block reads or says, and the values at which they do not."""
+KINDS = ("dflash", "dflash2", "dspark")
+COPIES = {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "rotary_emb.inv_freq"}
+"""The target's own weights again."""
+
+
+class Convolution(nn.Module):
+    """What goes into a part and what comes out of it, each mixed with the row before, by weights that are partly fixed
+    and partly made from the row, ``group`` numbers at a time."""
+
+    def __init__(self, size: int, group: int) -> None:
+        super().__init__()
+        self.group = group
+        self.base_kernel = nn.Parameter(torch.zeros(2, TAPS, size))
+        nn.init.ones_(self.base_kernel[:, 0])
+        self.kernel_projection = nn.Linear(size, 2 * TAPS * (size // group), bias=False)
+
+    def enter(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [n, block, hidden size] as the part reads them, and the weights for what it says."""
+        made = self.kernel_projection(x).unflatten(-1, (2, TAPS, -1))
+        return self._mix(x, made[..., 0, :, :], self.base_kernel[0]), made[..., 1, :, :]
+
+    def leave(self, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return self._mix(x, made, self.base_kernel[1])
+
+    def _mix(self, x: torch.Tensor, made: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        before = F.pad(x[:, :-1], (0, 0, 1, 0))
+        weights = made.repeat_interleave(self.group, dim=-1) + base
+        return weights[..., 0, :] * x + weights[..., 1, :] * before
+
+
+class _Block(nn.Module):
+    """One layer: attention over context and block, then a feed-forward layer."""
+
+    def __init__(self, size: int, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width = options["heads"], options["kv_heads"], options["width"]
+        self.theta = options["theta"]
+        self.input_layernorm, self.post_attention_layernorm = Norm(size, options["eps"]), Norm(size, options["eps"])
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=options["biased"])
+
+        self.q_proj = linear(size, self.heads * self.width)
+        self.k_proj = linear(size, self.kv_heads * self.width)
+        self.v_proj = linear(size, self.kv_heads * self.width)
+        self.o_proj = linear(self.heads * self.width, size)
+        self.q_norm, self.k_norm = Norm(self.width, options["eps"]), Norm(self.width, options["eps"])
+        self.mlp = FeedForward(size, options["inner_size"])
+        group = options["group"]
+        self.attention_conv = None if group is None else Convolution(size, group)
+        self.mlp_conv = None if group is None else Convolution(size, group)
+
+    def keys(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [..., n, kv heads, width] of context features or block rows."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.width)))
+        return rotate(k, positions, self.theta), self.v_proj(x).unflatten(-1, (self.kv_heads, self.width))
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.width)))
+        return rotate(q, positions, self.theta)
+
+    def forward(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
+        """Rows [n, block, hidden size]; ``attend`` gives what attention says of normed rows."""
+        x = x + self._mixed(self.attention_conv, self.input_layernorm(x), lambda rows: self.o_proj(attend(rows)))
+        return x + self._mixed(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
+
+    @staticmethod
+    def _mixed(
+        convolution: Convolution | None, x: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        if convolution is None:
+            return part(x)
+        x, made = convolution.enter(x)
+        return convolution.leave(part(x), made)
+
+
+class Selector(nn.Module):
+    """Scores of candidates: (predecessor's code * projected hidden state) . candidate's code."""
+
+    def __init__(self, size: int, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.hidden_projection = nn.Linear(size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * 0.1)
+        self.successor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * 0.1)
+
+    def forward(self, before: torch.Tensor, states: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """[n, candidates] for the tokens ``before`` int64 [n] and states [n, hidden size]."""
+        wanted = self.predecessor_codebook[before] * self.hidden_projection(states)
+        return (wanted[:, None] * self.successor_codebook[candidates]).sum(-1)
+
+
+class DFlashHead(Head):
+    """Options: sizes, ``layers`` (hidden states read), ``mask`` (the token of unfilled rows), ``from_anchor``,
+    ``windows`` and ``causal`` per layer, ``group`` of the convolutions, ``selector`` (rank, top), ``markov`` (rank),
+    ``confidence`` (whether its head reads the Markov code, too), ``own_head``, ``draft_vocab_size``."""
+
+    method = "dflash"
+    quantizes = True
+    options_known = frozenset(DEFAULTS) | {"layers", "own_head", "draft_vocab_size"}
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.options = o = {**DEFAULTS, **sizes.options}
+        size = sizes.hidden_size
+        self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
+        self.hidden_norm, self.norm = Norm(size, o["eps"]), Norm(size, o["eps"])
+        self.blocks = nn.ModuleList(_Block(size, o) for _ in range(o["blocks"]))
+        chosen, rank = o["selector"], o["markov"]
+        self.candidate_selector = None if chosen is None else Selector(size, sizes.vocab_size, chosen["rank"])
+        self.make_output(bool(o.get("own_head")))
+        drafted = o.get("draft_vocab_size") or sizes.vocab_size
+        self.markov_w1 = nn.Embedding(sizes.vocab_size, rank) if rank else None
+        self.markov_w2 = nn.Linear(rank, drafted, bias=False) if rank else None
+        read = size + (rank if o["confidence"] == "markov" else 0)
+        self.confidence = nn.Linear(read, 1) if o["confidence"] else None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        given, last = self.sizes.options.get("layers"), self.sizes.num_layers
+        return tuple(given) if given is not None else tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return self.sizes.depth + (0 if self.options["from_anchor"] else 1)
+
+    def each_block(self) -> list[_Block]:
+        return list(self.blocks)  # type: ignore[arg-type]
+
+    def context(self, features: torch.Tensor) -> torch.Tensor:
+        """[..., layers * hidden size] -> [..., hidden size]."""
+        return self.hidden_norm(self.fc(features))
+
+    def seen(self, index: int, places: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """bool [..., block, context + block]: what rows at ``places`` int64 [..., block] see in layer ``index`` of the
+        ``context`` int64 [length] before the first of them, and of each other."""
+        windows, causal = self.options["windows"], self.options["causal"]
+        window = windows[index] if windows else None
+        at = places[..., :, None]
+        before = (context < places[..., :1, None]).expand(*places.shape, len(context))
+        own = places[..., None, :] <= (at if causal and causal[index] else places[..., -1:, None])
+        own = own.expand(*places.shape, places.shape[-1])
+        if window is not None:
+            before, own = before & (at - context < window), own & (at - places[..., None, :] < window)
+        return torch.cat([before, own], dim=-1)
+
+    def bias(self, before: torch.Tensor) -> torch.Tensor:
+        """What the tokens ``before`` int64 [n] add to the logits of the ones behind them, over its own vocabulary."""
+        assert self.markov_w1 is not None
+        assert self.markov_w2 is not None
+        return self.markov_w2(self.markov_w1(before)).float()
+
+    def sure(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Log of the chance that the token of each row [n, hidden size] is kept if those before it are."""
+        assert self.confidence is not None
+        if self.options["confidence"] == "markov":
+            assert self.markov_w1 is not None
+            states = torch.cat([states, self.markov_w1(before)], dim=-1)
+        return F.logsigmoid(self.confidence(states).float())[:, 0]
+
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+        """From anchors spread over the texts, the tokens before each guessed one being the text's own."""
+        length = lesson.tokens.shape[1]
+        depth, rows = self.sizes.depth, self.rows
+        features = self.context(torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1))
+        step = 4
+        first = 1 + int(torch.randint(step, (1,)))
+        anchors = torch.arange(first, max(first, length - depth - 1), step, device=features.device)
+        kept = lesson.places(anchors, 1, depth)
+        where = anchors[:, None] + torch.arange(rows, device=anchors.device)
+        everywhere = torch.arange(length, device=anchors.device)
+        x = lesson.embedding[self.inputs(lesson.tokens[:, anchors])].to(features.dtype)
+        for index, block in enumerate(self.each_block()):
+            seen = self.seen(index, where, everywhere)[None]
+            if lesson.segments is not None:
+                same = lesson.segments[:, None, :] == lesson.segments[:, anchors, None]
+                own = torch.ones(*same.shape[:2], rows, dtype=torch.bool, device=same.device)
+                seen = seen & torch.cat([same, own], dim=-1)[:, :, None]
+            pairs = block.keys(features, everywhere)
+
+            def attend(normed: torch.Tensor, block=block, pairs=pairs, seen=seen) -> torch.Tensor:
+                normed = normed.unflatten(0, (len(lesson.tokens), -1))
+                own = block.keys(normed, where)
+                k, v = (
+                    torch.cat([far[:, None].expand(-1, len(anchors), -1, -1, -1), near], dim=2).transpose(2, 3)
+                    for far, near in zip(pairs, own)
+                )
+                q = block.queries(normed, where).transpose(2, 3)
+                mask = seen[:, :, None].expand(len(q), -1, -1, -1, -1)
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+                return out.transpose(2, 3).flatten(-2).flatten(0, 1)
+
+            x = block(x.flatten(0, 1), attend).unflatten(0, x.shape[:2])
+        says = self.norm(x)[:, :, rows - depth :]
+        for position in range(depth):
+            state = says[:, :, position] if kept is None else says[:, :, position][kept]
+            guess = self.guess(state, lesson, lesson.wanted(anchors + position, kept))
+            if self.markov_w1 is not None:
+                before = lesson.tokens[:, anchors + position]
+                guess = guess._replace(logits=guess.logits + self.bias(before if kept is None else before[kept]))
+            yield guess
+
+    def inputs(self, last: torch.Tensor) -> torch.Tensor:
+        """Tokens of blocks int64 [..., block] behind the ``last`` ones int64 [...]."""
+        block = last.new_full((*last.shape, self.rows), self.options["mask"])
+        block[..., 0] = last
+        return block
+
+    @classmethod
+    def load(cls, folder: Path, num_layers: int = 0) -> Head:
+        """A head of ours, or a public checkpoint for a target of ``num_layers`` layers. Raises ModelError."""
+        if FORMAT in read_object(folder / CONFIG):
+            return super().load(folder)
+        sizes, weights = read_public(folder, num_layers)
+        return cls.of(sizes, weights, folder)
+
+
+def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
+    """Sizes and renamed weights of a DFlash, DFlash2 or DSpark checkpoint, as z-lab, SGLang or speculators write it.
+    Raises ModelError for anything else."""
+    config = read_object(folder / CONFIG)
+    inner = config.get("transformer_layer_config", config)
+    own = config.get("dflash_config") or config.get("dspark_config") or {}
+    if not isinstance(inner, Mapping) or not isinstance(own, Mapping):
+        raise ModelError(f"{folder} is no DFlash drafter: its {CONFIG} has no usable sizes")
+    told = {**inner, **config, **own}
+    weights = {
+        name.removeprefix("model."): tensor
+        for name, tensor in read_tensors(folder).items()
+        if name.removeprefix("model.") not in COPIES
+    }
+    kind = config.get("speculators_model_type")
+    if "hidden_norm.weight" not in weights or "fc.weight" not in weights or kind not in (None, *KINDS):
+        raise ModelError(
+            f"{folder} is no DFlash drafter: {'it is ' + shown(kind) if kind else 'it has no fc and hidden_norm'}; "
+            f"{', '.join(KINDS)} files are read"
+        )
+    options = _options(folder, config, told, weights, num_layers)
+    block = told.get("block_size", 16)
+    if isinstance(block, bool) or not isinstance(block, int) or block < 2:
+        raise ModelError(f"{folder}: block_size is an integer of at least 2, not {shown(block)}")
+    size, vocabulary = weights["fc.weight"].shape[0], told.get("vocab_size")
+    for name in ("predecessor_codebook", "successor_codebook"):
+        codes = weights.get(f"candidate_selector.{name}")
+        if codes is not None and codes.shape[0] != vocabulary:
+            raise ModelError(f"{folder}: its {name} is of {codes.shape[0]} tokens, its vocabulary of {vocabulary}")
+    try:
+        sizes = Sizes(size, vocabulary, num_layers, block - (not options["from_anchor"]), options)  # type: ignore[arg-type]
+    except ModelError as error:
+        raise ModelError(f"{folder} is no DFlash drafter: {error}") from error
+    return sizes, {_rename(name): tensor for name, tensor in weights.items() if _kept(name, options)}
+
+
+def _kept(name: str, options: Mapping[str, Any]) -> bool:
+    """The target's output layer may be there again."""
+    return name != "lm_head.weight" or bool(options["own_head"])
+
+
+def _rename(name: str) -> str:
+    for codes in ("predecessor_codebook", "successor_codebook"):  # older files
+        name = name.replace(f"{codes}.weight", codes)
+    name = name.replace("markov_head.", "").replace("confidence_head.proj.", "confidence.")
+    return name.replace("self_attn.", "").replace("layers.", "blocks.", 1) if name.startswith("layers.") else name
+
+
+def _options(
+    folder: Path, config: Mapping[str, Any], told: Mapping[str, Any], weights: Mapping[str, torch.Tensor], depth: int
+) -> dict[str, Any]:
+    """The head's options. Raises ModelError for what is not served."""
+    for key, neutral in NEUTRAL.items():
+        if told.get(key, neutral) not in (neutral, None):
+            raise ModelError(f"{folder}: {key} {shown(told[key])} is not served")
+    if told.get("markov_head_type", "vanilla") != "vanilla":
+        raise ModelError(f"{folder}: markov_head_type {shown(told['markov_head_type'])} is not served, only 'vanilla'")
+    rope = told.get("rope_parameters") or told.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ModelError(f"{folder}: its block turns queries and keys in the default way alone, not by {shown(rope)}")
+    counts = {name: told.get(name) for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers")}
+    mask, vocabulary = told.get("mask_token_id"), told.get("vocab_size")
+    counts |= {"mask_token_id": mask, "vocab_size": vocabulary}
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < (name != "mask_token_id"):
+            raise ModelError(f"{folder}: its {CONFIG} has {shown(value)} as {name}")
+    if mask >= vocabulary:  # type: ignore[operator]
+        raise ModelError(f"{folder}: mask_token_id {mask} is outside a vocabulary of {vocabulary}")
+    heads, blocks, size = counts["num_attention_heads"], counts["num_hidden_layers"], weights["fc.weight"].shape[0]
+    options: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": told.get("num_key_value_heads") or heads,
+        "width": told.get("head_dim") or size // heads,  # type: ignore[operator]
+        "inner_size": counts["intermediate_size"],
+        "blocks": blocks,
+        "theta": float(rope.get("rope_theta") or told.get("rope_theta") or 10000.0),
+        "eps": told.get("rms_norm_eps", 1e-6),
+        "mask": mask,
+        "layers": _taps(folder, config, told, weights["fc.weight"].shape, depth),
+        "biased": "layers.0.self_attn.q_proj.bias" in weights,
+        "own_head": "d2t" in weights and "lm_head.weight" in weights,
+        "draft_vocab_size": weights["d2t"].shape[0] if "d2t" in weights else None,
+    }
+    dspark = "markov_head.markov_w1.weight" in weights
+    options["from_anchor"] = told.get("sample_from_anchor", dspark and "speculators_model_type" not in config)
+    if dspark:
+        options["markov"] = weights["markov_head.markov_w1.weight"].shape[1]
+    if "confidence_head.proj.weight" in weights:
+        reads = weights["confidence_head.proj.weight"].shape[1]
+        options["confidence"] = "markov" if reads > size else "plain"
+    if "layers.0.attention_conv.base_kernel" in weights:
+        options["group"] = told.get("conv_group_size", CANDIDATES)
+        if told.get("conv_kernel_size", TAPS) != TAPS:
+            raise ModelError(
+                f"{folder}: convolutions over {shown(told['conv_kernel_size'])} rows are not served, only {TAPS}"
+            )
+    if "candidate_selector.hidden_projection.weight" in weights:
+        rank = weights["candidate_selector.hidden_projection.weight"].shape[0]
+        options["selector"] = {"rank": rank, "top": told.get("selector_top_k", CANDIDATES)}
+    types = told.get("layer_types") or []
+    sliding = [kind == "sliding_attention" for kind in types][: counts["num_hidden_layers"]]
+    if any(sliding):
+        options["windows"] = [told.get("sliding_window") if each else None for each in sliding]
+    causal = told.get("is_causal")
+    options["causal"] = [bool(causal)] * blocks if causal is not None else (sliding or None)  # type: ignore[operator]
+    return options
+
+
+def _taps(folder: Path, config: Mapping[str, Any], told: Mapping[str, Any], fc: torch.Size, depth: int) -> list[int]:
+    """Hidden states that the block reads, the embeddings being number 0. z-lab's and SGLang's number i is what layer i
+    says; speculators count from the embeddings. Raises ModelError for ids that the target has not."""
+    ids, shift = told.get("target_layer_ids"), 1
+    if "speculators_model_type" in config or ids is None:
+        ids, shift = told.get("aux_hidden_state_layer_ids", ids), 0 if "speculators_model_type" in config else 1
+    if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids):
+        raise ModelError(
+            f"{folder}: its {CONFIG} does not say which of the target's layers it reads (target_layer_ids)"
+        )
+    layers = [each + shift for each in ids]
+    if max(layers) > depth or min(layers) < 0:
+        raise ModelError(f"{folder} reads the target's layers {ids}; the target has {depth}: it was made for another")
+    if fc[1] != len(layers) * fc[0]:
+        raise ModelError(
+            f"{folder}: its fc takes {fc[1]} numbers, {len(layers)} hidden states of {fc[0]} have another count"
+        )
+    return layers
+
+
+class _Context:
+    """One sequence's context in one layer after the other: keys and values [layers, kv heads, capacity, width], of
+    which the first ``count`` are there, and free entries behind them for a block's own rows."""
+
+    def __init__(self, layers: int, like: torch.Tensor) -> None:
+        kv_heads, width = like.shape[1:]
+        self.count = 0
+        self.keys, self.values = (like.new_zeros(layers, kv_heads, 0, width) for _ in range(2))
+
+    def add(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], spare: int) -> None:
+        """Append keys and values [n, kv heads, width] per layer; ``spare`` entries stay free behind them."""
+        end = self.count + pairs[0][0].shape[0]
+        if end + spare > self.keys.shape[2]:
+            more = 2 * (end + spare) - self.keys.shape[2]
+            self.keys, self.values = (F.pad(side, (0, 0, 0, more)) for side in (self.keys, self.values))
+        for index, (k, v) in enumerate(pairs):
+            self.write(index, k, v)
+        self.count = end
+
+    def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        end = self.count + k.shape[0]
+        self.keys[index, :, self.count : end] = k.transpose(0, 1)
+        self.values[index, :, self.count : end] = v.transpose(0, 1)
+
+    def read(self, index: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Context and ``own`` rows behind it, [1, kv heads, n, width]."""
+        rows = slice(0, self.count + own)
+        return self.keys[index, None, :, rows], self.values[index, None, :, rows]
+
+
+@dataclass(frozen=True)
+class DFlashConfig(StepsConfig, HeadConfig):
+    """A head's options and a tree's. ``confidence_threshold`` reads DSpark's own head where a file has one."""
+
+
+@drafters.register("dflash")
+class DFlash(HeadDrafter[DFlashConfig]):
+    name = "dflash"
+    config_class = DFlashConfig
+    head_class = DFlashHead
+
+    def __init__(self, config: DFlashConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        assert isinstance(self.head, DFlashHead)
+        self.flash = self.head
+        self.contexts: dict[int, _Context] = {}
+
+    @inference
+    def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
+        features = self.flash.context(rows)
+        positions = torch.arange(sequence.cached - len(rows), sequence.cached, device=rows.device)
+        pairs = [block.keys(features, positions) for block in self.flash.each_block()]
+        if sequence.id not in self.contexts:
+            self.contexts[sequence.id] = _Context(len(pairs), pairs[0][0])
+        self.contexts[sequence.id].add(pairs, self.flash.rows)
+
+    @inference
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+        self.learn()
+        ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]
+        if not ready:
+            return [Draft() for _ in sequences]
+        states = self.states_of([sequences[index] for index in ready])
+        slot = {index: i for i, index in enumerate(ready)}
+        logits = self._output(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+
+        def tails(frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+            """The token before the one to guess."""
+            last = [drafts[i].tokens[node] if node >= 0 else sequences[i].tokens[-1] for i, node in frontier]
+            return torch.tensor(last, device=states.device)
+
+        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+            slots = [slot[index] for index, _ in frontier]
+            return self.revise(logits[slots, depth], states[slots, depth], tails(frontier, drafts))
+
+        def sure(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> list[float]:
+            slots = [slot[index] for index, _ in frontier]
+            return self.flash.sure(states[slots, depth], tails(frontier, drafts)).tolist()
+
+        known = sure if self.flash.confidence is not None else None
+        return grow(sequences, ready, budgets, self.config, self.chooser, score, known)[0]
+
+    def _output(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits over its own vocabulary."""
+        head = self.flash.lm_head
+        return self.context.target.lm_head(states) if head is None else head(states).float()
+
+    def revise(self, logits: torch.Tensor, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Logits [n, target's vocabulary] of rows with these ``logits`` and ``states`` behind the tokens ``before``."""
+        head = self.flash
+        if head.markov_w1 is not None:
+            logits = logits + head.bias(before)
+        if head.candidate_selector is not None:
+            values, ids = logits.topk(min(head.options["selector"]["top"], logits.shape[1]), dim=-1)
+            values = values + head.candidate_selector(before, states, ids).float()
+            logits = torch.full_like(logits, float("-inf")).scatter_(1, ids, values)
+        return logits if head.lm_head is None else self.widen(logits)
+
+    def states_of(self, sequences: Sequence[RequestState]) -> torch.Tensor:
+        """Normed states [sequences, depth, hidden size] of a whole block's rows that guess something, as many as are
+        drafted."""
+        head, rows = self.flash, self.flash.rows
+        device = self.context.target.info.device
+        last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
+        x = self.context.target.embed(head.inputs(last).flatten()).unflatten(0, (len(sequences), rows))
+        x = x.to(head.fc.weight.dtype)
+        starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=device)
+        where = starts[:, None] + torch.arange(rows, device=device)
+        free = not head.options["windows"] and not any(head.options["causal"] or ())
+        for index, block in enumerate(head.each_block()):
+
+            def attend(normed: torch.Tensor, index=index, block=block) -> torch.Tensor:
+                q = block.queries(normed, where).transpose(1, 2)
+                own_k, own_v = block.keys(normed, where)
+                parts = []
+                for i, sequence in enumerate(sequences):
+                    kept = self.contexts[sequence.id]
+                    kept.write(index, own_k[i], own_v[i])
+                    k, v = kept.read(index, rows)
+                    seen = None if free else head.seen(index, where[i], torch.arange(kept.count, device=device))
+                    parts.append(F.scaled_dot_product_attention(q[i, None], k, v, attn_mask=seen, enable_gqa=True)[0])
+                return torch.stack(parts).transpose(1, 2).flatten(2)
+
+            x = block(x, attend)
+        first = rows - head.sizes.depth
+        return head.norm(x[:, first : first + self.config.num_speculative_tokens])
+
+    def states(self) -> list[dict[int, Any]]:
+        return [*super().states(), self.contexts]
+
+    @classmethod
+    def example(cls, target: Path, folder: Path) -> dict[str, Any]:
+        """With all that the successors have."""
+        config = read_config(target).get_text_config()
+        options = {"group": 16, "selector": {"rank": 4, "top": 6}, "markov": 4, "confidence": "markov"}
+        sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, 4, options)
+        torch.manual_seed(0)
+        DFlashHead(sizes).save(folder)
+        return {"model": str(folder)}

@@ -1,0 +1,311 @@
+"""Blocks filled in one pass: what is drafted, and the distribution it is drawn from, are those of a dense float64
+computation out of the files' own tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from forerun import LLM, ForerunError, SamplingParams
+from forerun.models.load import read_config
+
+PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
+HEADS, KV_HEADS, WIDTH, INNER, LAYERS, MASK, RANK = 4, 2, 16, 24, 2, 1, 8
+BLOCK = 5
+
+
+def random_weights(size: int, vocabulary: int, taps: int, kind: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors by the names that z-lab's files have."""
+    g = torch.Generator().manual_seed(seed)
+
+    def r(*shape: int, scale: float = 0.3, mean: float = 0.0) -> torch.Tensor:
+        return torch.randn(*shape, generator=g) * scale + mean
+
+    w = {"fc.weight": r(size, taps * size), "hidden_norm.weight": r(size, mean=1.0), "norm.weight": r(size, mean=1.0)}
+    for i in range(LAYERS):
+        at, attention, wide, narrow = f"layers.{i}.", f"layers.{i}.self_attn.", HEADS * WIDTH, KV_HEADS * WIDTH
+        w |= {f"{at}input_layernorm.weight": r(size, mean=1.0), f"{attention}q_proj.weight": r(wide, size),
+              f"{attention}k_proj.weight": r(narrow, size), f"{attention}v_proj.weight": r(narrow, size),
+              f"{attention}o_proj.weight": r(size, wide), f"{at}post_attention_layernorm.weight": r(size, mean=1.0),
+              f"{attention}q_norm.weight": r(WIDTH, mean=1.0), f"{attention}k_norm.weight": r(WIDTH, mean=1.0),
+              f"{at}mlp.gate_proj.weight": r(INNER, size), f"{at}mlp.up_proj.weight": r(INNER, size),
+              f"{at}mlp.down_proj.weight": r(size, INNER)}  # fmt: skip
+        if kind == "dflash2":
+            for part in ("attention_conv", "mlp_conv"):
+                w[f"{at}{part}.base_kernel"] = r(2, 2, size, mean=0.5)
+                w[f"{at}{part}.kernel_projection.weight"] = r(2 * 2 * size // 16, size, scale=0.1)
+    if kind == "dflash2":
+        at = "candidate_selector."
+        w |= {f"{at}hidden_projection.weight": r(RANK, size), f"{at}predecessor_codebook": r(vocabulary, RANK),
+              f"{at}successor_codebook": r(vocabulary, RANK)}  # fmt: skip
+    if kind == "dspark":
+        w |= {"markov_head.markov_w1.weight": r(vocabulary, RANK), "markov_head.markov_w2.weight": r(vocabulary, RANK),
+              "confidence_head.proj.weight": r(1, size + RANK), "confidence_head.proj.bias": r(1),
+              "embed_tokens.weight": r(vocabulary, size), "lm_head.weight": r(vocabulary, size)}  # fmt: skip
+    return w
+
+
+def config_of(target: Path, kind: str, **more: Any) -> dict[str, Any]:
+    text = read_config(target).get_text_config()
+    config: dict[str, Any] = {
+        "hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000.0, "block_size": BLOCK,
+        "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": MASK},
+    }  # fmt: skip
+    if kind == "dflash2":
+        config["dflash_config"] |= {
+            "selector_top_k": 6,
+            "selector_rank": RANK,
+            "conv_group_size": 16,
+            "conv_kernel_size": 2,
+        }
+    if kind == "dspark":
+        config |= {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    return config | more
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+class Dense:
+    """The drafter in float64, without a cache."""
+
+    def __init__(self, target: Path, weights: dict[str, torch.Tensor], kind: str, *, theta: float = 1000.0) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
+        self.w = {name: tensor.double() for name, tensor in weights.items()}
+        self.kind, self.theta = kind, theta
+
+    def rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.w[name]
+
+    def turn(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        half = WIDTH // 2
+        angle = at[:, None].double() * self.theta ** (-torch.arange(half).double() / half)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def convolve(self, x: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for row in range(len(x)):
+            for tap in range(2):
+                if row >= tap:
+                    for group in range(x.shape[1] // 16):
+                        cut = slice(16 * group, 16 * group + 16)
+                        out[row, cut] += (base[tap, cut] + dynamic[row, tap, group]) * x[row - tap, cut]
+        return out
+
+    def part(self, name: str, x: torch.Tensor, run: Any) -> torch.Tensor:
+        if self.kind != "dflash2":
+            return run(x)
+        base = self.w[f"{name}.base_kernel"]
+        dynamic = (x @ self.w[f"{name}.kernel_projection.weight"].T).view(len(x), 2, 2, -1)
+        return self.convolve(run(self.convolve(x, dynamic[:, 0], base[0])), dynamic[:, 1], base[1])
+
+    @torch.no_grad()
+    def states(self, committed: list[int]) -> torch.Tensor:
+        """Of all rows of the block behind ``committed``."""
+        w, n = self.w, len(committed) - 1
+        hidden = self.model(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states
+        context = self.rms(torch.cat([hidden[1][0], hidden[2][0]], -1) @ w["fc.weight"].T, "hidden_norm.weight")
+        x = self.model.get_input_embeddings()(torch.tensor([committed[-1]] + [MASK] * (BLOCK - 1)))
+        at = torch.arange(n, n + BLOCK)
+        for i in range(LAYERS):
+            name = f"layers.{i}.self_attn."
+
+            def attend(rows: torch.Tensor, name: str = name) -> torch.Tensor:
+                read = torch.cat([context, rows])
+                q = self.rms((rows @ w[f"{name}q_proj.weight"].T).view(-1, HEADS, WIDTH), f"{name}q_norm.weight")
+                k = self.rms((read @ w[f"{name}k_proj.weight"].T).view(-1, KV_HEADS, WIDTH), f"{name}k_norm.weight")
+                v = (read @ w[f"{name}v_proj.weight"].T).view(-1, KV_HEADS, WIDTH)
+                q, k = self.turn(q, at), self.turn(k, torch.arange(n + BLOCK))
+                k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+                weights = (torch.einsum("qhw,khw->hqk", q, k) / WIDTH**0.5).softmax(-1)
+                return torch.einsum("hqk,khw->qhw", weights, v).flatten(1) @ w[f"{name}o_proj.weight"].T
+
+            def feed(rows: torch.Tensor, i: int = i) -> torch.Tensor:
+                gate, up, down = (w[f"layers.{i}.mlp.{p}_proj.weight"] for p in ("gate", "up", "down"))
+                return (torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
+
+            x = x + self.part(f"layers.{i}.attention_conv", self.rms(x, f"layers.{i}.input_layernorm.weight"), attend)
+            normed = self.rms(x, f"layers.{i}.post_attention_layernorm.weight")
+            x = x + self.part(f"layers.{i}.mlp_conv", normed, feed)
+        return self.rms(x, "norm.weight")
+
+    @torch.no_grad()
+    def logits(self, state: torch.Tensor, before: int) -> torch.Tensor:
+        """Of the token behind ``before``."""
+        w, said = self.w, self.model.lm_head(state)
+        if self.kind == "dspark":
+            said = said + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][before]
+        if self.kind == "dflash2":
+            values, ids = said.topk(6)
+            at = "candidate_selector."
+            read = w[f"{at}predecessor_codebook"][before] * (w[f"{at}hidden_projection.weight"] @ state)
+            said = torch.full_like(said, -torch.inf)
+            said[ids] = values + w[f"{at}successor_codebook"][ids] @ read
+        return said
+
+    def sure(self, state: torch.Tensor, before: int) -> float:
+        read = torch.cat([state, self.w["markov_head.markov_w1.weight"][before]])
+        return float(
+            torch.sigmoid(self.w["confidence_head.proj.weight"][0] @ read + self.w["confidence_head.proj.bias"][0])
+        )
+
+    def draft(self, committed: list[int], count: int) -> list[int]:
+        states, tokens = self.states(committed), [committed[-1]]
+        for depth in range(count):
+            row = depth + (0 if self.kind == "dspark" else 1)
+            tokens.append(int(self.logits(states[row], tokens[-1]).argmax()))
+        return tokens[1:]
+
+
+@pytest.fixture(scope="module", params=["dflash", "dflash2", "dspark"])
+def made(
+    request: pytest.FixtureRequest, tiny_target: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Dense]:
+    kind, target = request.param, Path(tiny_target)
+    config = config_of(target, kind)
+    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, kind)
+    return kind, write(tmp_path_factory.mktemp(kind), config, weights), Dense(target, weights, kind)
+
+
+def first_draft(target: str, folder: Path, **options: Any) -> tuple[list[int], list[int]]:
+    config = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 4, **options}
+    llm = LLM(target, speculative_config=config, trace=True)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    trace = llm.generate([PROMPT], params)[0].outputs[0].trace
+    index = next(i for i, entry in enumerate(trace) if entry.drafted)
+    committed = PROMPT + [token for entry in trace[:index] for token in entry.tokens]
+    kept = [token for token, origin in zip(trace[index].tokens, trace[index].origins) if origin == "accepted"]
+    return kept + list(trace[index].rejected), committed
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_it_drafts_what_the_dense_form_says(tiny_target: str, made: tuple[str, Path, Dense], count: int) -> None:
+    _, folder, dense = made
+    drafted, committed = first_draft(tiny_target, folder, num_speculative_tokens=count)
+    assert drafted == dense.draft(committed, count)
+
+
+def test_q_is_the_dense_forms_at_every_node_of_later_rounds(
+    tiny_target: str, made: tuple[str, Path, Dense], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder, dense = made
+    config = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3, "accept": "token"}
+    llm = LLM(tiny_target, speculative_config=config)
+    (drafter,) = llm.engine.router.drafters.values()
+    choose, seen = drafter.chooser.choose, []
+
+    def recorded(logits: torch.Tensor, rows: Any, *more: Any) -> Any:
+        seen.extend((list(row.sequence.tokens), list(row.path), each.clone()) for row, each in zip(rows, logits))
+        return choose(logits, rows, *more)
+
+    monkeypatch.setattr(drafter.chooser, "choose", recorded)
+    llm.generate([PROMPT], SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True))
+    assert len({len(tokens) for tokens, _, _ in seen}) > 2
+    for tokens, path, logits in seen:
+        state = dense.states(tokens)[len(path) + (0 if dense.kind == "dspark" else 1)]
+        expected = dense.logits(state, [*tokens, *path][-1]).softmax(-1)
+        torch.testing.assert_close(logits.double().softmax(-1), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_tokens_are_plain_decodings_in_chains_and_trees(tiny_target: str, made: tuple[str, Path, Dense]) -> None:
+    _, folder, _ = made
+    params = [SamplingParams(temperature=t, seed=s, max_tokens=20, ignore_eos=True) for t in (0.0, 0.8) for s in (0, 1)]
+    prompts = [PROMPT[i:] for i in range(4)]
+    plain = LLM(tiny_target, speculative_config=None).generate(prompts, params)
+    for options in ({}, {"tree": [3, 2]}, {"tree_nodes": 6}, {"quantization": "q8_0"}):
+        llm = LLM(tiny_target, speculative_config={"method": "dflash", "model": str(folder), **options})
+        result = llm.generate(prompts, params)
+        assert [o.outputs[0].token_ids for o in result] == [o.outputs[0].token_ids for o in plain]
+
+
+def test_a_confidence_head_ends_chains(tiny_target: str, tmp_path: Path) -> None:
+    target = Path(tiny_target)
+    config = config_of(target, "dspark")
+    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dspark")
+    dense = Dense(target, weights, "dspark")
+    write(tmp_path / "d", config, weights)
+    lengths = set()
+    for threshold in (0.02, 0.3, 0.9):
+        drafted, committed = first_draft(tiny_target, tmp_path / "d", confidence_threshold=threshold)
+        states, chance, before, expected = dense.states(committed), 1.0, committed[-1], []
+        for depth, token in enumerate(dense.draft(committed, 4)):
+            expected.append(token)
+            chance *= dense.sure(states[depth], before)
+            before = token
+            if chance < threshold:
+                break
+        assert drafted == expected
+        lengths.add(len(drafted))
+    assert len(lengths) > 1
+
+
+def test_speculators_count_layers_from_the_embeddings_and_may_draft_from_part_of_the_vocabulary(
+    tiny_target: str, tmp_path: Path
+) -> None:
+    """The same weights in speculators' form, whose own output layer has some of the target's rows."""
+    target = Path(tiny_target)
+    flat = config_of(target, "dspark")
+    weights = random_weights(flat["hidden_size"], flat["vocab_size"], 2, "dspark")
+    dense = Dense(target, weights, "dspark")
+    ids = torch.arange(0, flat["vocab_size"], 2)
+    names = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+             "num_hidden_layers", "rms_norm_eps", "rope_theta")  # fmt: skip
+    config = {
+        "speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [1, 2], "block_size": BLOCK,
+        "mask_token_id": MASK, "markov_rank": RANK, "sample_from_anchor": True,
+        "transformer_layer_config": {name: flat[name] for name in names},
+    }  # fmt: skip
+    weights["lm_head.weight"] = dense.model.lm_head.weight.detach().float()[ids]
+    weights["markov_head.markov_w2.weight"] = weights["markov_head.markov_w2.weight"][ids]
+    weights["d2t"] = ids - torch.arange(len(ids))
+    write(tmp_path / "s", config, weights)
+    drafted, committed = first_draft(tiny_target, tmp_path / "s")
+    states, before, expected = dense.states(committed), committed[-1], []
+    for depth in range(4):
+        before = int(ids[dense.logits(states[depth], before)[ids].argmax()])
+        expected.append(before)
+    assert drafted == expected
+
+
+def test_other_files_are_refused_in_one_line(tiny_target: str, tmp_path: Path) -> None:
+    target = Path(tiny_target)
+    config = config_of(target, "dflash2")
+    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dflash2")
+    own = config["dflash_config"]
+    short = {**weights, "candidate_selector.successor_codebook": torch.zeros(7, RANK)}
+    codes = {f"candidate_selector.{name}_codebook": torch.zeros(12, RANK) for name in ("predecessor", "successor")}
+    cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
+        ({**config, "speculators_model_type": "peagle"}, weights, "it is 'peagle'; dflash, dflash2, dspark files"),
+        (config, {k: t for k, t in weights.items() if k != "fc.weight"}, "it has no fc and hidden_norm"),
+        ({**config, "dflash_config": {**own, "target_layer_ids": [0, 7]}}, weights, "the target has 2: it was made"),
+        ({**config, "dflash_config": {**own, "target_layer_ids": [0]}}, weights, "its fc takes 64 numbers, 1 hidden"),
+        ({**config, "dflash_config": {**own, "mask_token_id": 5000}}, weights, "mask_token_id 5000 is outside"),
+        ({**config, "dflash_config": {"mask_token_id": 1}}, weights, "does not say which of the target's layers"),
+        (config, short, "its successor_codebook is of 7 tokens, its vocabulary of"),
+        ({**config, "block_size": 1}, weights, "block_size is an integer of at least 2"),
+        ({**config, "output_multiplier": 2.0}, weights, "output_multiplier 2.0 is not served"),
+        ({**config, "markov_head_type": "rnn"}, weights, "markov_head_type 'rnn' is not served"),
+        ({**config, "rope_scaling": {"rope_type": "yarn"}}, weights, "turns queries and keys in the default way alone"),
+        ({**config, "num_hidden_layers": 3}, weights, "the weights do not fit their config: blocks.2"),
+        ({**config, "vocab_size": 12}, {**weights, **codes}, "was trained for a target"),
+    ]  # fmt: skip
+    for place, (said, tensors, message) in enumerate(cases):
+        folder = write(tmp_path / str(place), said, tensors)
+        with pytest.raises(ForerunError) as caught:
+            LLM(tiny_target, speculative_config={"method": "dflash", "model": str(folder)})
+        assert message in str(caught.value), str(caught.value)
+        assert "\n" not in str(caught.value)
