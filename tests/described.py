@@ -22,7 +22,17 @@ TWO_BASES = {"rope_parameters": {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }}  # fmt: skip
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}
+GROWING = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 11}
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+YARN_AND_PLAIN = {"rope_parameters": {
+    "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}}  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 1.3, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.5,
+}  # fmt: skip
+STRETCHED = {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {**TYPES, **CAPS, "query_pre_attn_scalar": 24}),
     "gemma2-untied": ("gemma2", {**TYPES, "head_dim": 24, "attention_bias": True, "tie_word_embeddings": False}),
@@ -38,6 +48,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                 "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 6}),
     "qwen3_moe-some": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
                                      "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "granite": ("granite", {**GRANITE, "tie_word_embeddings": True}),
+    "granite-biases": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "olmo3": ("olmo3", {**TYPES, **YARN_AND_PLAIN}),
+    "exaone4": ("exaone4", TYPES),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3,
+                                 "tie_word_embeddings": True}),
+    "glm4": ("glm4", {"attention_bias": True, "rope_parameters": HALF}),
+    "hunyuan": ("hunyuan_v1_dense", {**STRETCHED, "tie_word_embeddings": True}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "ernie4_5-tied": ("ernie4_5", {"tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {"attention_bias": True}),
+    "apertus": ("apertus", {"rope_parameters": YARN}),
+    "cohere2": ("cohere2", {**TYPES, "logit_scale": 0.3}),
+    "cohere2-biases": ("cohere2", {**TYPES, "attention_bias": True, "tie_word_embeddings": False}),
+    "starcoder2": ("starcoder2", {"use_bias": True, "sliding_window": 9, "tie_word_embeddings": True}),
+    "starcoder2-bare": ("starcoder2", {"use_bias": False, "sliding_window": None, "tie_word_embeddings": False}),
+    "gpt_oss": ("gpt_oss", {**TYPES, "num_local_experts": 5, "num_experts_per_tok": 2, "swiglu_limit": 0.7}),
+    "ministral3": ("ministral3", {"sliding_window": None, "rope_parameters": {**YARN, **GROWING}}),
 }  # fmt: skip
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
@@ -46,7 +74,10 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Some layers keep a state."""
 CASES |= HYBRIDS
-MAIN = ("gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some", "lfm2")
+MAIN = (
+    "gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some", "granite", "olmo3", "exaone4", "glm4",
+    "hunyuan", "ernie4_5", "seed_oss", "apertus", "cohere2", "starcoder2", "gpt_oss", "ministral3", "lfm2",
+)  # fmt: skip
 """One of each."""
 
 
@@ -56,7 +87,7 @@ def save_described(name: str, folder: Path) -> None:
     torch.manual_seed(sorted(CASES).index(name))
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     for part, parameter in module.named_parameters():
-        around_one = parameter.dim() == 1 and part.endswith("norm.weight") and "gemma" not in name
+        around_one = part.endswith("norm.weight") and "gemma" not in name
         torch.nn.init.normal_(parameter, 1.0 if around_one else 0.0, 0.2)
     module.tie_weights()
     module.save_pretrained(folder)

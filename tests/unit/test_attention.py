@@ -51,7 +51,7 @@ class Case:
                 self.entries[index] = k[offset + row].double(), v[offset + row].double()
         return out
 
-    def wanted(self, spans, q, window=None, softcap=None) -> torch.Tensor:
+    def wanted(self, spans, q, window=None, softcap=None, sinks=None) -> torch.Tensor:
         """Row by row: the entries it sees, listed in words of the protocol."""
         out, index = [], 0
         for span in spans:
@@ -77,7 +77,8 @@ class Case:
                     scores = k[:, mine] @ q[index, head].double() / math.sqrt(self.width)
                     if softcap is not None:
                         scores = softcap * torch.tanh(scores / softcap)
-                    heads.append(torch.softmax(scores, 0) @ v[:, mine])
+                    more = scores[:0] if sinks is None else sinks[head : head + 1].double()
+                    heads.append(torch.softmax(torch.cat([scores, more]), 0)[: len(v)] @ v[:, mine])
                 out.append(torch.cat(heads))
                 index += 1
         return torch.stack(out)
@@ -133,6 +134,15 @@ def test_windows_and_soft_caps(dtype, options):
     case.check([Span(0, 0, [1] * 50)], **options)
     case.check([Span(0, 50, [1] * 6, [-1, 0, 1, 1, 0, 3])], **options)
     case.check([Span(0, 51, [1] * 3)], **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks(dtype):
+    case, options = Case(dtype, 4, 2, 32, 16), {"sinks": torch.tensor([-3.0, 0.5, 9.0, 2.0]), "window": 12}
+    case.check([Span(0, 0, [1] * 50)], **options)
+    case.check([Span(0, 50, [1] * 6, [-1, 0, 1, 1, 0, 3])], **options)
+    with pytest.raises(ValueError, match="for 4 heads"):
+        case.run([Span(1, 0, [1] * 2)], *case.rows(2), sinks=torch.zeros(3))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -38,6 +38,9 @@ SIZES = {
     "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256, "bos_token_id": 1,
     "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "llama-3.2": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -54,9 +57,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                                   "partial_rotary_factor": 0.5}}),
     "olmo2": ("olmo2", {"head_dim": 16}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "granite": ("granite", {"tie_word_embeddings": True, "embedding_multiplier": 1.3, "attention_multiplier": 0.3,
+                            "residual_multiplier": 0.4, "logits_scaling": 2.5}),
+    "olmo3": ("olmo3", {**TYPES, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
+    "exaone4": ("exaone4", {**TYPES, "rope_parameters": LLAMA3}),
+    "glm4": ("glm4", {"attention_bias": True, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}),
+    "hunyuan": ("hunyuan_v1_dense", {"tie_word_embeddings": True}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "seed_oss": ("seed_oss", {"attention_bias": True}),
+    "apertus": ("apertus", {"rope_parameters": YARN, "head_dim": 16}),
+    "cohere2": ("cohere2", {**TYPES, "logit_scale": 0.3, "head_dim": 16}),
+    "gpt_oss": ("gpt_oss", {**TYPES, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0,
+                            "rope_parameters": {**YARN, "truncate": False}}),
+    "ministral3": ("ministral3", {"sliding_window": None, "rope_parameters": {
+        **YARN, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 11,
+    }}),
+    "starcoder2": ("starcoder2", {"use_bias": True, "sliding_window": 9, "head_dim": 16}),
 }  # fmt: skip
-NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}
-SIDE_BY_SIDE = ("llama", "mixtral", "smollm3")
+NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense",
+         "gpt_oss": "gpt-oss", "ministral3": "mistral3"}  # fmt: skip
+SIDE_BY_SIDE = ("llama", "mixtral", "smollm3", "granite", "ministral3")
 """Whose rotated pairs the converter puts side by side."""
 IDS = torch.randint(3, len(TOKENS), (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -64,8 +84,9 @@ IDS = torch.randint(3, len(TOKENS), (40,), generator=torch.Generator().manual_se
 def make(kind: str, options: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options})).eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1 and kind != "gemma2"), std=0.2)
+    for name, parameter in module.named_parameters():
+        around_one = parameter.dim() == 1 and kind != "gemma2" and not name.endswith("bias")
+        torch.nn.init.normal_(parameter, mean=float(around_one), std=0.2)
     module.tie_weights()
     return module
 
@@ -73,7 +94,7 @@ def make(kind: str, options: dict[str, Any]) -> PreTrainedModel:
 def converted(module: PreTrainedModel):
     """Name of a tensor in llama.cpp, and its numbers."""
     config, kind = module.config, module.config.model_type
-    arch = getattr(gguf.MODEL_ARCH, NAMES.get(kind, kind).upper())
+    arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[NAMES.get(kind, kind)]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, weight in module.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -83,7 +104,11 @@ def converted(module: PreTrainedModel):
             weight = weight.reshape(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
         if kind == "gemma2" and name.endswith("norm.weight"):
             weight = weight + 1
-        if name.endswith("mlp.experts.gate_up_proj"):
+        if ".act_fn." in name:
+            continue  # a list in the metadata
+        if kind == "gpt_oss" and (".experts." in name or ".sinks" in name or ".router." in name):
+            yield from gpt_oss(name, weight)
+        elif name.endswith("mlp.experts.gate_up_proj"):
             at = f"blk.{name.split('.')[2]}."
             gate, up = weight.chunk(2, dim=1)
             yield f"{at}ffn_gate_exps.weight", gate
@@ -92,9 +117,31 @@ def converted(module: PreTrainedModel):
             yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", weight
         else:
             yield names.get_name(name, (".weight", ".bias")), weight
-    rope = config.rope_parameters
+    rope = base_rope(config)
     if rope["rope_type"] == "llama3":
         yield FREQUENCIES, divisors(rope, config.head_dim)
+
+
+def gpt_oss(name: str, weight: torch.Tensor):
+    """Sinks, router and stacked experts: inputs first, outputs of gate and up by turns."""
+    at, _, end = f"blk.{name.split('.')[2]}.", *name.rpartition("_" if "_bias" in name else ".")[1:]
+    part = name.split(".")[-1].removesuffix("_bias")
+    if part == "sinks":
+        yield f"{at}attn_sinks.weight", weight
+    elif ".router." in name:
+        yield f"{at}ffn_gate_inp.{end}", weight
+    else:
+        kind = "bias" if end == "bias" else "weight"
+        outputs = weight if kind == "bias" else weight.transpose(1, 2)
+        sides = {"down": outputs} if part == "down_proj" else {"gate": outputs[:, ::2], "up": outputs[:, 1::2]}
+        for side, numbers in sides.items():
+            yield f"{at}ffn_{side}_exps.{kind}", numbers
+
+
+def base_rope(config: Any) -> dict[str, Any]:
+    """Of layers without a window."""
+    rope = config.rope_parameters
+    return rope.get("full_attention", rope)
 
 
 def divisors(rope: dict[str, Any], width: int) -> torch.Tensor:
@@ -129,30 +176,54 @@ def write(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    turned = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    if kind in ("cohere2", "starcoder2"):
+        writer.add_layer_norm_eps(config.layer_norm_eps if kind == "cohere2" else config.norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = base_rope(config)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    turned = int(width * rope.get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(turned)
     if width != config.hidden_size // config.num_attention_heads:
         writer.add_key_length(width)
         writer.add_value_length(width)
-    if kind in ("gemma2", "phi3") and config.sliding_window:
+    if kind in ("gemma2", "phi3", "olmo3", "exaone4", "cohere2", "starcoder2", "gpt_oss") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if kind in ("olmo3", "exaone4", "cohere2"):
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in config.layer_types])
+    if kind == "cohere2":
+        writer.add_logit_scale(config.logit_scale)
+    if kind == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if kind == "apertus":
+        for each in ("alpha_p", "alpha_n", "beta", "eps"):
+            values = [getattr(layer.mlp.act_fn, each).item() for layer in module.model.layers]
+            getattr(writer, f"add_xielu_{each}")(values)
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if kind in ("mixtral", "qwen3_moe"):
-        writer.add_expert_count(config.num_local_experts if kind == "mixtral" else config.num_experts)
+    if kind in ("mixtral", "qwen3_moe", "gpt_oss"):
+        writer.add_expert_count(config.num_experts if kind == "qwen3_moe" else config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if kind == "qwen3_moe":
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if kind in ("qwen3_moe", "gpt_oss"):
+        expert = config.moe_intermediate_size if kind == "qwen3_moe" else config.intermediate_size
+        writer.add_expert_feed_forward_length(expert)
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     for key, value in {**VOCABULARY, **(changes or {})}.items():
         if key in writer.kv_data[0]:
             writer.kv_data[0][key].value = value
         else:
             add(writer, key, value)
     for to, weight in converted(module):
-        kind = experts if "_exps" in to else Kinds.F32
+        kind = experts if "_exps.weight" in to else Kinds.F32
         raw = gguf.quants.quantize(weight.detach().float().contiguous().numpy(), kind)
         writer.add_tensor(to, raw, raw_dtype=kind)
     return finish(writer, path)
@@ -206,7 +277,7 @@ def test_the_config_and_weights_are_those_of_the_checkpoint(models, case):
     module, path = models(case)
     config = read_config(path)
     assert type(config) is type(module.config)
-    if case in ("mixtral", "qwen3_moe"):
+    if case in ("mixtral", "qwen3_moe", "gpt_oss"):
         return  # the transformers path does not read stacked experts
     result = dict(read_module(path, config, torch.float32, attention=None).named_parameters())
     for name, weight in module.named_parameters():
@@ -227,7 +298,10 @@ def test_drafts_change_no_token(models, case):
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        ("qwen2", {"qwen2.rope.scaling.type": "yarn"}, "scales its rotary frequencies .'yarn'."),
+        ("qwen2", {"qwen2.rope.scaling.type": "longrope"}, "scales its rotary frequencies .'longrope'."),
+        ("apertus", {"xielu.alpha_p": [0.5]}, "as xielu.alpha_p, not a number for each of 3 layers"),
+        ("granite", {"granite.residual_scale": 0.0}, "has 0.0 as granite.residual_scale, not a positive number"),
+        ("cohere2", {"cohere2.attention.sliding_window_pattern": [True]}, "has 3 layers, but says of 1"),
         ("qwen3_moe", {"qwen3moe.expert_count": 2**31 - 1}, "has 2147483647 experts by its metadata, and 4 by its"),
         ("mixtral", {"llama.expert_count": 2**31 - 1}, "has 2147483647 experts by its metadata, and 4 by its"),
         ("qwen3_moe", {"qwen3moe.expert_used_count": 9}, "num_experts_per_tok must be an integer"),

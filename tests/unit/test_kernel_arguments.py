@@ -51,9 +51,10 @@ def test_rows(kind):
                            8: [0, *sizes], 9: [2, *sizes], 10: threads}),
         "take_rows": ((2, at, at, at, 2, 3, 4), {0: [-1, 1, 10, 1 << 40], 1: [None], 2: [None, *outside], 3: [None],
                                                  4: sizes, 5: [0, *sizes], 6: [0, *sizes]}),
-        "norm": ((at, at, at, None, 2, 1, 4, 1e-5),
+        "norm": ((at, at, at, None, 2, 1, 4, 1e-5, 0),
                  {0: [None], 1: [None], 2: [None], 4: sizes, 5: [0, -1], 6: [0, *sizes]}),
-        "gate": ((1, at, at, 2, 4), {0: [-1, 2, 1 << 40], 1: [None], 2: [None], 3: sizes, 4: [0, *sizes]}),
+        "gate": ((1, None, 1, at, at, 2, 4),
+                 {0: [-1, 2, 3, 4, 1 << 40], 3: [None], 4: [None], 5: sizes, 6: [0, *sizes]}),
         "apply_rotary": ((at, 8, at, 2, 2, 4), {0: [None], 1: [-8], 2: [None], 3: sizes, 4: [0, -1], 5: [0, 3, -2]}),
     }  # fmt: skip
     for name, (good, bad) in cases.items():
@@ -121,7 +122,7 @@ class Attending:
         self.span = structs.Span(0, 2, 3, 3, 0, -1)
         self.tables, self.paths, self.entries = [1, 0], [0, 4, 0, 5], [0, 1, 2, 3, 4]
         self.pool = structs.Pool(2, 4, 1, 4, 16, 16, 4, 16, 16, 4)
-        self.heads = structs.Heads(2, 0, 8, 4, 4, 0, 0)
+        self.heads = structs.Heads(2, 0, 8, 4, 4, 0, 0, 0)
         self.plan = structs.Plan(at, 1, at, 2, at, 0, at, 0)
         self.at = at
 

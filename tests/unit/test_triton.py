@@ -50,13 +50,15 @@ def filled(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "page_size", "window", "softcap"), CASES)
-def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, window, softcap):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, window, softcap, sinks):
     shape = KVShape(kv_heads, width, value_width)
     generator = torch.Generator().manual_seed(0)
     rows = sum(span.count for span in spans())
     q = torch.randn(rows, heads, width, generator=generator).to(DEVICE)
     k = torch.randn(rows, kv_heads, width, generator=generator).to(DEVICE)
     v = torch.randn(rows, kv_heads, value_width, generator=generator).to(DEVICE)
+    sinks = torch.randn(heads, generator=generator).to(DEVICE) if sinks else None
     results = []
     for kind in (SdpaAttention, TritonAttention):
         pool = Pool([shape], 64 if page_size == 16 else 12, page_size, torch.float32, DEVICE)
@@ -64,7 +66,7 @@ def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, w
         attention = kind(pool)
         batch = Batch(spans(), DEVICE)
         metadata = attention.begin(batch)
-        results.append(attention.run(Query(0, q, k, v, width**-0.5, window, softcap), metadata))
+        results.append(attention.run(Query(0, q, k, v, width**-0.5, window, softcap, sinks=sinks), metadata))
         attention.finish(metadata)
         assert [pool.length(span.key) for span in spans()] == [span.end for span in spans()]
     torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)

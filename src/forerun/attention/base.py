@@ -18,7 +18,7 @@ class Query:
     """One layer's question: q is [rows, heads, width], k and v are [rows, kv heads, width]. Rows past the batch's are
     padding. ``window`` counts positions; ``softcap`` bounds the scores. ``bias`` [heads, reach] float32, contiguous, is
     added to them: the last column to that of a key at the row's own position, the one before it to that of the position
-    before."""
+    before. ``sinks`` [heads] float32, contiguous: the score of one more key of each head, which has no value."""
 
     layer: int
     q: torch.Tensor
@@ -28,6 +28,7 @@ class Query:
     window: int | None = None
     softcap: float | None = None
     bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -94,9 +94,9 @@ class KernelAttention(Backend[Plan]):
         _check_rows(q, k, v, keys, count)
         out = q.new_empty(rows, heads * width)
         shape = _lay_out(keys, values)
-        bias, reach = _check_bias(query.bias, heads)
-        strides = structs.Heads(heads, query.window or 0, q.stride(0), k.stride(0), v.stride(0), bias, reach)
-        sizes = array("q", strides)
+        strides = q.stride(0), k.stride(0), v.stride(0)
+        bias, sinks = _check_bias(query.bias, heads), _check_sinks(query.sinks, heads)
+        sizes = array("q", structs.Heads(heads, query.window or 0, *strides, *bias, sinks))
         self.call(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
             shape.buffer_info()[0], sizes.buffer_info()[0], plan.address, count, query.scale,
@@ -115,7 +115,7 @@ class KernelAttention(Backend[Plan]):
         _check_rows(q, q, q, keys, count)
         rows, heads, width = q.shape
         out = q.new_empty(rows, heads * width)
-        shape, sizes = _lay_out(keys, values), array("q", structs.Heads(heads, 0, q.stride(0), 0, 0, 0, 0))
+        shape, sizes = _lay_out(keys, values), array("q", structs.Heads(heads, 0, q.stride(0), 0, 0, 0, 0, 0))
         self.call(
             q.data_ptr(), None, None, out.data_ptr(), keys.data_ptr(), values.data_ptr(), shape.buffer_info()[0],
             sizes.buffer_info()[0], across.address, count, scale, 0.0, torch.get_num_threads(),
@@ -151,6 +151,15 @@ def _check_bias(bias: torch.Tensor | None, heads: int) -> tuple[int, int]:
     if bias.dtype is not torch.float32 or not bias.is_cpu or not bias.is_contiguous() or bias.shape[:-1] != (heads,):
         raise ValueError(f"a bias {bias.dtype} {[*bias.shape]} on {bias.device} for {heads} heads")
     return bias.data_ptr(), bias.shape[1]
+
+
+def _check_sinks(sinks: torch.Tensor | None, heads: int) -> int:
+    """Their address; 0 for none. Raises ValueError for those that the kernel would misread."""
+    if sinks is None:
+        return 0
+    if sinks.dtype is not torch.float32 or not sinks.is_cpu or not sinks.is_contiguous() or sinks.shape != (heads,):
+        raise ValueError(f"sinks {sinks.dtype} {[*sinks.shape]} on {sinks.device} for {heads} heads")
+    return sinks.data_ptr()
 
 
 def _check(span: Span) -> None:

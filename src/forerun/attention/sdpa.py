@@ -48,8 +48,12 @@ class SdpaAttention(Backend[Layout]):
             q = q[call.offset : call.offset + sequences * rows]
         groups = q.shape[1] // k.shape[1]
         mask = self._mask(batch, call, groups, query.window)
-        out = attend(fold(q, sequences, k.shape[1]), k, v, mask, query.scale, query.softcap)
-        return unfold(out, rows, groups)
+        folded = fold(q, sequences, k.shape[1])
+        sinks = query.sinks
+        if sinks is not None:  # as the queries are folded; those of padding are dropped
+            sinks = sinks.view(k.shape[1], 1, groups).expand(-1, rows, -1).flatten(1)
+            sinks = F.pad(sinks, (0, folded.shape[2] - sinks.shape[1]))[..., None]
+        return unfold(attend(folded, k, v, mask, query.scale, query.softcap, sinks), rows, groups)
 
     def _keys_and_values(self, layer: int, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """[sequences, kv heads, columns, width] of one layer."""
@@ -120,13 +124,24 @@ def unfold(out: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of q [sequences, kv heads, rows, width] over as many keys; ``mask`` is additive."""
-    if softcap is None:
+    """Attention of q [sequences, kv heads, rows, width] over as many keys; ``mask`` is additive, ``sinks`` [kv heads,
+    rows, 1] are scores of one more key, without a value."""
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = torch.matmul(q, k.transpose(2, 3)).float() * scale
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores + mask
-    return torch.matmul(torch.softmax(scores, dim=-1).to(v.dtype), v)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(len(scores), -1, -1, -1)], -1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
+    return torch.matmul(weights.to(v.dtype), v)

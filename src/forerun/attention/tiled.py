@@ -160,11 +160,14 @@ class TiledAttention(Backend[Parts]):
         groups = q.shape[1] // kv_heads
         folded = q.float().view(len(rows), kv_heads, groups, -1).transpose(0, 1).flatten(1, 2)
         mask = mask.expand(-1, -1, -1, groups, -1).flatten(2, 3).to(q.device)
+        sinks = query.sinks
+        if sinks is not None:  # as the queries lie
+            sinks = sinks.to(q.device).view(kv_heads, 1, groups).expand(-1, len(rows), -1).flatten(1)[..., None]
         parts = []
         for first, end, size in tiles.cut(folded.shape[1], sizes):
             got = attend(
                 _pad(folded[:, first:end], size, 1), keys, values, _pad(mask[:, :, first:end], size, 2),
-                query.scale, query.softcap,
+                query.scale, query.softcap, None if sinks is None else _pad(sinks[:, first:end], size, 1),
             )  # fmt: skip
             parts.append(got[:, : end - first])
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -186,9 +189,10 @@ def attend(
     mask: torch.Tensor,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale q k^T + mask) v of q [heads, rows, width] over blocks [heads, BLOCK, width] of keys and of values;
-    ``mask`` [blocks, 1, rows, BLOCK] belongs to the last blocks."""
+    ``mask`` [blocks, 1, rows, BLOCK] belongs to the last blocks. ``sinks`` [heads, rows, 1]: one more score of each."""
     q = q * scale
     scores = [torch.bmm(q, block.transpose(1, 2)) for block in keys]
     if softcap is not None:
@@ -197,7 +201,7 @@ def attend(
     for block, hidden in zip(scores[len(keys) - len(mask) :], mask):
         block.add_(hidden)
     tops = [block.amax(-1, keepdim=True) for block in scores]
-    top = tops[0]
+    top = tops[0] if sinks is None else torch.maximum(tops[0], sinks)
     for other in tops[1:]:
         top = torch.maximum(top, other)
     for block in scores:
@@ -206,6 +210,8 @@ def attend(
     for weights, block in zip(scores[1:], values[1:]):
         total.add_(weights.sum(-1, keepdim=True))
         out.baddbmm_(weights, block)
+    if sinks is not None:
+        total.add_(torch.exp(sinks - top))
     return out.div_(total)
 
 

@@ -116,10 +116,10 @@ def _attend_split(
 
 @triton.jit
 def _merge(
-    out, top, total, merged, cells,
-    SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    out, top, total, merged, sinks, cells, heads,
+    SINKS: tl.constexpr, SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Combine one (row, head)'s splits, in order."""
+    """Combine one (row, head)'s splits, in order, and with SINKS the head's own score without a value."""
     cell = tl.program_id(0)
     width = tl.arange(0, VALUE_PADDED)
     running = tl.load(top + cell)
@@ -135,6 +135,12 @@ def _merge(
         result = result * fade + part * gain
         weight = weight * fade + tl.load(total + other) * gain
         running = best
+    if SINKS:
+        sink = tl.load(sinks + cell % heads)
+        best = tl.maximum(running, sink)
+        fade = tl.exp(running - best)
+        result = result * fade
+        weight = weight * fade + tl.exp(sink - best)
     value = (result / weight).to(merged.dtype.element_ty)
     tl.store(merged + cell * VALUE_WIDTH + width, value, mask=width < VALUE_WIDTH)
 
@@ -251,7 +257,8 @@ class TritonAttention(Backend[Tables]):
         )  # fmt: skip
         out = q.new_zeros(q.shape[0], heads * value_width)
         _merge[(rows * heads,)](
-            partial, top, total, out, rows * heads, SPLITS=tables.splits,
+            partial, top, total, out, total if query.sinks is None else query.sinks, rows * heads, heads,
+            SINKS=query.sinks is not None, SPLITS=tables.splits,
             VALUE_WIDTH=value_width, VALUE_PADDED=max(16, _power_of_two(value_width)),
         )  # fmt: skip
         return out

@@ -186,6 +186,7 @@ struct Attention {
   Side<T> keys, values;
   const float *bias;
   int64_t reach;
+  const float *sinks;
 
   Item item(const Span &span, int64_t from, int64_t head) const {
     Item result{span, from, std::min(from + TILE, span.rows), head, std::numeric_limits<int64_t>::max(), 0};
@@ -247,7 +248,13 @@ struct Attention {
     }
     for (int64_t index = 0; index < (to - from) * groups; index++) {
       const int64_t row = span.first + from + index / groups, query_head = head * groups + index % groups;
-      const Floats share = broadcast(1 / reduce_sum(queries.states[index].total));
+      float total = reduce_sum(queries.states[index].total), own = 1;
+      if (sinks) {
+        const float sink = sinks[query_head], result = queries.states[index].top, top = std::max(result, sink);
+        own = front(exponential(broadcast(result - top)));
+        total = total * own + front(exponential(broadcast(sink - top)));
+      }
+      const Floats share = broadcast(own / total);
       T *to_row = out + (row * heads + query_head) * width;
       for (int64_t i = 0; i < width; i += Numbers<T>::SIZE) {
         Floats parts[Numbers<T>::PARTS];
@@ -317,7 +324,7 @@ void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, cons
   const Side<T> key_side{keys, pool.key_page, pool.key_head, pool.key_slot};
   const Side<T> value_side{values, pool.value_page, pool.value_head, pool.value_slot};
   const Attention<T> attention{plan,  pool,    q,        out,        heads.q_stride, heads.heads, pool.kv_heads, heads.window,
-                               scale, softcap, key_side, value_side, heads.bias,     heads.reach};
+                               scale, softcap, key_side, value_side, heads.bias,     heads.reach, heads.sinks};
   if (k) attention.keep(k, v, heads.k_stride, heads.v_stride);
   attention.run(threads);
 }

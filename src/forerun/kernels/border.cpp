@@ -131,20 +131,27 @@ Complaint layer_fits(const Linear &all, int64_t inputs, int64_t outputs) {
   return FINE;
 }
 
+Complaint activation_fits(int64_t activation, const float *numbers, bool gated) {
+  REQUIRE(within(activation, 0, ACTIVATIONS - 1) && (gated || activation != ACTIVATION_clamped), LAYER_KIND);
+  REQUIRE(numbers || (activation != ACTIVATION_xielu && activation != ACTIVATION_clamped), NULL_POINTER);
+  return FINE;
+}
+
 // What comes behind each other, from rows of ``hidden`` numbers to as many.
-Complaint mlp_fits(const Linear &gate_up, const Linear &down, int64_t hidden) {
+Complaint mlp_fits(const Linear &gate_up, const Linear &down, int64_t hidden, bool gated) {
   REQUIRE(within(down.inputs, 1, MOST), SIZE);
-  if (const Complaint wrong = layer_fits(gate_up, hidden, 2 * down.inputs)) return wrong;
+  if (const Complaint wrong = layer_fits(gate_up, hidden, (gated ? 2 : 1) * down.inputs)) return wrong;
   return layer_fits(down, down.inputs, hidden);
 }
 
 Complaint experts_fit(const Experts &e, int64_t hidden) {
   REQUIRE(within(e.size, 1, MOST) && within(e.first, 0, e.size) && within(e.here, 0, e.size - e.first), SIZE);
-  REQUIRE(within(e.chosen, 1, e.size) && within(e.activation, 0, ACTIVATIONS - 1), SIZE);
+  REQUIRE(within(e.chosen, 1, e.size), SIZE);
+  if (const Complaint wrong = activation_fits(e.activation, e.numbers, true)) return wrong;
   REQUIRE(!e.here || e.layers, NULL_POINTER);
   if (const Complaint wrong = layer_fits(e.router, hidden, e.size)) return wrong;
   for (int64_t i = 0; i < e.here; i++)
-    if (const Complaint wrong = mlp_fits(e.layers[2 * i], e.layers[2 * i + 1], hidden)) return wrong;
+    if (const Complaint wrong = mlp_fits(e.layers[2 * i], e.layers[2 * i + 1], hidden, true)) return wrong;
   return FINE;
 }
 
@@ -165,8 +172,9 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(within(m.kv_heads, 1, MOST) && within(m.heads, 1, MOST) && m.heads % m.kv_heads == 0, HEADS_SIZE);
   REQUIRE(within(m.width, 2, WIDEST) && m.width % 2 == 0, HEADS_SIZE);
   REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 0, MOST) && within(m.known, 1, MOST), SIZE);
-  REQUIRE(within(m.rotaries, 0, m.layers) && within(m.activation, 0, ACTIVATIONS - 1), SIZE);
+  REQUIRE(within(m.rotaries, 0, m.layers), SIZE);
   REQUIRE(m.norm, NULL_POINTER);
+  REQUIRE(m.query_reach >= 1, SIZE);
   REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, m.head.weight ? 1 : 0, m.head.weight ? MOST : 0), SIZE);
   REQUIRE(!m.head.next, SIZE);
   if (const Complaint wrong = words_fit(m)) return wrong;
@@ -178,6 +186,7 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
   for (int64_t i = 0; i < m.layers; i++) {
     const Layer &l = layers[i];
     REQUIRE((l.norm_attention && has_words(m)) || !l.norm_token, NULL_POINTER);
+    REQUIRE(!m.parallel || (!l.experts && !l.norm_mlp && !l.norm_token), LAYER_KIND);
     REQUIRE(l.qkv.inputs == layers[0].qkv.inputs && l.window >= 0 && within(l.rotary, -1, m.rotaries - 1), SIZE);
     const int64_t heads = m.heads * m.width, qkv = (m.heads + 2 * m.kv_heads) * m.width;
     if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
@@ -187,7 +196,8 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
       continue;
     }
     REQUIRE(l.down.inputs <= m.inner, SIZE);
-    if (const Complaint wrong = mlp_fits(l.gate_up, l.down, m.hidden)) return wrong;
+    if (const Complaint wrong = activation_fits(m.activation, l.numbers, m.gated)) return wrong;
+    if (const Complaint wrong = mlp_fits(l.gate_up, l.down, m.hidden, m.gated)) return wrong;
   }
   return FINE;
 }
@@ -322,18 +332,19 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     return FINE;                                                                                                     \
   }                                                                                                                  \
   int forerun_norm_##KIND(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds,         \
-                          int64_t width, float eps) {                                                                \
+                          int64_t width, float eps, int centred) {                                                   \
     CHECK(rows_fit(x, rows, width));                                                                                 \
     REQUIRE(within(kinds, 1, MOST), SIZE);                                                                           \
     REQUIRE(!rows || given(weights, y), NULL_POINTER);                                                               \
-    norm(x, weights, y, add, rows, kinds, width, eps);                                                               \
+    norm(x, weights, y, add, rows, kinds, width, eps, centred != 0);                                                               \
     return FINE;                                                                                                     \
   }                                                                                                                  \
-  int forerun_gate_##KIND(int64_t activation, const T *x, T *y, int64_t rows, int64_t width) {                       \
+  int forerun_gate_##KIND(int64_t activation, const float *numbers, int gated, const T *x, T *y, int64_t rows,       \
+                          int64_t width) {                                                                           \
     CHECK(rows_fit(x, rows, width));                                                                                 \
-    REQUIRE(within(activation, 0, ACTIVATIONS - 1), LAYER_KIND);                                                     \
+    CHECK(activation_fits(activation, numbers, gated != 0));                                                         \
     REQUIRE(!rows || y, NULL_POINTER);                                                                               \
-    gate(activation, x, y, rows, width);                                                                             \
+    gate(activation, numbers, gated != 0, x, y, rows, width);                                                                             \
     return FINE;                                                                                                     \
   }                                                                                                                  \
   int forerun_mix_##KIND(const Experts *experts, const T *x, float *total, int64_t rows, int threads) {              \

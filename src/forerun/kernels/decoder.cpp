@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -68,6 +69,7 @@ class Decoder {
       if (i == c.num_which - 1 && !output && c.num_out < rows) {
         pick(x, m.hidden);
         pick(attended, m.heads * m.width);
+        if (m.parallel) pick(layer.norm_attention ? normed : x, m.hidden);
         rows = c.num_out;
       }
       if (rows) rest(layer, rows);
@@ -75,15 +77,16 @@ class Decoder {
     }
     if (c.keep[c.num_which + 1]) std::memcpy(c.keep[c.num_which + 1], x, rows * m.hidden * sizeof(T));
     if (!m.head.weight && !output) return true;
-    normalise(x, m.norm, normed, rows, 1, m.hidden);
+    normalise(x, m.norm, normed, rows);
     if (output) {
       std::memcpy(output, normed, rows * m.hidden * sizeof(T));
       if (c.num_out < rows) pick(normed, m.hidden);
     }
     if (!c.num_out || !m.head.weight) return true;
     multiply(m.head, normed, scores, nullptr, c.num_out);
+    const Floats factor = broadcast(static_cast<float>(m.logits_scale));
     for (int64_t i = 0, all = c.num_out * m.head.outputs; i < all; i += 16)
-      store(c.logits + i, first(all - i), load(scores + i, first(all - i)));
+      store(c.logits + i, first(all - i), load(scores + i, first(all - i)) * factor);
     if (m.logits_softcap > 0) softcap(c.logits, c.num_out * m.head.outputs, static_cast<float>(m.logits_softcap));
     return true;
   }
@@ -110,19 +113,24 @@ class Decoder {
     project(layer, in, out, add, rows, threads);
   }
 
-  void normalise(const T *in, const float *weights, T *out, int64_t rows, int64_t kinds, int64_t width) const {
-    norm(in, weights, out, static_cast<const T *>(nullptr), rows, kinds, width, eps);
+  // Rows of the hidden size.
+  void normalise(const T *in, const float *weights, T *out, int64_t rows) const {
+    norm(in, weights, out, static_cast<const T *>(nullptr), rows, 1, m.hidden, eps, m.centred != 0);
+  }
+
+  void norm_heads(T *at, const float *weights, int64_t count, int64_t width) const {
+    if (weights) norm(at, weights, at, static_cast<const T *>(nullptr), count, count, width, eps, false);
   }
 
   // What a layer reads of x.
   const T *read(const float *weights, int64_t rows) const {
-    if (weights) normalise(x, weights, normed, rows, 1, m.hidden);
+    if (weights) normalise(x, weights, normed, rows);
     return weights ? normed : x;
   }
 
   // x += what ``layer`` makes, here and in other processes, normed by ``after`` if that is there.
   void add(const Linear &layer, const T *in, const float *after, int64_t rows) {
-    if (!after && !c.sum) return multiply(layer, in, x, x, rows);
+    if (!after && !c.sum && m.residual_scale == 1) return multiply(layer, in, x, x, rows);
     multiply(layer, in, normed, nullptr, rows);
     if (c.sum) {
       std::vector<float> total(rows * m.hidden);
@@ -130,11 +138,20 @@ class Decoder {
       for (int64_t i = 0; i < rows * m.hidden; i += 16) {
         const First lanes = first(rows * m.hidden - i);
         const Floats made = load(&total[i], lanes);
-        if (after) store(normed + i, lanes, made);
+        if (after || m.residual_scale != 1) store(normed + i, lanes, made);
         else store(x + i, lanes, made + load(x + i, lanes));
       }
     }
-    if (after) norm(normed, after, x, x, rows, 1, m.hidden, eps);
+    if (after) norm(normed, after, x, x, rows, 1, m.hidden, eps, m.centred != 0);
+    else if (m.residual_scale != 1) add_scaled(rows);
+  }
+
+  // x += normed times the model's factor.
+  void add_scaled(int64_t rows) {
+    const int64_t all = rows * m.hidden;
+    if (m.residual_scale != 1) scale(normed, static_cast<float>(m.residual_scale), all);
+    for (int64_t i = 0; i < all; i += 16)
+      store(x + i, first(all - i), load(x + i, first(all - i)) + load(normed + i, first(all - i)));
   }
 
   void sum(const void *part, bool wide, std::vector<float> &total, int64_t rows) {
@@ -146,8 +163,8 @@ class Decoder {
       for (int64_t row = 0; row < c.rows; row++) {
         T *const to = normed + row * 2 * m.hidden;
         embed(row, to);
-        normalise(to, layer.norm_token, to, 1, 1, m.hidden);
-        normalise(x + row * m.hidden, layer.norm_attention, to + m.hidden, 1, 1, m.hidden);
+        normalise(to, layer.norm_token, to, 1);
+        normalise(x + row * m.hidden, layer.norm_attention, to + m.hidden, 1);
       }
       multiply(layer.qkv, normed, qkv, nullptr, c.rows);
     } else {
@@ -156,24 +173,41 @@ class Decoder {
     const int64_t rotated = m.heads + m.kv_heads, queries = m.heads * m.width, shared = m.kv_heads * m.width;
     for (int64_t row = 0; row < c.rows; row++) {
       T *const q = qkv + row * qkv_width;
-      if (layer.norm_qk) normalise(q, layer.norm_qk, q, rotated, rotated, m.width);
-      if (layer.norm_query) normalise(q, layer.norm_query, q, 1, 1, queries);
-      if (layer.norm_key) normalise(q + queries, layer.norm_key, q + queries, 1, 1, shared);
+      if (!m.norm_rotated) norm_heads(q, layer.norm_qk, rotated, m.width);
+      norm_heads(q, layer.norm_query, 1, queries);
+      norm_heads(q + queries, layer.norm_key, 1, shared);
     }
     if (layer.rotary >= 0) apply_rotary(qkv, qkv_width, angles + layer.rotary * c.rows * m.width, c.rows, rotated, m.width);
-    const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0};
+    for (int64_t row = 0; m.norm_rotated && row < c.rows; row++)
+      norm_heads(qkv + row * qkv_width, layer.norm_qk, rotated, m.width);
+    for (int64_t row = 0; m.query_growth != 0 && row < c.rows; row++)
+      if (c.positions[row] >= m.query_reach) grow(qkv + row * qkv_width, c.positions[row], queries);
+    const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0, layer.sinks};
     T *const k = qkv + queries, *const v = k + shared;
     attend(qkv, k, v, attended, c.sides[2 * index], c.sides[2 * index + 1], *c.pool, heads, *c.plan,
            static_cast<float>(m.scale), static_cast<float>(m.softcap), threads);
   }
 
+  void grow(T *query, int64_t position, int64_t count) const {
+    const float by = 1 + m.query_growth * std::log(static_cast<double>(1 + position / m.query_reach));
+    T rounded[1];
+    store(rounded, first(1), broadcast(by));
+    scale(query, front(load(rounded, first(1))), count);
+  }
+
+  static void scale(T *at, float factor, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16)
+      store(at + i, first(count - i), load(at + i, first(count - i)) * broadcast(factor));
+  }
+
   void rest(const Layer &layer, int64_t rows) {
+    if (m.parallel) multiply(layer.gate_up, layer.norm_attention ? normed : x, wide, nullptr, rows);
     add(layer.out, attended, layer.after_attention, rows);
     if (failed) return;
-    const T *const in = read(layer.norm_mlp, rows);
+    const T *const in = m.parallel ? nullptr : read(layer.norm_mlp, rows);
     if (layer.experts) return add_experts(layer, in, rows);
-    multiply(layer.gate_up, in, wide, nullptr, rows);
-    gate(m.activation, wide, inner, rows, layer.down.inputs);
+    if (in) multiply(layer.gate_up, in, wide, nullptr, rows);
+    gate(m.activation, layer.numbers, m.gated != 0, wide, inner, rows, layer.down.inputs);
     add(layer.down, inner, layer.after_mlp, rows);
   }
 
@@ -184,9 +218,9 @@ class Decoder {
     for (int64_t i = 0; i < rows * m.hidden; i += 16) {
       const First lanes = first(rows * m.hidden - i);
       store(normed + i, lanes, load(&total[i], lanes));
-      if (!layer.after_mlp) store(x + i, lanes, load(x + i, lanes) + load(normed + i, lanes));
     }
-    if (layer.after_mlp) norm(normed, layer.after_mlp, x, x, rows, 1, m.hidden, eps);
+    if (layer.after_mlp) norm(normed, layer.after_mlp, x, x, rows, 1, m.hidden, eps, m.centred != 0);
+    else add_scaled(rows);
   }
 
   const Model<T> &m;

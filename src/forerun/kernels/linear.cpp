@@ -420,33 +420,58 @@ void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t co
 }
 
 template <class T>
-void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds, int64_t width, float eps) {
+void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds, int64_t width, float eps,
+          bool centred) {
   for (int64_t r = 0; r < rows; r++, x += width, y += width, add = add ? add + width : add) {
     const float *weight = weights + r % kinds * width;
-    Floats squares = zeros();
+    const float *shift = centred ? weight + kinds * width : nullptr;
+    Floats squares = zeros(), mean = zeros();
+    if (centred) {
+      for (int64_t i = 0; i < width; i += 16) mean = mean + load(x + i, first(width - i));
+      mean = broadcast(reduce_sum(mean) / width);
+    }
     for (int64_t i = 0; i < width; i += 16) {
-      const Floats v = load(x + i, first(width - i));
-      squares = fma(v, v, squares);
+      const First lanes = first(width - i);
+      const Floats v = load(x + i, lanes) - mean;
+      squares = centred ? select(lanes, fma(v, v, squares), squares) : fma(v, v, squares);
     }
     const Floats scale = broadcast(1 / std::sqrt(reduce_sum(squares) / width + eps));
     for (int64_t i = 0; i < width; i += 16) {
       const First lanes = first(width - i);
-      const Floats scaled = load(x + i, lanes) * scale, w = load(weight + i, lanes);
-      store(y + i, lanes, add ? fma(scaled, w, load(add + i, lanes)) : scaled * w);
+      const Floats scaled = (load(x + i, lanes) - mean) * scale, w = load(weight + i, lanes);
+      if (shift) {
+        const Floats shifted = fma(scaled, w, load(shift + i, lanes));
+        store(y + i, lanes, add ? shifted + load(add + i, lanes) : shifted);
+      } else {
+        store(y + i, lanes, add ? fma(scaled, w, load(add + i, lanes)) : scaled * w);
+      }
     }
   }
 }
 
 template <class T>
-void gate(int64_t activation, const T *x, T *y, int64_t rows, int64_t width) {
-  for (int64_t r = 0; r < rows; r++, x += 2 * width, y += width)
+void gate(int64_t activation, const float *numbers, bool gated, const T *x, T *y, int64_t rows, int64_t width) {
+  const Floats one = broadcast(1.0f);
+  for (int64_t r = 0; r < rows; r++, x += gated ? 2 * width : width, y += width)
     for (int64_t i = 0; i < width; i += 16) {
       const First lanes = first(width - i);
-      const Floats v = load(x + i, lanes), up = load(x + width + i, lanes);
+      Floats v = load(x + i, lanes), up = gated ? load(x + width + i, lanes) : one;
+      if (activation == ACTIVATION_xielu) {
+        const Floats below = (exponential(min(v, broadcast(numbers[3]))) - one - v) * broadcast(numbers[1]);
+        const Floats bent = select(greater(v, zeros()), broadcast(numbers[0]) * v * v, below);
+        store(y + i, lanes, (bent + broadcast(numbers[2]) * v) * up);
+        continue;
+      }
       Floats inside = v;
+      if (activation == ACTIVATION_clamped) {
+        const Floats limit = broadcast(numbers[1]);
+        v = min(limit, v);
+        inside = v * broadcast(numbers[0]);
+        up = max(zeros() - limit, min(limit, up)) + one;
+      }
       if (activation == ACTIVATION_gelu_tanh)  // 1 + tanh(u) is 2 sigmoid(2 u)
         inside = v * fma(v * v, broadcast(2 * 0.79788456f * 0.044715f), broadcast(2 * 0.79788456f));
-      store(y + i, lanes, v / (broadcast(1.0f) + exponential(zeros() - inside)) * up);
+      store(y + i, lanes, v / (one + exponential(zeros() - inside)) * up);
     }
 }
 
@@ -470,6 +495,6 @@ void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
   template void linear_int8(const char *, const T *, T *, const T *, const float *, const float *, const int32_t *, \
                             int64_t, int64_t, int64_t, int64_t, int);                                               \
   template void project(const Linear &, const T *, T *, const T *, int64_t, int);                                   \
-  template void norm(const T *, const float *, T *, const T *, int64_t, int64_t, int64_t, float);                   \
-  template void gate(int64_t, const T *, T *, int64_t, int64_t);
+  template void norm(const T *, const float *, T *, const T *, int64_t, int64_t, int64_t, float, bool);             \
+  template void gate(int64_t, const float *, bool, const T *, T *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

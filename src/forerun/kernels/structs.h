@@ -43,7 +43,8 @@
   F(int64_t, v_stride)                                                                                              \
   F(const float *, bias) /* [heads, reach] added to scores, the last column to that of a row's own position, the one \
                             before it to that of the position before; or null */                                    \
-  F(int64_t, reach)
+  F(int64_t, reach)                                                                                                 \
+  F(const float *, sinks) /* [heads] scores of a key without a value, which every row sees; or null */
 
 // Weights in 4 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs. F(name, inputs, bytes)
 #define QUANTS(F)                                                                                                   \
@@ -61,7 +62,7 @@
   F(const Linear *, next) /* a layer over the same inputs whose outputs follow, or null */
 
 // What is between a gate and the numbers that it multiplies.
-#define ACTIVATIONS_OF(F) F(silu) F(gelu_tanh)
+#define ACTIVATIONS_OF(F) F(silu) F(gelu_tanh) F(xielu) F(clamped)
 
 // Instead of gate_up and down: the experts of a row. Behind it the router's ``Linear``.
 #define EXPERTS(F)                                                                                                  \
@@ -71,6 +72,7 @@
   F(int64_t, chosen)                                                                                                \
   F(int64_t, normalised)     /* whether their weights add up to 1 */                                                \
   F(int64_t, activation)                                                                                            \
+  F(const float *, numbers)  /* of the activation, or null */                                                       \
   F(const Linear *, layers)  /* gate_up and down of each that is here */
 
 // A norm that is null is not there.
@@ -85,7 +87,9 @@
   F(const float *, norm_token) /* attention reads the token's embedding, normed by this, beside the normed input */ \
   F(int64_t, rotary) /* which table of angles; -1: nothing is turned */                                             \
   F(int64_t, window)                                                                                                \
-  F(const Experts *, experts) /* or null */
+  F(const Experts *, experts) /* or null */                                                                         \
+  F(const float *, numbers)   /* of the activation, or null */                                                      \
+  F(const float *, sinks)     /* as in ``Heads`` */
 
 #define MODEL(F)                                                                                                    \
   F(int64_t, heads)                                                                                                 \
@@ -99,11 +103,19 @@
   F(const float *, norm)                                                                                            \
   F(int64_t, rotaries)        /* tables of angles */                                                                \
   F(int64_t, activation)                                                                                            \
+  F(int64_t, gated)           /* gate_up is a gate and what it multiplies, not the latter alone */                  \
+  F(int64_t, centred)         /* norms of rows are layer norms: weights, and biases behind them */                  \
+  F(int64_t, parallel)        /* the MLP reads what attention read */                                               \
+  F(int64_t, norm_rotated)    /* norm_qk comes behind the rotary embedding */                                       \
+  F(int64_t, query_reach)     /* queries at position p are multiplied by 1 + growth log(1 + p / reach) */           \
   F(double, eps)                                                                                                    \
   F(double, scale)            /* of attention's scores */                                                           \
   F(double, softcap)          /* of attention's scores; 0: none */                                                  \
   F(double, logits_softcap)                                                                                         \
-  F(double, embedding_scale)
+  F(double, embedding_scale)                                                                                        \
+  F(double, residual_scale)   /* of what attention and MLP add */                                                   \
+  F(double, logits_scale)                                                                                           \
+  F(double, query_growth)
 
 // Adds up ``part`` [rows, hidden], float if it is ``wide`` and else as the rows are, with those of other processes, in
 // float. What it returns is 0, or the call ends.

@@ -51,6 +51,7 @@ class Heads(NamedTuple):
     v_stride: int
     bias: int
     reach: int
+    sinks: int
 
 
 class Linear(NamedTuple):
@@ -71,6 +72,7 @@ class Experts(NamedTuple):
     chosen: int
     normalised: int
     activation: int
+    numbers: int
     layers: int
 
 
@@ -86,6 +88,8 @@ class Layer(NamedTuple):
     rotary: int
     window: int
     experts: int
+    numbers: int
+    sinks: int
 
 
 class Model(NamedTuple):
@@ -100,11 +104,19 @@ class Model(NamedTuple):
     norm: int
     rotaries: int
     activation: int
+    gated: int
+    centred: int
+    parallel: int
+    norm_rotated: int
+    query_reach: int
     eps: int
     scale: int
     softcap: int
     logits_softcap: int
     embedding_scale: int
+    residual_scale: int
+    logits_scale: int
+    query_growth: int
 
 
 class Call(NamedTuple):
@@ -156,7 +168,7 @@ QUANTS = {
 lie."""
 KINDS = ("own", "int8", *QUANTS)
 """How a layer's weights lie, by ``Linear.kind``; ``own``: in the dtype of the rows."""
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "xielu", "clamped")
 NO_LAYER = Linear(*[0] * len(Linear._fields))
 
 

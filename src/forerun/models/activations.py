@@ -58,6 +58,14 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
 
 
+def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """xIELU (arXiv 2411.13010): positive a x^2 + b x, else c (exp(min(x, eps)) - 1 - x) + b x, of ``numbers`` a, c, b
+    and eps."""
+    wide, (rise, fall, slope, eps) = x.float(), numbers.to(x.device).unbind()
+    below = (torch.exp(torch.minimum(wide, eps)) - 1.0 - wide) * fall
+    return (torch.where(wide > 0, rise * wide * wide, below) + slope * wide).to(x.dtype)
+
+
 def steady() -> bool:
     """Whether exp, tanh, erf and log1p give a number the same bits wherever it lies: at every place of short tensors,
     and in one that threads share."""

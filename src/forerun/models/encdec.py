@@ -143,7 +143,7 @@ class EncoderDecoder:
         return (
             can_attend(self.dtype, self.device, shapes)
             and all(linear.exact for linear in self.linears())
-            and all(isinstance(norm, Norm) or (isinstance(norm, LayerNorm) and norm.exact) for norm in norms)
+            and all(isinstance(norm, Norm) for norm in norms)
             and tiling.steady()
         )
 
@@ -288,7 +288,9 @@ class _Builder:
         weight, dtype = self.maker.numbers(f"{name}.weight"), self.maker.dtype
         if self.spec.rms:
             return (Norm if self.kernels else RMSNorm)(weight, self.spec.eps, dtype)
-        return LayerNorm(weight, self.maker.numbers(f"{name}.bias"), self.spec.eps, dtype, kernels=self.kernels)
+        bias = self.maker.numbers(f"{name}.bias")
+        made = Norm.centred if self.kernels else LayerNorm
+        return made(weight, bias, self.spec.eps, dtype)
 
 
 def _by_distance(weights: torch.Tensor, spec: Seq2Seq, reach: int, *, both: bool) -> torch.Tensor:

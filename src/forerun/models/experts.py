@@ -57,7 +57,14 @@ class Experts:
         if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, Gate):
             return None
         sizes = structs.Experts(
-            self.count, self.first, len(self.experts), self.chosen, int(self.normalised), self.gate.activation, 0
+            self.count,
+            self.first,
+            len(self.experts),
+            self.chosen,
+            int(self.normalised),
+            self.gate.activation,
+            self.gate.pointer,
+            0,
         )
         return Mixture(sizes, layers[0], layers[1:], self.gate.dtype)
 

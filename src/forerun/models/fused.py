@@ -17,7 +17,7 @@ from forerun import kernels
 from forerun.attention.kernel import KernelAttention, Plan
 from forerun.core.batch import Batch, Output
 from forerun.kernels import KernelError, structs
-from forerun.models.architectures.spec import SILU
+from forerun.models.architectures.spec import SILU, Growth
 from forerun.models.formats.compiled import Compiled
 from forerun.models.kernel_layers import Norm
 from forerun.models.layer import Layer
@@ -47,8 +47,14 @@ class Decoder:
     rotaries: Mapping[str, Rotary]
     scale: float
     activation: str = SILU
+    gated: bool = True
+    parallel: bool = False
+    norm_rotated: bool = False
     softcap: float | None = None
     logits_softcap: float | None = None
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    growth: Growth | None = None
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
     mix: Any = None
     """Makes the first layer's input of [embedding of the token, given row]; None: that is the given row, or else the
@@ -85,6 +91,9 @@ class Decoder:
                     raise ValueError(f"a norm of {[*norm.weight.shape]} numbers where {[*size]} are normed")
         if any(_dtype(part) not in (None, dtype) for part in parts):
             raise ValueError(f"embeddings, layers and norms must all be in {dtype}")
+        outer = [part for layer in self.layers for part in layer.outer_norms()]
+        if any(part.subtracts is not self.norm.subtracts for part in outer):
+            raise ValueError("layer norms beside RMS norms")
         if self.norm.weight.numel() != self.words.width:
             raise ValueError("the final norm has other numbers than the hidden state")
 
@@ -119,6 +128,8 @@ def _fields(layer: Layer, rotaries: list[str]) -> list[int]:
         rotary=rotaries.index(layer.rotary) if layer.rope else -1,
         window=layer.window or 0,
         experts=0 if mixture is None else mixture.address,
+        numbers=0 if layer.gate is None else layer.gate.pointer,
+        sinks=0 if layer.sinks is None else layer.sinks.data_ptr(),
     )
     dense = [structs.NO_LAYER] * 2 if mixture is not None else [layer.gate_up.fields(), _own(layer.down).fields()]
     return [field for part in (own, layer.qkv.fields(), _own(layer.out).fields(), *dense) for field in part]
@@ -181,10 +192,15 @@ class Fused:
         numbers, rows = fields
         inner = max((_own(layer.down).inputs for layer in decoder.layers if layer.experts is None), default=0)
         attended = decoder.heads * decoder.width
-        real = decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale
+        real = (
+            decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale,
+            decoder.residual_scale, decoder.logits_scale, 0 if decoder.growth is None else decoder.growth.rate,
+        )  # fmt: skip
         model = structs.Model(
             decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner, len(decoder.layers), self.known,
             numbers, decoder.norm.pointer, len(decoder.rotaries), structs.ACTIVATIONS.index(decoder.activation),
+            decoder.gated, decoder.norm.subtracts, decoder.parallel, decoder.norm_rotated,
+            1 if decoder.growth is None else decoder.growth.reach,
             *map(structs.number, real),
         )  # fmt: skip
         mix = structs.NO_LAYER if decoder.mix is None else decoder.mix.fields()

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from forerun.core.errors import ModelError, shown
+from forerun.models.architectures.description import Architecture
 from forerun.models.architectures.families import (
+    APERTUS,
     ARCHITECTURES,
+    COHERE2,
+    EXAONE4,
     GEMMA2,
     GEMMA3,
+    GLM4,
+    GPT_OSS,
+    GRANITE,
     LLAMA,
+    MINISTRAL3,
     MIXTRAL,
+    OLMO2,
+    OLMO3,
     PHI3,
     QWEN3_MOE,
+    STARCODER2,
 )
 from forerun.models.architectures.spec import FULL, SLIDING
 from forerun.models.formats.gguf_types import FLOATS
 from forerun.models.gguf import GGUFFile
 
-READ = {each.gguf: each for each in ARCHITECTURES.values() if each.gguf != LLAMA.gguf} | {LLAMA.gguf: LLAMA}
-"""By ``general.architecture``; Mistral and Mixtral are Llamas there."""
+READ = {each.gguf: each for each in reversed(ARCHITECTURES.values())}
+"""By ``general.architecture``; Mistral and Mixtral are Llamas there, and OLMo 3 an OLMo 2 with windows."""
 FREQUENCIES = "rope_freqs.weight"
 """By what Llama 3 divides its rotary frequencies."""
 ROUTER = ".ffn_gate_inp.weight"
@@ -30,8 +42,8 @@ LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXTS = 1.0, 4.0, (8192, *(2**power for power
 """Its other parameters, which files leave out, and the lengths of a text that it may have been stretched from."""
 LARGEST = {GEMMA2.gguf: 46, GEMMA3.gguf: 62}
 """The depth of the Gemma (27B) whose scores are scaled by another width than a head's."""
-BIASES = {"attention_bias": "attn_output", "mlp_bias": "ffn_gate"}
-"""Config keys, and a projection that has a bias where they hold."""
+GPT_OSS_PERIOD = 2
+OLMO3_PERIOD = EXAONE4_PERIOD = COHERE2_PERIOD = 4
 GEMMA2_PERIOD, GEMMA3_PERIOD, GEMMA3_LOCAL_BASE = 2, 6, 10000.0
 """Of llama.cpp's Gemmas, which their files leave out: every so many layers one without a window, and the rotary base of
 those with one."""
@@ -71,12 +83,11 @@ class Keys:
 
 def read_config(file: GGUFFile) -> dict[str, Any]:
     """Raises ModelError for a model of an architecture, or of a kind, that is not read here."""
-    result = file.metadata
-    architecture = result.get("general.architecture")
+    architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in READ:
         raise ModelError(f"{file.path} holds a model of architecture {shown(architecture)}; only {', '.join(READ)} "
                          "are read from GGUF")  # fmt: skip
-    keys = Keys(file)
+    keys, result = Keys(file), READ[architecture]
     predicting = keys.get("nextn_predict_layers") or 0
     layers = keys.whole("block_count") - predicting
     if not layers > 0:
@@ -85,25 +96,35 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         raise ModelError(f"{file.path} has {layers} layers in {len(file.tensors)} tensors")
     vocabulary, (hidden, heads, width) = _vocabulary(file), _widths(file, keys)
     config: dict[str, Any] = {
-        "architectures": [READ[architecture].causal],
-        "model_type": READ[architecture].model_type,
+        "architectures": [result.causal],
+        "model_type": result.model_type,
         "hidden_size": hidden,
-        "intermediate_size": keys.whole("feed_forward_length"),
+        "intermediate_size": keys.whole("feed_forward_length", keys.get("expert_feed_forward_length")),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.whole("attention.head_count_kv", heads),
         "head_dim": width,
         "max_position_embeddings": keys.whole("context_length"),
-        "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
+        result.norms.eps: keys.positive(f"attention.layer_norm_{'' if result.norms.centred else 'rms_'}epsilon"),
         "vocab_size": vocabulary,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
     }
     config |= {"num_nextn_predict_layers": predicting} if predicting else {}
-    config |= {name: f"blk.0.{part}.bias" in file.tensors for name, part in BIASES.items()}
+    config |= _biases(file, result)
     config["rope_parameters"] = _rope(file, keys, width)
     config |= _further(file, keys, config)
     return config | {"pad_token_id": None} | _special_ids(file, vocabulary)  # transformers has defaults
+
+
+def _biases(file: GGUFFile, of: Architecture) -> dict[str, bool]:
+    """The config keys that say whether projections have biases."""
+    parts = (
+        (of.attention.bias, of.attention.qkv[0]),
+        (of.attention.out_bias, of.attention.out),
+        (of.mlp.bias, of.mlp.down),
+    )
+    return {key: f"blk.0.{name.gguf}.bias" in file.tensors for key, name in parts if key not in (None, "always")}
 
 
 def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -118,9 +139,38 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         base = {**config["rope_parameters"], "rope_theta": keys.positive("rope.freq_base", 1e6)}
         rope = {FULL: base, SLIDING: {"rope_type": "default", "rope_theta": local}}
         return _gemma(keys, config, GEMMA3_PERIOD) | {"rope_parameters": rope}
-    if kind == PHI3.gguf:
-        window = keys.get("attention.sliding_window")
-        return {"sliding_window": keys.whole("attention.sliding_window") if window else None}
+    if kind in (PHI3.gguf, STARCODER2.gguf):
+        return {"sliding_window": _window(keys)}
+    if kind == OLMO2.gguf and keys.get("attention.sliding_window"):
+        rope = {FULL: config["rope_parameters"], SLIDING: {
+            "rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"],
+        }}  # fmt: skip
+        return _windows(keys, config, OLMO3_PERIOD) | {
+            "architectures": [OLMO3.causal], "model_type": OLMO3.model_type, "rope_parameters": rope,
+        }  # fmt: skip
+    if kind == EXAONE4.gguf:
+        return _windows(keys, config, EXAONE4_PERIOD)
+    if kind == COHERE2.gguf:
+        return _windows(keys, config, COHERE2_PERIOD) | {"logit_scale": keys.positive("logit_scale")}
+    if kind == GRANITE.gguf:
+        return {
+            "embedding_multiplier": keys.positive("embedding_scale", 1.0),
+            "residual_multiplier": keys.positive("residual_scale", 1.0),
+            "attention_multiplier": keys.positive("attention.scale", config["head_dim"] ** -0.5),
+            "logits_scaling": keys.positive("logit_scale", 1.0),
+        }
+    if kind == GPT_OSS.gguf:
+        return {
+            **_windows(keys, config, GPT_OSS_PERIOD), **_experts(keys, "num_local_experts"),
+            "rope_parameters": {**config["rope_parameters"], "truncate": False},
+            "intermediate_size": keys.whole("expert_feed_forward_length"),
+        }  # fmt: skip
+    if kind == MINISTRAL3.gguf:
+        grows = keys.get("attention.temperature_scale")
+        scale = {"llama_4_scaling_beta": keys.positive("attention.temperature_scale")} if grows else {}
+        return {"sliding_window": _window(keys), "rope_parameters": {**config["rope_parameters"], **scale}}
+    if kind == APERTUS.gguf:
+        return {"hidden_act": "xielu"}
     if kind == QWEN3_MOE.gguf:
         return _experts(keys, "num_experts") | {
             "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
@@ -130,6 +180,17 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         result = {"architectures": [MIXTRAL.causal], "model_type": MIXTRAL.model_type, "sliding_window": None}
         return result | _experts(keys, "num_local_experts")
     return {}
+
+
+def _window(keys: Keys) -> int | None:
+    return keys.whole("attention.sliding_window") if keys.get("attention.sliding_window") else None
+
+
+def _windows(keys: Keys, config: dict[str, Any], period: int) -> dict[str, Any]:
+    """Of layers some of which have a window."""
+    layers, window = config["num_hidden_layers"], _window(keys)
+    types = _sliding(keys, layers, period) if window else [FULL] * layers
+    return {"sliding_window": window, "layer_types": types}
 
 
 def _experts(keys: Keys, count: str) -> dict[str, Any]:
@@ -145,7 +206,7 @@ def _rope(file: GGUFFile, keys: Keys, width: int) -> dict[str, Any]:
     result: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base", 10000.0)}
     rotated = keys.whole("rope.dimension_count", width)
     if rotated != width:
-        if keys.architecture != PHI3.gguf or rotated > width or rotated % 2:
+        if keys.architecture not in (PHI3.gguf, GLM4.gguf) or rotated > width or rotated % 2:
             other = f"{shown(rotated)} as {keys.architecture}.rope.dimension_count"
             raise ModelError(f"{file.path} has heads of {width} numbers, but {other}")
         result["partial_rotary_factor"] = rotated / width
@@ -157,12 +218,27 @@ def _rope(file: GGUFFile, keys: Keys, width: int) -> dict[str, Any]:
     if kind == "linear" and factor == 1:
         kind = "none"
     factors = any(name.startswith("rope_factors") for name in file.tensors)
-    if kind not in ("none", "linear") or factors or (FREQUENCIES in file.tensors and kind == "linear"):
+    if kind not in ("none", "linear", "yarn") or factors or (FREQUENCIES in file.tensors and kind != "none"):
         how = "longrope" if factors else shown(kind)
         raise ModelError(f"{file.path} scales its rotary frequencies ({how}), which is not read from GGUF")
     if kind == "linear":
         return result | {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        return result | _yarn(keys, factor)
     return result | _llama3(file, result["rope_theta"], width) if FREQUENCIES in file.tensors else result
+
+
+def _yarn(keys: Keys, factor: float) -> dict[str, Any]:
+    """llama.cpp scales cosines and sines by the file's number and by (1 + 0.1 log(factor)) / (1 + 0.1 m log(factor)); m
+    is its ``yarn_log_multiplier``."""
+    divided = 0.1 * math.log(factor) * float(keys.get("rope.scaling.yarn_log_multiplier") or 0.0)
+    scale = keys.positive("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * math.log(factor)) / (1.0 + divided)
+    return {
+        "rope_type": "yarn", "factor": factor, "attention_factor": scale,
+        "original_max_position_embeddings": keys.whole("rope.scaling.original_context_length"),
+        "beta_fast": keys.positive("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": keys.positive("rope.scaling.yarn_beta_slow", 1.0),
+    }  # fmt: skip
 
 
 def _llama3(file: GGUFFile, theta: float, width: int) -> dict[str, Any]:

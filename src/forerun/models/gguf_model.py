@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from gguf.quants import dequantize
 
-from forerun.core.errors import ModelError
+from forerun.core.errors import ModelError, shown
 from forerun.models import gguf_split
+from forerun.models.architectures.description import Architecture
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.shapes import shapes
 from forerun.models.formats.base import Rows
@@ -22,6 +23,7 @@ from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.gguf_types import FLOATS, TYPES, described, packed
 from forerun.models.gguf import GGUFFile, GGUFTensor
 from forerun.models.gguf_config import FREQUENCIES
+from forerun.models.sanity import is_number
 from forerun.models.weights import Read
 
 log = logging.getLogger("forerun")
@@ -136,19 +138,24 @@ class GGUFWeights:
                 self.tensors[own] = held
             if tensor.kind.name not in TYPES:
                 raise ModelError(f"{file.path}: {name} is of type {tensor.kind.name}; {', '.join(TYPES)} are read")
-        missing = [name for name in requested if name not in self.tensors]
+        self.listed = _listed(file, architecture, config.num_hidden_layers)
+        missing = [name for name in requested if name not in self.tensors and name not in self.listed]
         if missing:
             raise ModelError(f"{file.path} lacks {len(missing)} weights, {missing[0]} among them")
 
     def __contains__(self, name: str) -> bool:
-        return name in self.tensors
+        return name in self.tensors or name in self.listed
 
     def values(self, name: str) -> Rows:
+        if name in self.listed:
+            return self.listed[name]
         held = self.tensors[name]
         self.read.add(name, held.size)
         if len(held.shape) > 1:
             return self._matrix(name)
         result = self.file.values(held.tensor.name)
+        if held.shape != held.tensor.shape:  # one expert's of a stack
+            result = result.view(held.tensor.shape)[held.place]
         if name.endswith(".bias"):
             order = self._order(name)
             result = result if order is None else result[order]
@@ -178,6 +185,20 @@ class GGUFWeights:
         return self.read.done()
 
 
+def _listed(file: GGUFFile, architecture: Architecture, layers: int) -> dict[str, torch.Tensor]:
+    """Numbers of activations, which are lists in the metadata, by their names in a checkpoint. Raises ModelError."""
+    result: dict[str, torch.Tensor] = {}
+    for name in architecture.mlp.numbers:
+        values = file.metadata.get(name.gguf)
+        if not isinstance(values, list) or len(values) != layers or not all(map(is_number, values)):
+            raise ModelError(
+                f"{file.path} has {shown(values)} as {name.gguf}, not a number for each of {layers} layers"
+            )
+        for index, value in enumerate(values):
+            result[f"{architecture.layers.checkpoint}.{index}.{name.checkpoint}"] = torch.tensor([float(value)])
+    return result
+
+
 def _parts(name: str, tensor: GGUFTensor) -> Iterator[tuple[str, Held]]:
     """By their names in a checkpoint."""
     if "{}" not in name:
@@ -190,4 +211,4 @@ def _parts(name: str, tensor: GGUFTensor) -> Iterator[tuple[str, Held]]:
 def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
     """Every weight by its name in a checkpoint, dequantized. Raises ModelError."""
     weights = GGUFWeights(file, config)
-    return {name: weights.values(name)[:].to(dtype) for name in weights.tensors}
+    return {name: weights.values(name)[:].to(dtype) for name in (*weights.tensors, *weights.listed)}

@@ -14,21 +14,30 @@ from forerun.models.formats.compiled import Compiled, kernel
 
 class Norm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32; weight [width], or [heads,
-    width] for x [rows, heads, width]."""
+    width] for x [rows, heads, width]. With ``shift`` a layer norm: x less its mean, and the shift is added."""
 
-    __slots__ = ("call", "dtype", "eps", "kinds", "pointer", "weight", "width")
+    __slots__ = ("call", "dtype", "eps", "kinds", "numbers", "pointer", "subtracts", "weight", "width")
 
-    def __init__(self, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None, shift: torch.Tensor | None = None
+    ) -> None:
         """For rows in ``dtype``, the weights' where None."""
         self.weight = weight.float().contiguous()
+        self.subtracts = shift is not None
+        self.numbers = self.weight if shift is None else torch.cat([self.weight.flatten(), shift.float().flatten()])
         self.width = weight.shape[-1]
         self.kinds = weight.numel() // self.width
         self.eps = eps
-        self.pointer = self.weight.data_ptr()
+        self.pointer = self.numbers.data_ptr()
         self.dtype = dtype or weight.dtype
         self.call = kernel("norm", self.dtype)
-        if not self.kinds or not weight.is_cpu:
+        if not self.kinds or not weight.is_cpu or (shift is not None and shift.shape != weight.shape):
             raise ValueError(f"a norm's weights {[*weight.shape]} on {weight.device}")
+
+    @classmethod
+    def centred(cls, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, dtype: torch.dtype) -> Norm:
+        """A layer norm."""
+        return cls(weight, eps, dtype, torch.zeros_like(weight) if bias is None else bias)
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """``add``, of x's shape, is added to what is normed before that is rounded."""
@@ -43,29 +52,36 @@ class Norm:
             raise ValueError(f"cannot add {add.dtype} {[*add.shape]} on {add.device} to {x.dtype} {[*x.shape]}")
         add = add if add is None else add.contiguous()
         added = None if add is None else add.data_ptr()
-        self.call(x.data_ptr(), self.pointer, y.data_ptr(), added, rows, self.kinds, self.width, self.eps)
+        self.call(
+            x.data_ptr(), self.pointer, y.data_ptr(), added, rows, self.kinds, self.width, self.eps, self.subtracts
+        )
         return y
 
 
 class Gate:
-    """activation(gate) * up of rows [gate, up]; the activation by its name in ``structs.py``."""
+    """activation(gate) * up of rows [gate, up], or, not ``gated``, activation(up); the activation by its name in
+    ``structs.py``, with its ``numbers`` if it has some."""
 
-    __slots__ = ("activation", "call", "dtype")
+    __slots__ = ("activation", "call", "dtype", "gated", "numbers", "pointer")
 
-    def __init__(self, activation: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, activation: str, dtype: torch.dtype, *, gated: bool = True, numbers: torch.Tensor | None = None
+    ) -> None:
         self.activation = structs.ACTIVATIONS.index(activation)
-        self.dtype = dtype
+        self.dtype, self.gated = dtype, gated
+        self.numbers = None if numbers is None else numbers.float().contiguous()
+        self.pointer = 0 if self.numbers is None else self.numbers.data_ptr()
         self.call = kernel("gate", dtype)
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         if gate_up.dtype is not self.dtype:
             raise TypeError(f"rows in {gate_up.dtype} for an activation in {self.dtype}")
-        if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.is_cpu:
+        if gate_up.dim() != 2 or (self.gated and gate_up.shape[1] % 2) or not gate_up.is_cpu:
             raise ValueError(f"gates and inputs {[*gate_up.shape]} on {gate_up.device}, not [rows, 2 width] on cpu")
         gate_up = gate_up.contiguous()
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        rows, width = gate_up.shape[0], gate_up.shape[1] // (2 if self.gated else 1)
         y = gate_up.new_empty(rows, width)
-        self.call(self.activation, gate_up.data_ptr(), y.data_ptr(), rows, width)
+        self.call(self.activation, self.pointer, self.gated, gate_up.data_ptr(), y.data_ptr(), rows, width)
         return y
 
 

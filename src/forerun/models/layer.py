@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from forerun.models.architectures.description import Name
 from forerun.models.architectures.spec import ALL, Spec
 from forerun.models.experts import Expert, Experts
 from forerun.models.formats.base import Linear
 from forerun.models.kernel_layers import Norm
-from forerun.models.parts import RMSNorm
+from forerun.models.parts import LayerNorm, RMSNorm
 from forerun.models.ranks.shards import OverAll, Summed
 from forerun.models.ranks.team import Team
 from forerun.models.recurrent import Mixer, ShortConv
@@ -49,43 +50,55 @@ class Layer:
     """Which of the model's tables."""
     mixer: Mixer | None = None
     """In the place of attention; ``qkv`` makes its inputs."""
+    gate: Any = None
+    """Between ``gate_up`` and ``down``; None in a head, whose decoder has it."""
+    sinks: torch.Tensor | None = None
+    """[heads] float32, as in ``attention.base.Query``."""
 
     def linears(self) -> Iterator[Any]:
         yield from (self.qkv, self.out)
         yield from (self.gate_up, self.down) if self.experts is None else self.experts.linears()
 
     def norms(self) -> tuple[Any, ...]:
-        result = (
-            self.norm_attention, self.norm_mlp, self.norm_qk, self.norm_token, self.norm_query, self.norm_key,
-            self.after_attention, self.after_mlp, *(() if self.mixer is None else self.mixer.norms()),
-        )  # fmt: skip
+        heads = tuple(norm for norm in (self.norm_qk, self.norm_query, self.norm_key) if norm is not None)
+        return (*self.outer_norms(), *heads, *(() if self.mixer is None else self.mixer.norms()))
+
+    def outer_norms(self) -> tuple[Any, ...]:
+        """Of rows of the hidden size."""
+        result = (self.norm_attention, self.norm_mlp, self.norm_token, self.after_attention, self.after_mlp)
         return tuple(norm for norm in result if norm is not None)
 
 
 class Builder:
-    """Makes layers and norms; ``gate`` is what experts have between their layers."""
+    """Makes layers and norms; ``gate`` makes what MLPs and experts have between their layers, of its numbers."""
 
     def __init__(
         self,
         spec: Spec,
         maker: Maker,
         rotary: Rotary,
-        gate: Callable[[torch.Tensor], torch.Tensor],
-        norm: type[RMSNorm | Norm],
+        gate: Callable[..., Any],
+        *,
+        kernels: bool,
         team: Team | None = None,
     ) -> None:
         self.spec = spec
         self.maker = maker
         self.rotary = rotary
         self.gate = gate
-        self.make_norm = norm
+        self.kernels = kernels
         self.team = team
 
-    def norm(self, name: str) -> RMSNorm | Norm:
-        return self._norm(self._numbers(name))
+    def norm(self, name: str) -> Any:
+        """Of rows of the hidden size."""
+        norms, weight = self.spec.architecture.norms, self._numbers(name)
+        if not norms.centred:
+            return self._norm(weight)
+        bias = self.maker.numbers(f"{name}.bias") if norms.bias else None
+        return (Norm.centred if self.kernels else LayerNorm)(weight, bias, self.spec.eps, self.maker.dtype)
 
     def _norm(self, weight: torch.Tensor) -> RMSNorm | Norm:
-        return self.make_norm(weight, self.spec.eps, self.maker.dtype)
+        return (Norm if self.kernels else RMSNorm)(weight, self.spec.eps, self.maker.dtype)
 
     def _numbers(self, name: str) -> torch.Tensor:
         result, plus = self.maker.numbers(f"{name}.weight"), self.spec.architecture.norms.plus
@@ -99,7 +112,7 @@ class Builder:
         def at(name: Name) -> str:
             return f"{prefix}.{name.checkpoint}"
 
-        def norm(name: Name | None) -> RMSNorm | Norm | None:
+        def norm(name: Name | None) -> Any:
             return None if name is None else self.norm(at(name))
 
         def linear(*names: Name) -> Linear:
@@ -124,6 +137,8 @@ class Builder:
             experts=None if dense else self._experts(prefix, spec.experts),
             rotary=spec.rotary or ALL,
             mixer=None if mixer is None else self._mixer(index, at(mixer.conv)),
+            gate=self._gate(prefix) if dense else None,
+            sinks=None if attention.sinks is None else self.maker.numbers(at(attention.sinks)).float(),
         )
         if mixer is None and norms.query is not None and norms.key is not None:
             self._norm_heads(layer, self._numbers(at(norms.query)), self._numbers(at(norms.key)))
@@ -134,6 +149,11 @@ class Builder:
         assert sizes is not None
         bias = numbers(f"{conv}.bias") if sizes.biased else None
         return ShortConv(index, sizes, numbers(f"{conv}.weight"), bias, self.maker.dtype)
+
+    def _gate(self, prefix: str) -> Any:
+        names = self.spec.architecture.mlp.numbers
+        numbers = [self.maker.number(f"{prefix}.{name.checkpoint}") for name in names]
+        return self.gate(_xielu(numbers)) if numbers else self.gate()
 
     def _summed(self, linear: Linear) -> Linear:
         return linear if self.team is None else Summed(linear, self.team)
@@ -178,4 +198,10 @@ class Builder:
             for expert in range(first, first + fraction)
         ]
         options: dict[str, Any] = {} if team is None else {"count": count, "first": first, "total": team.sum}
-        return Experts(router, experts, self.gate, self.spec.chosen, normalised=self.spec.normalised, **options)
+        return Experts(router, experts, self.gate(), self.spec.chosen, normalised=self.spec.normalised, **options)
+
+
+def _xielu(result: list[torch.Tensor]) -> torch.Tensor:
+    """The numbers of ``activations.xielu`` of those in a checkpoint: alpha_p, alpha_n, beta, eps."""
+    rise, fall, slope, eps = result
+    return torch.stack([F.softplus(rise), slope + F.softplus(fall), slope, eps])

@@ -34,6 +34,7 @@ from forerun.models.native import NativeModel
 from forerun.models.ranks import split
 from forerun.models.ranks.leader import Leader
 from forerun.models.ranks.team import Team
+from forerun.models.rotary import is_constant
 from forerun.models.weights import Weights
 
 DTYPES = {
@@ -238,7 +239,7 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
         if isinstance(value, dict):
             kinds.add(value.get("rope_type", "default"))
     bad = kinds & {"dynamic", "longrope"}
-    if not bad:
+    if not bad or is_constant(rope):
         return
     original: int = (
         rope.get("original_max_position_embeddings")

@@ -18,7 +18,7 @@ from forerun.models.checkpoint import DTYPES, Tensor
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
-from forerun.models.prequantized import Grouped, Scaled, gather
+from forerun.models.prequantized import Grouped, Mxfp4, Scaled, gather
 from forerun.models.weights import Read, unstacked
 
 BASE = "model."
@@ -85,7 +85,7 @@ class CheckpointWeights:
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         result = self.values(name)
-        return result.blocks() if isinstance(result, (Grouped, Scaled)) and not self.numbers else None
+        return result.blocks() if isinstance(result, (Grouped, Mxfp4, Scaled)) and not self.numbers else None
 
     def release(self) -> int:
         self.files.release()
@@ -100,7 +100,7 @@ def _full(name: str) -> str:
 
 def _check(folder: Path, result: Mapping[str, Rows], requested: Mapping[str, Shape], config: Any) -> None:
     for name in sorted(requested.keys() & result.keys()):
-        if tuple(result[name].shape) != requested[name]:
+        if (tuple(result[name].shape) or (1,)) != requested[name]:  # one number may be of no dimension
             shapes = [*result[name].shape], [*requested[name]]
             raise ModelError(f"{folder}: {name} has shape {shapes[0]}; its config asks for {shapes[1]}")
         if not result[name].dtype.is_floating_point:

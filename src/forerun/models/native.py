@@ -29,7 +29,7 @@ from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.kernel_layers import Norm, softcap
 from forerun.models.layer import Builder, Layer
 from forerun.models.linear import choose, describe
-from forerun.models.parts import RMSNorm, make_gate
+from forerun.models.parts import make_gate
 from forerun.models.ranks import split
 from forerun.models.ranks.shards import Gathered, SplitWords
 from forerun.models.ranks.team import Team
@@ -94,21 +94,33 @@ class NativeModel:
             return tiling.find(self)
 
     def _rotary(self, config: Any, kind: str) -> Rotary:
-        return Rotary(config, self.spec.width, self.device, self.dtype, None if kind == ALL else kind)
+        paired = self.spec.architecture.attention.paired
+        return Rotary(config, self.spec.width, self.device, self.dtype, None if kind == ALL else kind, paired=paired)
 
     def _build(self, maker: Maker, tensors: Weights, outputs: torch.Tensor | None) -> None:
         spec, tiled = self.spec, self._how == "streamed"
         embedding, head, norm = spec.architecture.embedding, spec.architecture.head, spec.architecture.norm
-        self._gate = make_gate(spec.activation, self.dtype, kernels=tiled, invariant=self.invariant)
+
+        def gate(numbers: torch.Tensor | None = None) -> Any:
+            if spec.activation_numbers:
+                numbers = torch.tensor(spec.activation_numbers)
+            return make_gate(
+                spec.activation, self.dtype, kernels=tiled, invariant=self.invariant,
+                gated=spec.architecture.mlp.gated, numbers=numbers,
+            )  # fmt: skip
+
         rotary = self._rotaries[spec.rotaries[0]]  # all of them want one order
-        builder = Builder(spec, maker, rotary, self._gate, Norm if tiled else RMSNorm, self.team)
+        builder = Builder(spec, maker, rotary, gate, kernels=tiled, team=self.team)
         self._layers = [builder.layer(index) for index in range(len(spec.layers))]
         self._norm = builder.norm(norm.checkpoint)
         tied = f"{head.checkpoint}.weight" not in tensors
         source = (embedding if tied else head).checkpoint
         self._head = maker.linear(source, order=[] if outputs is None else [lambda rows: rows[outputs]])
         shared = self._head if tied and outputs is None else None
-        self._words = maker.words(embedding.checkpoint, shared, spec.embedding_scale)
+        scale = spec.embedding_scale
+        if spec.architecture.embedding_scale == "root":
+            scale = float(torch.tensor(scale, dtype=self.dtype))  # as Gemma's authors round it
+        self._words = maker.words(embedding.checkpoint, shared, scale)
         self._predicted = self._words.count if outputs is None else len(outputs)
         if self.team is not None:
             self._head = Gathered(self._head, self.team, self._tokens)
@@ -118,7 +130,10 @@ class NativeModel:
         spec = self.spec
         decoder = Decoder(
             spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, self._rotaries,
-            spec.scale, activation=spec.activation, softcap=spec.softcap, logits_softcap=spec.logits_softcap,
+            spec.scale, activation=spec.activation, gated=spec.architecture.mlp.gated,
+            parallel=spec.architecture.parallel, norm_rotated=spec.architecture.norms.after_rotary,
+            softcap=spec.softcap, logits_softcap=spec.logits_softcap, residual_scale=spec.residual_scale,
+            logits_scale=spec.logits_scale, growth=spec.growth,
             total=None if self.team is None else self.team.sum,
         )  # fmt: skip
         return Fused(decoder) if decoder.can_fuse() else None
@@ -234,6 +249,8 @@ class NativeModel:
 
     def _cap(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.spec.logits_softcap
+        if self.spec.logits_scale != 1.0:
+            logits = logits * self.spec.logits_scale
         if cap is None:
             return logits
         return softcap(logits, cap) if self._how == "streamed" else torch.tanh(logits / cap).mul_(cap)
@@ -271,7 +288,8 @@ class NativeModel:
         replay: Replay | None,
     ) -> torch.Tensor:
         """One layer; ``only`` names the rows that go on behind its attention."""
-        qkv, count = layer.qkv(x if layer.norm_attention is None else layer.norm_attention(x)), metadata.batch.num_rows
+        normed = x if layer.norm_attention is None else layer.norm_attention(x)
+        qkv, count = layer.qkv(normed), metadata.batch.num_rows
         if x.shape[0] != count:
             qkv = qkv[:count]
         if layer.mixer is not None:
@@ -279,19 +297,47 @@ class NativeModel:
             assert replay is not None
             out = layer.mixer(qkv, attention.states, replay)
         else:
-            heads = self._heads(layer, qkv, angles[layer.rotary] if layer.rope else None)
-            out = attention.run(Query(index, *heads, self.spec.scale, layer.window, self.spec.softcap), metadata)
+            out = self._attend(layer, index, qkv, angles, attention, metadata)
         if only is not None:
             x, out = x.index_select(0, only), out.index_select(0, only)
         elif x.shape[0] != count:
             out = self._pad(out)
-        x = layer.out(out, x) if layer.after_attention is None else layer.after_attention(layer.out(out), x)
-        normed = x if layer.norm_mlp is None else layer.norm_mlp(x)
+        x = self._add(layer.out, out, layer.after_attention, x)
+        if self.spec.architecture.parallel:
+            normed = normed if only is None else normed.index_select(0, only)
+        else:
+            normed = x if layer.norm_mlp is None else layer.norm_mlp(x)
         if layer.experts is not None:
             made = layer.experts(normed, None if self.tiles is None else self.tiles.rows)
-            return x + made if layer.after_mlp is None else layer.after_mlp(made, x)
-        inner = self._gate(layer.gate_up(normed))
-        return layer.down(inner, x) if layer.after_mlp is None else layer.after_mlp(layer.down(inner), x)
+            return self._scaled(made, x) if layer.after_mlp is None else layer.after_mlp(made, x)
+        return self._add(layer.down, layer.gate(layer.gate_up(normed)), layer.after_mlp, x)
+
+    def _attend(
+        self,
+        layer: Layer,
+        index: int,
+        qkv: torch.Tensor,
+        angles: Mapping[str, torch.Tensor],
+        attention: Attention,
+        metadata: Metadata,
+    ) -> torch.Tensor:
+        q, k, v = self._heads(layer, qkv, angles[layer.rotary] if layer.rope else None)
+        factors = None if self.spec.growth is None else self.spec.growth.factors(metadata.batch.positions)
+        if factors is not None:
+            q = q * factors.to(q.dtype)[:, None, None]
+        query = Query(index, q, k, v, self.spec.scale, layer.window, self.spec.softcap, sinks=layer.sinks)
+        return attention.run(query, metadata)
+
+    def _add(self, linear: Linear, rows: torch.Tensor, after: Any, x: torch.Tensor) -> torch.Tensor:
+        """x and what ``linear`` makes of ``rows``, normed by ``after`` if that is there."""
+        if after is not None:
+            made: torch.Tensor = after(linear(rows), x)
+            return made
+        return linear(rows, x) if self.spec.residual_scale == 1.0 else self._scaled(linear(rows), x)
+
+    def _scaled(self, made: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        scale = self.spec.residual_scale
+        return x + (made if scale == 1.0 else made * scale)
 
     def _heads(
         self, layer: Layer, qkv: torch.Tensor, angles: torch.Tensor | None
@@ -314,7 +360,11 @@ class NativeModel:
             q, k, v = apply_rotary(every, rotated).split_with_sizes((heads, kv_heads, kv_heads), 1)
             return q, k, v
         qk, v = every.split_with_sizes((rotated, kv_heads), 1)
-        q, k = apply_rotary(layer.norm_qk(qk), rotated).split_with_sizes((heads, kv_heads), 1)
+        if spec.architecture.norms.after_rotary:
+            qk = layer.norm_qk(apply_rotary(every, rotated)[:, :rotated])
+        else:
+            qk = apply_rotary(layer.norm_qk(qk), rotated)
+        q, k = qk.split_with_sizes((heads, kv_heads), 1)
         return q, k, v
 
     @inference

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.models import activations, kernel_layers
-from forerun.models.architectures.spec import GELU_TANH, SILU
-from forerun.models.formats.tiled import TiledLinear, can_tile
-from forerun.models.kernel_layers import Norm
+from forerun.models.architectures.spec import CLAMPED, GELU_TANH, SILU, XIELU
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 FAST: dict[str, Function] = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
@@ -42,43 +40,64 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, computed in float32. With ``kernels``
-    a row's bits depend on the row alone: they add it up and divide it."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, computed in float32; ``bias`` None:
+    none."""
 
-    __slots__ = ("bias", "dtype", "eps", "exact", "norm", "total", "weight")
+    __slots__ = ("bias", "dtype", "eps", "weight")
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype, *, kernels: bool
-    ) -> None:
-        self.weight, self.bias, self.eps, self.dtype = weight.float(), bias.float(), eps, dtype
-        self.exact = kernels and can_tile(torch.float32)
-        if self.exact:
-            self.total = TiledLinear(torch.ones(1, len(weight)), None)
-            self.norm = Norm(self.weight, eps, torch.float32)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, dtype: torch.dtype) -> None:
+        self.weight, self.eps, self.dtype = weight.float(), eps, dtype
+        self.bias = None if bias is None else bias.float()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        if not self.exact:
-            return F.layer_norm(wide, self.weight.shape, self.weight, self.bias, self.eps).to(self.dtype)
-        mean = self.total(wide).div_(wide.shape[-1])
-        return self.norm(wide - mean).add_(self.bias).to(self.dtype)
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        """``add`` is added to what is normed before that is rounded."""
+        wide = F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps)
+        return (wide if add is None else wide.add_(add)).to(self.dtype)
 
 
 class Gate:
-    """activation(gate) * up of rows [gate, up]."""
+    """activation(gate) * up of rows [gate, up]; not ``gated``: activation(up)."""
 
-    __slots__ = ("activation",)
+    __slots__ = ("activation", "gated")
 
-    def __init__(self, activation: Function) -> None:
-        self.activation = activation
+    def __init__(self, activation: Function, *, gated: bool = True) -> None:
+        self.activation, self.gated = activation, gated
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if not self.gated:
+            return self.activation(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return self.activation(gate).mul_(up)
 
 
-def make_gate(activation: str, dtype: torch.dtype, *, kernels: bool, invariant: bool) -> Gate | kernel_layers.Gate:
-    """Under its name in ``spec.py``; on a kernel where that is wished."""
+class Clamped:
+    """(up + 1) * gate * sigmoid(steepness * gate) of rows [gate, up], up limited on both sides, gate from above."""
+
+    __slots__ = ("limit", "steepness")
+
+    def __init__(self, steepness: float, limit: float) -> None:
+        self.steepness, self.limit = steepness, limit
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.float().chunk(2, -1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ((up + 1.0) * (gate / (1.0 + torch.exp(-self.steepness * gate)))).to(gate_up.dtype)
+
+
+def make_gate(
+    activation: str,
+    dtype: torch.dtype,
+    *,
+    kernels: bool,
+    invariant: bool,
+    gated: bool = True,
+    numbers: torch.Tensor | None = None,
+) -> Gate | Clamped | kernel_layers.Gate:
+    """Under its name in ``spec.py``, with its ``numbers`` if it has some; on a kernel where ``kernels``."""
     if kernels:
-        return kernel_layers.Gate(activation, dtype)
-    return Gate((STEADY if invariant else FAST)[activation])
+        return kernel_layers.Gate(activation, dtype, gated=gated, numbers=numbers)
+    if activation == CLAMPED and numbers is not None:
+        return Clamped(*numbers.tolist())
+    if activation == XIELU and numbers is not None:
+        return Gate(partial(activations.xielu, numbers=numbers), gated=gated)
+    return Gate((STEADY if invariant else FAST)[activation], gated=gated)

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint holds in 4 or 8 bits: AWQ, GPTQ, compressed-tensors and FP8.
+"""Weights that a checkpoint holds in 4 or 8 bits: AWQ, GPTQ, compressed-tensors, FP8 and MXFP4.
 
 Levels in 4 bits become ``q4_0`` where every zero is in the middle, else ``q4_1``, whose minimum (scale times zero) is
 rounded to float16; 8 bits become ``q8_0``, or ``int8_rows`` with a scale per output. What these cannot hold (groups of
@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 
 from forerun.core.errors import ModelError, shown
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.gguf_types import packed
 from forerun.models.formats.int8 import Levels
 
 AWQ_SHIFTS = tuple(4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7))
@@ -33,7 +36,8 @@ HELD: Mapping[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]] = {
     **dict.fromkeys(("qweight", "qzeros", "weight_packed"), ((torch.int32,), (2,))),
     **dict.fromkeys(("g_idx", "weight_g_idx", "weight_shape"), (INDICES, (1,))),
     **dict.fromkeys(("weight_scale", "weight_scale_inv"), (NUMBERS, (0, 1, 2))),
-    "scales": (NUMBERS, (2,)), "weight": (BYTES, (2,)), "weight_zero_point": ((*INDICES, torch.int8), (0, 1, 2)),
+    "mxfp4_blocks": ((torch.uint8,), (3,)), "mxfp4_scales": ((torch.uint8,), (2,)), "scales": (NUMBERS, (2,)),
+    "weight": (BYTES, (2,)), "weight_zero_point": ((*INDICES, torch.int8), (0, 1, 2)),
 }  # fmt: skip
 """What the parts of a layer are held in, and how many dimensions they have."""
 Tensors = Mapping[str, torch.Tensor]
@@ -273,6 +277,37 @@ class Scheme:
     parts: tuple[str, ...]
 
 
+class Mxfp4:
+    """Numbers in 4 bits (E2M1) by blocks of 32 that share a power of two (OCP MX 1.0): blocks uint8 [outputs, blocks,
+    16], neighbours in a byte, and scales uint8 [outputs, blocks]."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        self.levels, self.scales = blocks, scales
+        self.shape = torch.Size((len(blocks), blocks.shape[1] * BLOCK))
+        self.nbytes = blocks.nbytes + scales.nbytes
+
+    def _raw(self, rows: slice | torch.Tensor) -> np.ndarray:
+        """As GGUF files have them: a byte holds two numbers half a block apart."""
+        levels = self.levels[rows]
+        each = torch.stack([levels & 15, levels >> 4], -1).flatten(-2)
+        together = torch.cat([self.scales[rows][..., None], each[..., :16] | each[..., 16:] << 4], -1)
+        return together.flatten(1).numpy()
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(dequantize(self._raw(rows), GGMLQuantizationType.MXFP4))
+
+    def blocks(self) -> Blocks | None:
+        return packed("mxfp4", self._raw(slice(None)), self.shape[1], "an MXFP4 weight")
+
+
+def _mxfp4(result: Tensors, config: Mapping[str, Any]) -> Rows:
+    blocks, scales = result["mxfp4_blocks"], result["mxfp4_scales"]
+    _fits(blocks, (*scales.shape, 16))
+    return Mxfp4(blocks, scales)
+
+
 _GPTQ = Scheme("GPTQ", _gptq, ("qweight",), ("qweight", "qzeros", "scales", "g_idx"))
 _FP8 = Scheme(
     "FP8", _fp8, ("weight_scale_inv", "weight_scale"),
@@ -286,6 +321,7 @@ _COMPRESSED = Scheme(
 SCHEMES = {
     "awq": Scheme("AWQ", _awq, ("qweight",), ("qweight", "qzeros", "scales")), "gptq": _GPTQ, "fp8": _FP8,
     "fbgemm_fp8": _FP8, "compressed-tensors": _COMPRESSED,
+    "mxfp4": Scheme("MXFP4", _mxfp4, ("mxfp4_blocks",), ("mxfp4_blocks", "mxfp4_scales")),
 }  # fmt: skip
 """By ``quant_method`` in configs."""
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -325,7 +361,7 @@ def gather(tensors: dict[str, torch.Tensor], config: Mapping[str, Any], place: s
         parts = {end: tensors[name] for end in scheme.parts if (name := f"{stem}.{end}") in tensors}
         used |= {f"{stem}.{end}" for end in parts}
         bias = tensors.get(f"{stem}.bias")
-        if bias is not None and not bool(bias.any()):
+        if bias is not None and "mxfp4_blocks" not in parts and not bool(bias.any()):
             used.add(f"{stem}.bias")  # as some tools write them for layers without one
         try:
             _held(parts)

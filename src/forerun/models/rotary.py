@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +12,14 @@ from forerun.core.batch import Batch
 from forerun.core.errors import shown
 from forerun.models import checkpoint
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the length of the text."""
 GROWTH = 2048
+
+
+def is_constant(rope: Mapping[str, Any]) -> bool:
+    """Whether frequencies called ``dynamic`` are those of one stretch, ``alpha`` (Hunyuan's), at every length."""
+    return rope.get("rope_type") == "dynamic" and bool(rope.get("alpha"))
 
 
 class Rotary:
@@ -21,15 +27,22 @@ class Rotary:
 
     The rows of the projections are arranged for that; attention does not notice, as queries and keys agree. Where only
     the first numbers of a head are turned, the angles of the others are 0. ``kind``: of a config that has parameters by
-    types of layers, the type.
+    types of layers, the type. ``paired``: the pairs lie side by side in the checkpoint.
     """
 
     def __init__(
-        self, config: Any, width: int, device: torch.device, dtype: torch.dtype, kind: str | None = None
+        self,
+        config: Any,
+        width: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        kind: str | None = None,
+        *,
+        paired: bool = False,
     ) -> None:
-        self.width = width
+        self.width, self.paired = width, paired
         self.dtype = dtype
-        name = f"turn_{kernels.dtype_name(dtype)}"
+        name = f"apply_rotary_{kernels.dtype_name(dtype)}"
         self._kernel = getattr(kernels.library(), name) if device.type == "cpu" and kernels.has(name) else None
         self.device = device
         frequencies, self.factor = _frequencies(config, width, kind)
@@ -39,6 +52,8 @@ class Rotary:
 
     def arrange(self, heads: torch.Tensor) -> torch.Tensor:
         """The last dimension, one head, in the order that ``apply_rotary`` expects."""
+        if self.paired:
+            return heads
         first, second, others = heads.split_with_sizes((self.pairs, self.pairs, self.width - 2 * self.pairs), -1)
         return torch.cat([torch.stack([first, second], dim=-1).flatten(-2), others], dim=-1)
 
@@ -89,6 +104,9 @@ def _frequencies(config: Any, width: int, kind: str | None) -> tuple[torch.Tenso
     rope: dict[str, Any] = dict(config.rope_parameters or {})
     rope = rope if kind is None else rope[kind]
     with checkpoint.library(f"the model's rope_parameters cannot be used ({shown(rope)})"):
+        if is_constant(rope):
+            theta = rope["rope_theta"] * rope["alpha"] ** (width / (width - 2))
+            return 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
         if rope.get("rope_type", "default") == "default":
             width = int(width * rope.get("partial_rotary_factor", 1.0))
             return 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0

@@ -30,7 +30,7 @@ LAYERS = ("full_attention", "sliding_attention", "dense", "sparse")
 """Kinds of layers that are run: attention over all tokens or the last ones, one MLP or experts."""
 SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
-    "embedding_multiplier", "residual_multiplier", "logits_scaling",
+    "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale",
 )  # fmt: skip
 DEPTHS = (
     "num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_blocks", "num_encoder_layers", "num_decoder_layers",

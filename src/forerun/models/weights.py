@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Protocol
 
 import torch
 
+from forerun.core.errors import ModelError
 from forerun.core.loading import Advance
 from forerun.models.architectures.spec import Spec
 from forerun.models.formats import blocks
@@ -70,6 +71,9 @@ def unstacked(result: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Te
     for index, layer in enumerate(spec.layers):
         at = f"{spec.architecture.layers.checkpoint}.{index}."
         stacks = [f"{at}mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")]
+        if names is not None and names.interleaved and layer.experts:
+            _unstack(result, f"{at}mlp.experts", layer.experts)
+            continue
         if names is None or not layer.experts or stacks[0] not in result:
             continue
         gate_up, down = (result.pop(stack) for stack in stacks)
@@ -78,6 +82,21 @@ def unstacked(result: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Te
             for name, part in zip((*names.gate_up, names.down), (*both.chunk(2), last)):
                 result[f"{at}{name.checkpoint.format(expert)}.weight"] = part
     return result
+
+
+def _unstack(result: dict[str, torch.Tensor], at: str, count: int) -> None:
+    """Take the stacks of a layer's experts apart whose gate and up have outputs by turns. Raises ModelError."""
+    ends = {"_bias": ("bias", 2), "": ("weight", 3), "_blocks": ("mxfp4_blocks", 4), "_scales": ("mxfp4_scales", 3)}
+    for (end, (kind, dims)), part in product(ends.items(), ("gate_up_proj", "down_proj")):
+        stack = result.pop(f"{at}.{part}{end}", None)
+        if stack is None:
+            continue
+        if stack.dim() != dims or len(stack) != count:
+            raise ModelError(f"{at}.{part}{end} has shape {[*stack.shape]}, where {count} experts are stacked")
+        for expert, own in enumerate(stack.detach()):
+            rows = own.T if kind == "weight" else own  # outputs first
+            sides = {part: rows} if part == "down_proj" else {"gate_proj": rows[::2], "up_proj": rows[1::2]}
+            result |= {f"{at}.{expert}.{name}.{kind}": side for name, side in sides.items()}
 
 
 class Stack:
@@ -131,6 +150,10 @@ class Maker:
         """A copy, in the dtype that they have."""
         return self.weights.values(name)[:].to(self.device, copy=True)
 
+    def number(self, name: str) -> torch.Tensor:
+        """A tensor of a single one, float32, of no dimension."""
+        return torch.as_tensor(self.weights.values(name)).to(self.device, torch.float32, copy=True).view(())
+
     def linear(self, *parts: str, order: Sequence[Order] = ()) -> Linear:
         """The layer of one or several projections ("model.layers.0.mlp.up_proj"), the outputs of one behind those of
         the other, each in an order of its own."""
@@ -150,7 +173,7 @@ class Maker:
 
     def router(self, part: str) -> Linear:
         """A layer that is small and chooses: never quantized."""
-        return make_linear(self._stack([part], [None]), None, self.how)
+        return make_linear(self._stack([part], [None]), self._bias([part], [None]), self.how)
 
     def _make(self, weight: Rows, bias: torch.Tensor | None) -> Linear:
         if self.quantized is not None and self.quantized.pays(weight):

@@ -76,13 +76,13 @@ class LayerRows:
 
 
 class Scaled:
-    """Another embedding times ``scale``, which is rounded to its dtype first."""
+    """Another embedding times ``scale``."""
 
     def __init__(self, words: Words, scale: float) -> None:
         self.words = words
         self.count, self.width = words.count, words.width
         self.dtype, self.device, self.nbytes = words.dtype, words.device, words.nbytes
-        self.factor = torch.tensor(scale, dtype=words.dtype, device=words.device)
+        self.factor = torch.tensor(scale, dtype=torch.float32, device=words.device)
         self.scale = float(self.factor) * words.scale
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

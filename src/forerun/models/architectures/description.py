@@ -17,11 +17,13 @@ class Name:
 
     checkpoint: str
     gguf: str
+    bare: bool = False
+    """In a checkpoint the name is whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norms:
-    """A layer's RMS norms; None: there is none at that place."""
+    """A layer's norms; None: there is none here."""
 
     before_attention: Name | None = Name("input_layernorm", "attn_norm")
     after_attention: Name | None = None
@@ -32,15 +34,21 @@ class Norms:
     key: Name | None = None
     whole: bool = False
     """Query and key are normed over all heads together, not head by head."""
-    eps: str = "rms_norm_eps"
-    """A config key."""
+    after_rotary: bool = False
+    """Query and key are normed behind the rotary embedding, not before it."""
     plus: float = 0.0
     """Added to the weights that a checkpoint has; in GGUF files it is in them."""
+    centred: bool = False
+    """The outer norms and the final one are layer norms: they subtract the mean. Others are RMS norms."""
+    bias: bool = False
+    """Layer norms have biases."""
+    eps: str = "rms_norm_eps"
+    """A config key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """``scale`` and ``softcap`` name config keys."""
+    """``scale``, ``multiplier`` and ``softcap`` name config keys."""
 
     qkv: tuple[Name, ...] = (
         Name("self_attn.q_proj", "attn_q"), Name("self_attn.k_proj", "attn_k"), Name("self_attn.v_proj", "attn_v")
@@ -48,25 +56,36 @@ class Attention:
     """Three projections, or one that holds them end to end."""
     out: Name = Name("self_attn.o_proj", "attn_output")
     bias: str | None = None
-    """A config key that says whether projections have biases; ``inputs``: all but ``out`` do."""
+    """A config key that says whether queries, keys and values have biases; ``always``: they do."""
+    out_bias: str | None = None
+    """As ``bias``, of ``out``."""
     scale: str | None = None
     """Scores are multiplied by its power of -1/2; None: by that of a head's width."""
+    multiplier: str | None = None
+    """Scores are multiplied by this instead."""
     softcap: str | None = None
     window: Literal["none", "every", "typed"] = "none"
     """``sliding_window`` holds in no layer, in every one, or in those that ``layer_types`` calls sliding."""
-    rotary: Literal["every", "listed", "typed"] = "every"
-    """Every layer turns queries and keys; those that ``no_rope_layers`` has a 1 for; or every one with the rotary
-    parameters of its type in ``layer_types``."""
+    rotary: Literal["every", "listed", "typed", "sliding"] = "every"
+    """Which layers have a rotary embedding: every layer; those that ``no_rope_layers`` has a 1 for; every one, with
+    the parameters of its type in ``layer_types``; or those with a window (all, where the config has none)."""
+    grows: bool = False
+    """Queries are multiplied by a factor that grows with the position, as ``llama_4_scaling_beta`` says."""
+    sinks: Name | None = None
+    """A score for each head that takes its part in the softmax and has no value."""
     partial: bool = False
-    """``partial_rotary_factor`` of a head may be turned."""
+    """``partial_rotary_factor`` of a head may be rotated."""
+    paired: bool = False
+    """In checkpoints the numbers that are rotated together are neighbours, not half a head apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mlp:
-    """down(activation(gate) * up)."""
+    """down(activation(gate) * up), or down(activation(up))."""
 
     gate_up: tuple[Name, ...] = (Name("mlp.gate_proj", "ffn_gate"), Name("mlp.up_proj", "ffn_up"))
-    """Two projections, or one that holds them end to end."""
+    """Two projections, or one that holds them end to end; not ``gated``: up alone."""
+    gated: bool = True
     down: Name = Name("mlp.down_proj", "ffn_down")
     activation: str | None = "hidden_act"
     """The config key that names it; None: silu."""
@@ -74,12 +93,15 @@ class Mlp:
     """The config key of the outputs of the gate; LFM2's ``block_*`` keys change what it says."""
     bias: str | None = None
     """A config key that says whether projections have biases."""
+    numbers: tuple[Name, ...] = ()
+    """Of the activation, one each and layer: a whole tensor's name in checkpoints, a list's key in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Instead of the MLP: those experts whose router scores are highest, added up with weights that are the softmax of
-    all scores. All other fields but ``placed`` name config keys."""
+    all scores. ``count``, ``width``, ``chosen`` and
+    ``normalised`` name config keys."""
 
     router: Name
     gate_up: tuple[Name, Name]
@@ -89,6 +111,13 @@ class Experts:
     chosen: str = "num_experts_per_tok"
     normalised: str | None = None
     """Whether the chosen experts' weights are divided by their sum; None: always."""
+    bias: bool = False
+    """Router and experts have biases."""
+    clamp: tuple[str, ...] = ()
+    """Config keys of the steepness and limit of (clamp(up) + 1) * gate * sigmoid(steepness * gate), gates being limited
+    from above: what experts have between their layers instead of the MLP's activation."""
+    interleaved: bool = False
+    """A checkpoint stacks a layer's experts, [experts, inputs, outputs], the outputs of gate and up by turns."""
     placed: Literal["every", "stepped"] = "every"
     """In every layer, or in those of ``decoder_sparse_step`` that are not in ``mlp_only_layers``."""
 
@@ -121,16 +150,25 @@ class Architecture:
     gguf: str
     """``general.architecture`` in GGUF files."""
     interleaved: bool = False
-    """GGUF files have the rows of queries and keys with rotated pairs side by side, not half a head apart."""
+    """GGUF files have the rows of queries and keys with rotated pairs side by side, where checkpoints have them half a
+    head apart."""
     embedding: Name = Name("model.embed_tokens", "token_embd")
     norm: Name = Name("model.norm", "output_norm")
     head: Name = Name("lm_head", "output")
     """Where a model has none, the embedding is the output layer."""
     layers: Name = Name("model.layers", "blk")
-    embedding_scale: Literal["one", "root"] = "one"
-    """Embeddings are multiplied by the square root of the hidden size."""
+    embedding_scale: str | None = None
+    """What embeddings are multiplied by, a config key; ``root``: the square root of the hidden size."""
+    residual_scale: str | None = None
+    """What attention and MLP add to the residual is multiplied by this, a config key."""
+    logits_scale: str | None = None
+    """Logits are multiplied by this, a config key."""
+    logits_divisor: str | None = None
+    """As ``logits_scale``: they are divided by it."""
     logits_softcap: str | None = None
     """A config key."""
+    parallel: bool = False
+    """Attention and MLP read the same normed input: both are added to what that was made of."""
     norms: Norms = Norms()
     attention: Attention = Attention()
     mlp: Mlp = Mlp()
@@ -143,28 +181,33 @@ class Architecture:
         stem, _, kind = gguf.rpartition(".")
         ends = {name.gguf: name.checkpoint for name in (self.embedding, self.norm, self.head)}
         if stem in ends:
-            return f"{ends[stem]}.weight" if kind == "weight" else None
+            return f"{ends[stem]}.{kind}" if self._has(ends[stem], kind) else None
         block, _, rest = stem.partition(".")
         index, _, part = rest.partition(".")
-        inside = {name.gguf: name.checkpoint for name in self.names()}
+        inside = {name.gguf: name for name in self.names()}
         if block != self.layers.gguf or not index.isdecimal() or part not in inside or kind not in KINDS:
             return None
-        return f"{self.layers.checkpoint}.{index}.{inside[part]}.{kind}"
+        end = "" if inside[part].bare else f".{kind}"
+        return f"{self.layers.checkpoint}.{index}.{inside[part].checkpoint}{end}"
 
     def gguf_name(self, checkpoint: str) -> str | None:
         """The other way, for what is not stacked."""
         stem, _, kind = checkpoint.rpartition(".")
         ends = {name.checkpoint: name.gguf for name in (self.embedding, self.norm, self.head)}
         if stem in ends:
-            return f"{ends[stem]}.weight" if kind == "weight" else None
+            return f"{ends[stem]}.{kind}" if self._has(stem, kind) else None
         index, _, part = stem.removeprefix(f"{self.layers.checkpoint}.").partition(".")
         inside = {name.checkpoint: name.gguf for name in self.names() if "{}" not in name.checkpoint}
         return f"{self.layers.gguf}.{index}.{inside[part]}.{kind}" if part in inside and kind in KINDS else None
+
+    def _has(self, end: str, kind: str) -> bool:
+        """Whether the embedding, the final norm or the output layer has such a tensor, by its name in a checkpoint."""
+        return kind == "weight" or (kind == "bias" and self.norms.bias and end == self.norm.checkpoint)
 
     def names(self) -> Iterator[Name]:
         """Of every tensor of a layer."""
         for part in (self.norms, self.attention, self.mlp, self.experts, self.mixer):
             for field in fields(part) if part is not None else ():
                 value = getattr(part, field.name)
-                result = value if isinstance(value, tuple) else (value,)
-                yield from (name for name in result if isinstance(name, Name))
+                each = () if field.name == "numbers" else value if isinstance(value, tuple) else (value,)
+                yield from (name for name in each if isinstance(name, Name))

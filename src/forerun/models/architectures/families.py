@@ -23,9 +23,10 @@ SANDWICH = Norms(
 )  # fmt: skip
 
 BIAS = "attention_bias"
+BIASED = Attention(bias=BIAS, out_bias=BIAS)
 
 LLAMA = Architecture(
-    model_type="llama", causal="LlamaForCausalLM", gguf="llama", interleaved=True, attention=Attention(bias=BIAS),
+    model_type="llama", causal="LlamaForCausalLM", gguf="llama", interleaved=True, attention=BIASED,
     mlp=Mlp(bias="mlp_bias"),
 )  # fmt: skip
 MISTRAL = replace(
@@ -33,27 +34,27 @@ MISTRAL = replace(
 )  # fmt: skip
 QWEN2 = Architecture(
     model_type="qwen2", causal="Qwen2ForCausalLM", gguf="qwen2",
-    attention=Attention(bias="inputs", window="typed"),
+    attention=Attention(bias="always", window="typed"),
 )  # fmt: skip
 QWEN3 = replace(
     QWEN2, model_type="qwen3", causal="Qwen3ForCausalLM", gguf="qwen3", norms=HEAD_NORMS,
-    attention=Attention(bias=BIAS, window="typed"),
+    attention=Attention(bias=BIAS, out_bias=BIAS, window="typed"),
 )  # fmt: skip
 SMOLLM3 = Architecture(
     model_type="smollm3", causal="SmolLM3ForCausalLM", gguf="smollm3", interleaved=True,
-    attention=Attention(bias=BIAS, window="typed", rotary="listed"), mlp=Mlp(bias="mlp_bias"),
+    attention=Attention(bias=BIAS, out_bias=BIAS, window="typed", rotary="listed"), mlp=Mlp(bias="mlp_bias"),
 )  # fmt: skip
 GEMMA2 = Architecture(
     model_type="gemma2", causal="Gemma2ForCausalLM", gguf="gemma2", embedding_scale="root",
     logits_softcap="final_logit_softcapping", norms=SANDWICH, mlp=Mlp(activation="hidden_activation"),
     attention=Attention(
-        bias=BIAS, scale="query_pre_attn_scalar", softcap="attn_logit_softcapping", window="typed"
+        bias=BIAS, out_bias=BIAS, scale="query_pre_attn_scalar", softcap="attn_logit_softcapping", window="typed"
     ),
 )  # fmt: skip
 GEMMA3 = replace(
     GEMMA2, model_type="gemma3_text", causal="Gemma3ForCausalLM", gguf="gemma3",
     norms=replace(SANDWICH, query=HEAD_NORMS.query, key=HEAD_NORMS.key),
-    attention=Attention(bias=BIAS, scale="query_pre_attn_scalar", window="typed", rotary="typed"),
+    attention=Attention(bias=BIAS, out_bias=BIAS, scale="query_pre_attn_scalar", window="typed", rotary="typed"),
 )  # fmt: skip
 PHI3 = Architecture(
     model_type="phi3", causal="Phi3ForCausalLM", gguf="phi3",
@@ -61,7 +62,7 @@ PHI3 = Architecture(
     mlp=Mlp(gate_up=(Name("mlp.gate_up_proj", "ffn_up"),)),
 )  # fmt: skip
 OLMO2 = Architecture(
-    model_type="olmo2", causal="Olmo2ForCausalLM", gguf="olmo2", attention=Attention(bias=BIAS),
+    model_type="olmo2", causal="Olmo2ForCausalLM", gguf="olmo2", attention=BIASED,
     norms=replace(
         HEAD_NORMS, before_attention=None, after_attention=AFTER_ATTENTION, before_mlp=None, after_mlp=AFTER_MLP,
         whole=True,
@@ -79,20 +80,95 @@ MIXTRAL = replace(
         count="num_local_experts",
     ),
 )  # fmt: skip
+MOE = Experts(
+    router=Name("mlp.gate", "ffn_gate_inp"),
+    gate_up=(Name("mlp.experts.{}.gate_proj", "ffn_gate_exps"), Name("mlp.experts.{}.up_proj", "ffn_up_exps")),
+    down=Name("mlp.experts.{}.down_proj", "ffn_down_exps"),
+    count="num_experts",
+    width="moe_intermediate_size",
+)
 QWEN3_MOE = replace(
     QWEN3, model_type="qwen3_moe", causal="Qwen3MoeForCausalLM", gguf="qwen3moe",
-    attention=Attention(bias=BIAS, window="every"),
-    experts=Experts(
-        router=Name("mlp.gate", "ffn_gate_inp"),
-        gate_up=(
-            Name("mlp.experts.{}.gate_proj", "ffn_gate_exps"), Name("mlp.experts.{}.up_proj", "ffn_up_exps"),
-        ),
-        down=Name("mlp.experts.{}.down_proj", "ffn_down_exps"),
-        count="num_experts",
-        width="moe_intermediate_size",
-        normalised="norm_topk_prob",
-        placed="stepped",
+    attention=Attention(bias=BIAS, out_bias=BIAS, window="every"),
+    experts=replace(MOE, normalised="norm_topk_prob", placed="stepped"),
+)  # fmt: skip
+GRANITE = replace(
+    LLAMA, model_type="granite", causal="GraniteForCausalLM", gguf="granite", embedding_scale="embedding_multiplier",
+    residual_scale="residual_multiplier", logits_divisor="logits_scaling",
+    attention=Attention(bias=BIAS, out_bias=BIAS, multiplier="attention_multiplier"),
+)  # fmt: skip
+OLMO3 = replace(
+    OLMO2, model_type="olmo3", causal="Olmo3ForCausalLM",
+    attention=Attention(bias=BIAS, out_bias=BIAS, window="typed", rotary="typed"),
+)  # fmt: skip
+EXAONE4 = Architecture(
+    model_type="exaone4", causal="Exaone4ForCausalLM", gguf="exaone4", norms=replace(OLMO2.norms, whole=False),
+    attention=Attention(window="typed", rotary="sliding"),
+)  # fmt: skip
+GLM4 = Architecture(
+    model_type="glm4", causal="Glm4ForCausalLM", gguf="glm4",
+    norms=Norms(
+        after_attention=Name("post_self_attn_layernorm", "post_attention_norm"),
+        after_mlp=Name("post_mlp_layernorm", "post_ffw_norm"),
     ),
+    attention=Attention(bias=BIAS, partial=True, paired=True), mlp=PHI3.mlp,
+)  # fmt: skip
+HUNYUAN = Architecture(
+    model_type="hunyuan_v1_dense", causal="HunYuanDenseV1ForCausalLM", gguf="hunyuan-dense",
+    norms=Norms(
+        query=Name("self_attn.query_layernorm", "attn_q_norm"), key=Name("self_attn.key_layernorm", "attn_k_norm"),
+        after_rotary=True,
+    ),
+    attention=BIASED,
+)  # fmt: skip
+ERNIE4_5 = Architecture(
+    model_type="ernie4_5", causal="Ernie4_5ForCausalLM", gguf="ernie4_5",
+    attention=Attention(bias="use_bias", out_bias="use_bias", paired=True), mlp=Mlp(bias="use_bias"),
+)  # fmt: skip
+SEED_OSS = Architecture(
+    model_type="seed_oss", causal="SeedOssForCausalLM", gguf="seed_oss",
+    norms=Norms(before_mlp=Name("post_attention_layernorm", "post_attention_norm")),
+    attention=Attention(bias=BIAS, out_bias="attention_out_bias"), mlp=Mlp(bias="mlp_bias"),
+)  # fmt: skip
+APERTUS = Architecture(
+    model_type="apertus", causal="ApertusForCausalLM", gguf="apertus",
+    norms=replace(
+        HEAD_NORMS, before_attention=Name("attention_layernorm", "attn_norm"),
+        before_mlp=Name("feedforward_layernorm", "ffn_norm"),
+    ),
+    attention=BIASED,
+    mlp=Mlp(
+        gate_up=(Name("mlp.up_proj", "ffn_up"),), gated=False,
+        numbers=tuple(Name(f"mlp.act_fn.{each}", f"xielu.{each}") for each in ("alpha_p", "alpha_n", "beta", "eps")),
+    ),
+)  # fmt: skip
+COHERE2 = Architecture(
+    model_type="cohere2", causal="Cohere2ForCausalLM", gguf="cohere2", parallel=True, logits_scale="logit_scale",
+    norms=Norms(before_mlp=None, centred=True, eps="layer_norm_eps"),
+    attention=Attention(bias=BIAS, out_bias=BIAS, window="typed", rotary="sliding", paired=True),
+)  # fmt: skip
+STARCODER2 = Architecture(
+    model_type="starcoder2", causal="Starcoder2ForCausalLM", gguf="starcoder2",
+    norms=Norms(centred=True, bias=True, eps="norm_epsilon"),
+    attention=Attention(bias="use_bias", out_bias="use_bias", window="every"),
+    mlp=Mlp(
+        gate_up=(Name("mlp.c_fc", "ffn_up"),), gated=False, down=Name("mlp.c_proj", "ffn_down"), bias="use_bias"
+    ),
+)  # fmt: skip
+GPT_OSS = Architecture(
+    model_type="gpt_oss", causal="GptOssForCausalLM", gguf="gpt-oss", norms=SEED_OSS.norms,
+    attention=Attention(
+        bias=BIAS, out_bias=BIAS, window="typed", sinks=Name("self_attn.sinks", "attn_sinks", bare=True)
+    ),
+    experts=replace(
+        MOE, router=Name("mlp.router", "ffn_gate_inp"), count="num_local_experts", width="intermediate_size",
+        bias=True, clamp=("swiglu_alpha", "swiglu_limit"),
+        interleaved=True,
+    ),
+)  # fmt: skip
+MINISTRAL3 = replace(
+    MISTRAL, model_type="ministral3", causal="Ministral3ForCausalLM", gguf="mistral3",
+    attention=Attention(window="every", grows=True),
 )  # fmt: skip
 LFM2 = Architecture(
     model_type="lfm2", causal="Lfm2ForCausalLM", gguf="lfm2", norm=Name("model.embedding_norm", "token_embd_norm"),
@@ -112,6 +188,7 @@ LFM2 = Architecture(
 ARCHITECTURES = {
     each.model_type: each
     for each in (
-        LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, LFM2,
+        LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GRANITE, OLMO3,
+        EXAONE4, GLM4, HUNYUAN, ERNIE4_5, SEED_OSS, APERTUS, COHERE2, STARCODER2, GPT_OSS, MINISTRAL3, LFM2,
     )
 }  # fmt: skip

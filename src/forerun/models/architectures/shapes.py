@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from forerun.models.architectures.description import Name
+from forerun.models.architectures.description import Architecture, Name
 from forerun.models.architectures.spec import LayerSpec, Spec, bind
 
 Shape = tuple[int, ...]
@@ -20,7 +20,7 @@ def shapes(config: Any) -> dict[str, Shape]:
     for index, layer in enumerate(spec.layers):
         for part, shape in _layer(spec, layer, config):
             result[f"{architecture.layers.checkpoint}.{index}.{part}"] = shape
-    result[f"{architecture.norm.checkpoint}.weight"] = (spec.hidden,)
+    result |= _norm(architecture, architecture.norm.checkpoint, spec.hidden)
     if not config.tie_word_embeddings:
         result[f"{architecture.head.checkpoint}.weight"] = rows
     return result
@@ -33,16 +33,16 @@ def _layer(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str, Sha
     outer = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
     for name in outer:
         if name is not None:
-            yield f"{name.checkpoint}.weight", (spec.hidden,)
+            yield from _norm(spec.architecture, name.checkpoint, spec.hidden).items()
 
 
 def _attention(spec: Spec, config: Any) -> Iterator[tuple[str, Shape]]:
     norms, attention = spec.architecture.norms, spec.architecture.attention
     queries, shared = spec.heads * spec.width, spec.kv_heads * spec.width
-    asked = attention.bias is not None
-    inputs = asked and (attention.bias == "inputs" or bool(getattr(config, str(attention.bias))))
-    yield from _linears(attention.qkv, (queries, shared, shared), spec.hidden, bias=inputs)
-    yield from _linears((attention.out,), (spec.hidden,), queries, bias=inputs and attention.bias != "inputs")
+    yield from _linears(attention.qkv, (queries, shared, shared), spec.hidden, bias=_has(config, attention.bias))
+    yield from _linears((attention.out,), (spec.hidden,), queries, bias=_has(config, attention.out_bias))
+    if attention.sinks is not None:
+        yield attention.sinks.checkpoint, (spec.heads,)
     for name, whole in ((norms.query, queries), (norms.key, shared)):
         if name is not None:
             yield f"{name.checkpoint}.weight", (whole if norms.whole else spec.width,)
@@ -59,6 +59,16 @@ def _mixer(spec: Spec) -> Iterator[tuple[str, Shape]]:
         yield f"{names.conv.checkpoint}.bias", (sizes.channels,)
 
 
+def _norm(architecture: Architecture, name: str, width: int) -> dict[str, Shape]:
+    kinds = ("weight", "bias") if architecture.norms.bias else ("weight",)
+    return {f"{name}.{kind}": (width,) for kind in kinds}
+
+
+def _has(config: Any, bias: str | None) -> bool:
+    """Whether projections have biases."""
+    return bias is not None and (bias == "always" or bool(getattr(config, bias)))
+
+
 def _linears(names: tuple[Name, ...], outputs: Shape, inputs: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:
     """Projections over the same inputs; one name holds all outputs end to end."""
     for name, count in zip(names, outputs if len(names) > 1 else (sum(outputs),)):
@@ -69,17 +79,19 @@ def _linears(names: tuple[Name, ...], outputs: Shape, inputs: int, *, bias: bool
 
 def _mlp(spec: Spec, config: Any) -> Iterator[tuple[str, Shape]]:
     mlp, width = spec.architecture.mlp, spec.inner
-    bias = mlp.bias is not None and bool(getattr(config, mlp.bias))
-    yield from _linears(mlp.gate_up, (width, width), spec.hidden, bias=bias)
+    bias = _has(config, mlp.bias)
+    yield from _linears(mlp.gate_up, (width, width) if mlp.gated else (width,), spec.hidden, bias=bias)
     yield from _linears((mlp.down,), (spec.hidden,), width, bias=bias)
+    for name in mlp.numbers:
+        yield name.checkpoint, (1,)
 
 
 def _experts(spec: Spec, count: int, config: Any) -> Iterator[tuple[str, Shape]]:
     experts = spec.architecture.experts
     assert experts is not None
     width = getattr(config, experts.width)
-    yield f"{experts.router.checkpoint}.weight", (count, spec.hidden)
+    yield from _linears((experts.router,), (count,), spec.hidden, bias=experts.bias)
     for expert in range(count):
-        for name in experts.gate_up:
-            yield f"{name.checkpoint.format(expert)}.weight", (width, spec.hidden)
-        yield f"{experts.down.checkpoint.format(expert)}.weight", (spec.hidden, width)
+        gate, up, down = (Name(name.checkpoint.format(expert), name.gguf) for name in (*experts.gate_up, experts.down))
+        yield from _linears((gate, up), (width, width), spec.hidden, bias=experts.bias)
+        yield from _linears((down,), (spec.hidden,), width, bias=experts.bias)

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from forerun.cache.states import StateShape
 from forerun.models.architectures.description import Architecture, ShortConv
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.rotary import ROPE_TYPES
+from forerun.models.rotary import ROPE_TYPES, is_constant
 
-SILU, GELU_TANH = "silu", "gelu_tanh"
-ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+SILU, GELU_TANH, XIELU, CLAMPED = "silu", "gelu_tanh", "xielu", "clamped"
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "xielu": XIELU}
 """By their names in configs."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 ALL = "all layers"
 """Names the rotary parameters of a model that has one set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Queries at position p are multiplied by 1 + rate log(1 + floor(p / reach)): Llama 4's temperature."""
+
+    rate: float
+    reach: int
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """float32, by rows; None: they are all 1."""
+        steps = (positions // self.reach).tolist()
+        if not any(steps):
+            return None
+        return torch.tensor([1.0 + self.rate * math.log(1.0 + step) for step in steps], device=positions.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +82,12 @@ class Spec:
     softcap: float | None
     logits_softcap: float | None
     embedding_scale: float
+    residual_scale: float
+    logits_scale: float
     activation: str
+    activation_numbers: tuple[float, ...]
+    """Of the activation, where all layers have the same."""
+    growth: Growth | None
     chosen: int
     """Experts per row."""
     normalised: bool
@@ -95,7 +118,7 @@ def applies(config: Any) -> str | None:
     if result.causal not in (config.architectures or [result.causal]):
         return f"{', '.join(config.architectures or [])} is not {result.causal}"
     activation = _activation(result, config)
-    if activation not in ACTIVATIONS:
+    if activation not in ACTIVATIONS or (ACTIVATIONS[activation] == XIELU) != bool(result.mlp.numbers):
         return f"activation {activation!r}"
     if getattr(config, "use_bidirectional_attention", None):
         return "attention to later tokens"
@@ -120,7 +143,7 @@ def _rope_applies(architecture: Architecture, config: Any) -> str | None:
     for rope in sets:
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             return "rotary parameters by layer where there should be one set, or one where they should be by layer"
-        if rope.get("rope_type", "default") not in ROPE_TYPES:
+        if rope.get("rope_type", "default") not in ROPE_TYPES and not is_constant(rope):
             return f"rope type {rope.get('rope_type')!r}"
         if rope.get("partial_rotary_factor", 1.0) != 1.0 and not architecture.attention.partial:
             return "partial rotary embeddings"
@@ -131,7 +154,7 @@ def bind(config: Any) -> Spec:
     """The spec of a checkpoint that ``applies``."""
     result = ARCHITECTURES[config.model_type]
     attention, experts = result.attention, result.experts
-    heads = config.num_attention_heads
+    heads, clamp = config.num_attention_heads, experts.clamp if experts is not None else ()
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     normalised = experts is not None and (experts.normalised is None or bool(getattr(config, experts.normalised)))
     return Spec(
@@ -141,11 +164,15 @@ def bind(config: Any) -> Spec:
         kv_heads=config.num_key_value_heads,
         width=width,
         eps=getattr(config, result.norms.eps),
-        scale=(width if attention.scale is None else getattr(config, attention.scale)) ** -0.5,
+        scale=_scale(result, config, width),
         softcap=_optional(config, attention.softcap),
         logits_softcap=_optional(config, result.logits_softcap),
-        embedding_scale=config.hidden_size**0.5 if result.embedding_scale == "root" else 1.0,
-        activation=ACTIVATIONS[_activation(result, config)],
+        embedding_scale=_factor(config, result.embedding_scale),
+        residual_scale=_factor(config, result.residual_scale),
+        logits_scale=_factor(config, result.logits_scale) / _factor(config, result.logits_divisor),
+        activation=CLAMPED if clamp else ACTIVATIONS[_activation(result, config)],
+        activation_numbers=tuple(float(getattr(config, key)) for key in clamp),
+        growth=_growth(result, config),
         chosen=getattr(config, experts.chosen) if experts is not None else 0,
         normalised=normalised,
         inner=_inner(result.mlp.width, config),
@@ -175,6 +202,25 @@ def _mixer(mixer: ShortConv, config: Any) -> MixerSpec:
     return MixerSpec(width, kernel - 1, width, biased=bool(getattr(config, mixer.bias)))
 
 
+def _scale(architecture: Architecture, config: Any, width: int) -> float:
+    """Of attention's scores."""
+    attention = architecture.attention
+    if attention.multiplier is not None:
+        return float(getattr(config, attention.multiplier))
+    return float((width if attention.scale is None else getattr(config, attention.scale)) ** -0.5)
+
+
+def _growth(architecture: Architecture, config: Any) -> Growth | None:
+    rope = config.rope_parameters
+    if not architecture.attention.grows or not rope.get("llama_4_scaling_beta"):
+        return None
+    return Growth(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
+
+
+def _factor(config: Any, key: str | None) -> float:
+    return 1.0 if key is None else float(config.hidden_size**0.5 if key == "root" else getattr(config, key))
+
+
 def _optional(config: Any, key: str | None) -> float | None:
     return getattr(config, key, None) if key is not None else None
 
@@ -188,6 +234,8 @@ def _layer(architecture: Architecture, config: Any, index: int) -> LayerSpec:
         window = getattr(config, "sliding_window", None)
     rotary = kind if attention.rotary == "typed" else ALL
     if attention.rotary == "listed" and not config.no_rope_layers[index]:
+        rotary = None
+    if attention.rotary == "sliding" and kind != SLIDING and getattr(config, "sliding_window", None) is not None:
         rotary = None
     mixer = architecture.mixer is not None and config.layer_types[index] == architecture.mixer.layers
     return LayerSpec(window, rotary, _experts(architecture, config, index), mixer)

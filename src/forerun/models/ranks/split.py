@@ -25,6 +25,8 @@ def check(spec: Spec, config: Any, size: int) -> None:
     """Raise ConfigError unless ``size`` ranks can have equal parts."""
     if spec.states:
         raise ConfigError("tensor_parallel_size splits layers of attention: leave it out for a model with state")
+    if spec.architecture.attention.sinks is not None:
+        raise ConfigError(f"tensor_parallel_size {size}: {spec.architecture.causal} has sinks, which are not split")
     counts = {"heads": spec.heads}
     layers = {layer.experts for layer in spec.layers}
     if 0 in layers:
@@ -74,7 +76,7 @@ def vocabulary(tokens: int, rank: int, size: int) -> torch.Tensor:
 def cuts(spec: Spec, intermediate: int) -> dict[str, Cut]:
     """By the names of a layer's projections, without the layer's own."""
     attention, mlp = spec.architecture.attention, spec.architecture.mlp
-    heads, inner = (spec.heads, spec.kv_heads, spec.kv_heads), (intermediate, intermediate)
+    heads, inner = (spec.heads, spec.kv_heads, spec.kv_heads), (intermediate, intermediate)[: 1 + mlp.gated]
     result = {attention.out.checkpoint: Cut(1, heads[:1]), mlp.down.checkpoint: Cut(1, inner[:1])}
     result |= _by_outputs(attention.qkv, heads) | _by_outputs(mlp.gate_up, inner)
     return result
