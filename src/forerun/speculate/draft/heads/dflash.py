@@ -25,10 +25,11 @@ from forerun.core.errors import ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft
-from forerun.models.checkpoint import CONFIG, read_object, read_tensors
+from forerun.models.checkpoint import CONFIG
 from forerun.models.load import read_config
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
+from forerun.speculate.draft.heads.gguf_files import is_ours, read_drafter
 from forerun.speculate.draft.heads.head import FORMAT, Guess, Head, Lesson, Sizes
 from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
@@ -254,16 +255,16 @@ class DFlashHead(Head):
     @classmethod
     def load(cls, folder: Path, num_layers: int = 0) -> Head:
         """A head of ours, or a public checkpoint for a target of ``num_layers`` layers. Raises ModelError."""
-        if FORMAT in read_object(folder / CONFIG):
+        if is_ours(folder, FORMAT):
             return super().load(folder)
         sizes, weights = read_public(folder, num_layers)
         return cls.of(sizes, weights, folder)
 
 
 def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
-    """Sizes and renamed weights of a DFlash, DFlash2 or DSpark checkpoint, as z-lab, SGLang or speculators write it.
-    Raises ModelError for anything else."""
-    config = read_object(folder / CONFIG)
+    """Sizes and renamed weights of a DFlash, DFlash2 or DSpark checkpoint, as z-lab, SGLang, speculators or llama.cpp
+    write it. Raises ModelError for anything else."""
+    config, tensors = read_drafter(folder, "dflash")
     inner = config.get("transformer_layer_config", config)
     own = config.get("dflash_config") or config.get("dspark_config") or {}
     if not isinstance(inner, Mapping) or not isinstance(own, Mapping):
@@ -271,7 +272,7 @@ def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.T
     told = {**inner, **config, **own}
     weights = {
         name.removeprefix("model."): tensor
-        for name, tensor in read_tensors(folder).items()
+        for name, tensor in tensors.items()
         if name.removeprefix("model.") not in COPIES
     }
     kind = config.get("speculators_model_type")

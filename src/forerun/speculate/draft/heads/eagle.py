@@ -49,11 +49,12 @@ LEAST = 8
 class EagleHead(Head):
     """Options: ``layers`` (hidden states read), ``draft_vocab_size`` with ``d2t``, ``own_head``; ``mixed``: a matrix
     makes the layer's input of the token's embedding and the feature (as in EAGLE, arXiv 2401.15077), which its
-    attention reads alone, so that the embedding reaches the output directly."""
+    attention reads alone, so that the embedding reaches the output directly.
+    ``norm_before_residual``: the layer adds to the normed feature, as some of speculators' heads do."""
 
     method = "eagle"
     quantizes = True
-    options_known = frozenset(DEFAULTS) | {"layers", "draft_vocab_size", "own_head", "mixed"}
+    options_known = frozenset(DEFAULTS) | {"layers", "draft_vocab_size", "own_head", "mixed", "norm_before_residual"}
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -87,6 +88,8 @@ class EagleHead(Head):
 
     def enter(self, embedded: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
         """The layer's residual stream, [..., hidden size]."""
+        if self.options.get("norm_before_residual"):
+            return self.hidden_norm(feature)
         if self.mix is None:
             return feature
         return self.mix(torch.cat([embedded, feature], dim=-1))
@@ -95,7 +98,7 @@ class EagleHead(Head):
         self, embedded: torch.Tensor, stream: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys, values [..., n, heads, width], of what ``enter`` gave."""
-        x = self.hidden_norm(stream)
+        x = stream if self.options.get("norm_before_residual") else self.hidden_norm(stream)
         if self.input_layernorm is not None:
             x = torch.cat([self.input_layernorm(embedded), x], dim=-1)
         q = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.width)), positions, self.options["theta"])
@@ -186,7 +189,7 @@ class EagleHead(Head):
     @torch.no_grad()
     def fuse(self, target: Model) -> Fused | None:
         """The layer, the norm behind it and the output layer in one call, where ``target`` runs so."""
-        if target.fused is None:
+        if target.fused is None or self.options.get("norm_before_residual"):
             return None
         whole, dtype, device = target.fused.decoder, target.info.dtype, target.info.device
         rope: Any = SimpleNamespace(rope_parameters={"rope_theta": self.options["theta"]})

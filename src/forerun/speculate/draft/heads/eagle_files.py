@@ -1,4 +1,4 @@
-"""Public EAGLE-3 checkpoints: SGLang's layout (``midlayer.*``) and the speculators one (``layers.0.*``)."""
+"""Public EAGLE-3 checkpoints: SGLang's layout (``midlayer.*``), the speculators one (``layers.0.*``) and GGUF files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from forerun.core.errors import ModelError
-from forerun.models.checkpoint import CONFIG, read_object, read_tensors
+from forerun.models.checkpoint import CONFIG
+from forerun.speculate.draft.heads.gguf_files import is_ours, read_drafter
 from forerun.speculate.draft.heads.head import FORMAT, Sizes
 
 PREFIXES = ("midlayer.", "layers.0.")
@@ -18,7 +19,7 @@ IGNORED = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_no
 
 
 def is_public(folder: Path) -> bool:
-    return FORMAT not in read_object(folder / CONFIG)
+    return not is_ours(folder, FORMAT)
 
 
 def _rename(name: str) -> str:
@@ -31,11 +32,10 @@ def _rename(name: str) -> str:
 def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
     """Sizes and renamed weights; such files do not say how deep their target is. Raises ModelError for anything that is
     not an EAGLE-3 head."""
-    config = read_object(folder / CONFIG)
+    config, weights = read_drafter(folder, "eagle3")
     layer = config.get("transformer_layer_config", config)
     if not isinstance(layer, Mapping):
         raise ModelError(f"{folder} is not an EAGLE-3 head: its transformer_layer_config is no object")
-    weights = read_tensors(folder)
     if "fc.weight" not in weights or not any(name.startswith(PREFIXES) for name in weights):
         raise ModelError(f"{folder} is not an EAGLE-3 head: it has no fc.weight or no decoder layer")
     names = ("hidden_size", "num_attention_heads", "intermediate_size")
@@ -70,6 +70,8 @@ def _options(config: Mapping[str, Any], layer: Mapping[str, Any], weights: dict[
         "own_head": "lm_head.weight" in weights,
         "draft_vocab_size": weights["d2t"].shape[0] if "d2t" in weights else None,
     }
+    if config.get("norm_before_residual"):
+        options["norm_before_residual"] = True
     ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
     if ids:
         options["layers"] = ids

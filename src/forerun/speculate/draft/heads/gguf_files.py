@@ -1,0 +1,114 @@
+"""Drafters in GGUF files (architectures ``eagle3`` and ``dflash`` of llama.cpp), as the folders that they come from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+
+from forerun.core.errors import ModelError, shown
+from forerun.models.checkpoint import CONFIG, read_object, read_tensors
+from forerun.models.gguf import GGUFFile
+from forerun.models.gguf_model import is_gguf, open_gguf, rows_as_halves
+
+LAYER = {
+    "attn_norm": "input_layernorm", "attn_norm_2": "hidden_norm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_conv_base": "attention_conv.base_kernel", "attn_conv_proj": "attention_conv.kernel_projection",
+    "ffn_conv_base": "mlp_conv.base_kernel", "ffn_conv_proj": "mlp_conv.kernel_projection",
+}  # fmt: skip
+OTHERS = {
+    "output_norm": "norm", "enc.output_norm": "hidden_norm", "output": "lm_head", "token_embd": "embed_tokens",
+    "selector_predecessor": "candidate_selector.predecessor_codebook",
+    "selector_successor": "candidate_selector.successor_codebook",
+    "selector_hidden": "candidate_selector.hidden_projection", "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2", "conf_proj": "confidence_head.proj",
+}  # fmt: skip
+BARE = ("base_kernel", "_codebook")
+"""Ends of names that have no ``.weight`` behind them in folders."""
+KEYS = {
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta", "block_size": "block_size", "sample_from_anchor": "sample_from_anchor",
+    "selector_top_k": "selector_top_k", "norm_before_residual": "norm_before_residual",
+    "logit_scale": "output_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping", "attention.sliding_window": "sliding_window",
+}  # fmt: skip
+
+
+def read_drafter(path: Path, architecture: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and tensors of a drafter in a folder or, as llama.cpp's ``architecture``, in a GGUF file. Raises
+    ModelError for a file of another architecture."""
+    if not is_gguf(path):
+        return read_object(path / CONFIG), read_tensors(path)
+    file = open_gguf(path)
+    found = file.metadata.get("general.architecture")
+    if found != architecture:
+        raise ModelError(f"{path} holds a model of architecture {shown(found)}, not a drafter ({architecture})")
+    config = _config(file, architecture)
+    weights = {_name(name): _values(file, name) for name in file.tensors if name != "rope_freqs.weight"}
+    if architecture == "eagle3":  # rotated pairs lie side by side
+        for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+            name = f"layers.0.self_attn.{part}_proj.weight"
+            if name in weights and config.get(heads):
+                weights[name] = rows_as_halves(weights[name], config[heads])
+    if "d2t" in weights:  # the ids themselves, where folders have what is to be added to a row's number
+        weights["d2t"] = weights["d2t"] - torch.arange(len(weights["d2t"]))
+    projection = weights.get("layers.0.attention_conv.kernel_projection.weight")
+    if projection is not None:
+        config["conv_group_size"] = 4 * projection.shape[1] // projection.shape[0]
+    return config, weights
+
+
+def _config(file: GGUFFile, architecture: str) -> dict[str, Any]:
+    """As a folder's ``config.json`` says it."""
+    told = {key: file.metadata.get(f"{architecture}.{key}") for key in KEYS}
+    config: dict[str, Any] = {KEYS[key]: value for key, value in told.items() if value is not None}
+    layers = file.metadata.get(f"{architecture}.target_layers") or file.metadata.get(f"{architecture}.extract_layers")
+    if not isinstance(layers, list) or not layers:
+        raise ModelError(
+            f"{file.path} does not say which of the target's layers it reads ({architecture}.target_layers)"
+        )
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    config["vocab_size"] = len(tokens) if isinstance(tokens, list) else None
+    if architecture == "eagle3":
+        return config | {"eagle_aux_hidden_state_layer_ids": layers}
+    pattern = file.metadata.get(f"{architecture}.attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
+    # number i is what goes into layer i, which is what the layer before it says
+    mask = file.metadata.get("tokenizer.ggml.mask_token_id")
+    return config | {"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask}
+
+
+def _name(name: str) -> str:
+    """A tensor's name in a folder."""
+    if name.removesuffix(".weight") == "d2t":
+        return "d2t"
+    place = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?", name)
+    if place is not None:
+        stem = f"layers.{place[1]}.{LAYER.get(place[2], place[2])}"
+        return stem if stem.endswith(BARE) else f"{stem}.{place[3] or 'weight'}"
+    stem, _, kind = name.rpartition(".")
+    renamed = OTHERS.get(stem, stem)
+    return renamed if renamed.endswith(BARE) else f"{renamed}.{kind}"
+
+
+def _values(file: GGUFFile, name: str) -> torch.Tensor:
+    tensor = file.tensors[name]
+    if tensor.kind in (GGMLQuantizationType.I64, GGMLQuantizationType.I32):
+        kind = np.int64 if tensor.kind is GGMLQuantizationType.I64 else np.int32
+        return torch.from_numpy(file.packed(name).view(kind).astype(np.int64)).reshape(tensor.shape)
+    return file.values(name)
+
+
+def is_ours(path: Path, mark: str) -> bool:
+    """Whether a folder's config has the ``mark`` of what we write."""
+    return not is_gguf(path) and mark in read_object(path / CONFIG)

@@ -1,0 +1,182 @@
+"""Drafters in GGUF files draft what the folders that they were made of do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_dflash import (
+    BLOCK,
+    HEADS,
+    INNER,
+    KV_HEADS,
+    LAYERS,
+    MASK,
+    PROMPT,
+    WIDTH,
+    config_of,
+    first_draft,
+    random_weights,
+)
+from test_dflash import write as write_folder
+from unrolled import unrolled
+
+from forerun import LLM, ForerunError, SamplingParams
+from forerun.speculate.draft.heads.eagle import EagleHead
+
+NAMES = {
+    "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight", "d2t": "d2t",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "markov_head.markov_w1.weight": "markov_w1.weight", "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight", "confidence_head.proj.bias": "conf_proj.bias",
+}  # fmt: skip
+LAYER = {
+    "input_layernorm.weight": "attn_norm.weight", "post_attention_layernorm.weight": "ffn_norm.weight",
+    "hidden_norm.weight": "attn_norm_2.weight", "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight", "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight", "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight", "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight", "mlp.down_proj.weight": "ffn_down.weight",
+    "attention_conv.base_kernel": "attn_conv_base", "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base", "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
+}  # fmt: skip
+
+
+def write(
+    path: Path, architecture: str, about: dict[str, Any], vocabulary: int, weights: dict[str, torch.Tensor]
+) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    common = {
+        "embedding_length": weights["fc.weight"].shape[0], "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS, "attention.key_length": WIDTH, "feed_forward_length": INNER,
+    }  # fmt: skip
+    for name, value in {**common, **about}.items():
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{name}", value)
+        elif isinstance(value, bool):
+            writer.add_bool(f"{architecture}.{name}", value)
+        else:
+            writer.add_uint32(f"{architecture}.{name}", value)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_float32(f"{architecture}.rope.freq_base", 1000.0)
+    writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(vocabulary)])
+    writer.add_uint32("tokenizer.ggml.mask_token_id", MASK)
+    for name, tensor in weights.items():
+        if name in ("embed_tokens.weight", "t2d"):
+            continue
+        _, _, rest = name.partition("layers.")
+        number, _, part = rest.partition(".")
+        to = f"blk.{number}.{LAYER[part]}" if rest else NAMES[name]
+        writer.add_tensor(to, tensor.numpy().astype(np.int64 if name == "d2t" else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_blocks_of_a_gguf_file_are_those_of_the_folder(tiny_target: str, tmp_path: Path, kind: str) -> None:
+    config = config_of(Path(tiny_target), kind)
+    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, kind)
+    about: dict[str, Any] = {"block_count": LAYERS, "block_size": BLOCK, "target_layers": [1, 2]}
+    if kind == "dflash2":
+        about["selector_top_k"] = 6
+    file = write(tmp_path / "d.gguf", "dflash", about, config["vocab_size"], weights)
+    folder = write_folder(tmp_path / "d", config, weights)
+    assert first_draft(tiny_target, file) == first_draft(tiny_target, folder)
+
+
+def eagle_weights(size: int, vocabulary: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+
+    def r(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g) * 0.3
+
+    at, wide, narrow = "layers.0.", HEADS * WIDTH, KV_HEADS * WIDTH
+    weights = {
+        "fc.weight": r(size, 2 * size),
+        "norm.weight": 1 + r(size),
+        "lm_head.weight": r(len(ids), size),
+        "d2t": ids,
+    }
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        weights[f"{at}{name}.weight"] = 1 + r(size)
+    shapes = {"q": (wide, 2 * size), "k": (narrow, 2 * size), "v": (narrow, 2 * size), "o": (size, wide)}
+    weights |= {f"{at}self_attn.{name}_proj.weight": r(*shape) for name, shape in shapes.items()}
+    shapes = {"gate": (INNER, size), "up": (INNER, size), "down": (size, INNER)}
+    return weights | {f"{at}mlp.{name}_proj.weight": r(*shape) for name, shape in shapes.items()}
+
+
+def paired(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows as llama.cpp's converter puts them: the two of a rotated pair side by side."""
+    return torch.cat([head[[i // 2 + (i % 2) * WIDTH // 2 for i in range(WIDTH)]] for head in rows.chunk(heads)])
+
+
+def eagle_draft(target: str, model: Path) -> tuple[list[int], list[int]]:
+    config = {"method": "eagle", "model": str(model), "num_speculative_tokens": 4}
+    llm = LLM(target, speculative_config=config, trace=True)
+    trace = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0].outputs[0].trace
+    index = next(i for i, entry in enumerate(trace) if entry.drafted)
+    committed = PROMPT + [token for entry in trace[:index] for token in entry.tokens]
+    kept = [token for token, origin in zip(trace[index].tokens, trace[index].origins) if origin == "accepted"]
+    return kept + list(trace[index].rejected), committed
+
+
+@pytest.mark.parametrize("before", [False, True])
+@torch.no_grad()
+def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target: str, tmp_path: Path, before: bool) -> None:
+    config = config_of(Path(tiny_target), "dflash", norm_before_residual=before)
+    size, vocabulary = config["hidden_size"], config["vocab_size"]
+    ids = torch.arange(0, 60, 3)
+    weights = eagle_weights(size, vocabulary, ids)
+    folder = tmp_path / "e"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "eagle_aux_hidden_state_layer_ids": [1, 2]}))
+    save_file({**weights, "d2t": ids - torch.arange(len(ids))}, folder / "model.safetensors")
+    at = "layers.0.self_attn."
+    turned = {f"{at}q_proj.weight": paired(weights[f"{at}q_proj.weight"], HEADS),
+              f"{at}k_proj.weight": paired(weights[f"{at}k_proj.weight"], KV_HEADS)}  # fmt: skip
+    about = {"block_count": 1, "target_layers": [1, 2], "norm_before_residual": before}
+    file = write(tmp_path / "e.gguf", "eagle3", about, vocabulary, {**weights, **turned})
+    drafted, committed = eagle_draft(tiny_target, file)
+    assert (drafted, committed) == eagle_draft(tiny_target, folder)
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+    head = EagleHead.load(file, config["num_hidden_layers"])
+    hidden = reference(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states
+    features = head.fc(torch.cat([hidden[1][0], hidden[2][0]], -1))
+    normed = (
+        features / (features.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights["layers.0.hidden_norm.weight"]
+    )
+    torch.testing.assert_close(head.enter(features, features), normed if before else features)
+    embedding, tokens = reference.get_input_embeddings(), list(committed)
+    for step in range(4):
+        said = unrolled(head, features, embedding(torch.tensor(tokens)), len(features), step + 1)[-1]
+        tokens.append(int(ids[(weights["lm_head.weight"] @ head.norm(said)).argmax()]))
+    assert drafted == tokens[-4:]
+
+
+def test_files_of_other_architectures_are_refused(tiny_target: str, tmp_path: Path) -> None:
+    config = config_of(Path(tiny_target), "dflash")
+    weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dflash")
+    about = {"block_count": LAYERS, "block_size": BLOCK, "target_layers": [1, 2]}
+    file = write(tmp_path / "d.gguf", "dflash", about, config["vocab_size"], weights)
+    with pytest.raises(ForerunError, match=r"architecture 'dflash', not a drafter \(eagle3\)"):
+        LLM(tiny_target, speculative_config={"method": "eagle", "model": str(file)})
+    del about["target_layers"]
+    file = write(tmp_path / "n.gguf", "dflash", about, config["vocab_size"], weights)
+    with pytest.raises(
+        ForerunError, match=r"does not say which of the target's layers it reads \(dflash.target_layers\)"
+    ):
+        LLM(tiny_target, speculative_config={"method": "dflash", "model": str(file)})
