@@ -5,7 +5,7 @@ SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_decoder_argument
 	tests/unit/test_sampling_draw.py tests/unit/test_sampling_warp.py tests/unit/test_drafted_chains.py \
 	tests/unit/test_compare.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
 
-.PHONY: setup check quick test sanitize wheel bench
+.PHONY: setup check quick test size sanitize wheel bench
 
 setup:  ## virtual environment with everything that development needs
 	$(PYTHON) -m venv .venv
@@ -22,6 +22,9 @@ quick:  ## the parts one by one and the rules by enumeration, without what train
 
 test:  ## the whole suite
 	$(RUN) pytest
+
+size:  ## lines of Python by folder; fails above the budgets in pyproject.toml
+	$(PYTHON) tests/size.py
 
 sanitize:  ## tests that call the kernels, with the kernels built for AddressSanitizer and UndefinedBehaviorSanitizer
 	FORERUN_SANITIZE=1 PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:log_path=/dev/stderr \

@@ -51,7 +51,7 @@ def test_gguf_refuses_what_llama_does_not_have():
 
 def test_missing_extras_are_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"matplotlib: pip install 'forerun\[plots\]'"):
+    with pytest.raises(ConfigError, match=r"matplotlib: pip install '\./lab\[plots\]'"):
         check_folder(tmp_path / "plots")
 
 

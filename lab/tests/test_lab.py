@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 from forerun.cli.main import LAB, run
-from forerun.train.losses import LOSSES
+from forerun.tune.losses import LOSSES
 from forerun_lab.train.config import HEAD_NAMES, LOSS_NAMES
 from forerun_lab.train.heads import HEADS
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.train.loop import LoopSettings, run
-from forerun.train.losses import kl
+from forerun.tune.loop import LoopSettings, run
+from forerun.tune.losses import kl
 from forerun_lab.train.boost import coverage, mean_over, missed
 from forerun_lab.train.config import Shape
 from forerun_lab.train.distill import DistillConfig, train_draft_model

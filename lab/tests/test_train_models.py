@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun.core.errors import ConfigError, ModelError
-from forerun.train.checkpoint import load_target
+from forerun.tune.state import load_target
 from forerun_lab.train.config import Shape
 from forerun_lab.train.corpus import TokenStream
 from forerun_lab.train.distill import DistillConfig, acceptance, inherit_embeddings, train_draft_model

@@ -21,9 +21,10 @@ from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.measure.prompts import list_files
 from forerun.models.fingerprint import fingerprint
-from forerun.train import loop, progress
-from forerun.train.interrupt import Stopped
-from forerun.train.settings import LoopSettings
+from forerun.tune import loop
+from forerun.tune import loop as progress
+from forerun.tune.config import LoopSettings
+from forerun.tune.loop import Stopped
 from forerun_lab.train.config import DistillConfig, HeadTrainConfig, Shape, TargetConfig
 from forerun_lab.train.corpus import TokenStream, encode_files
 from forerun_lab.train.distill import train_draft_model
@@ -130,7 +131,7 @@ def test_starting_over_leaves_nothing_of_the_old_run_to_go_on_from(trained, othe
     def broken(*rest):
         raise KeyError
 
-    monkeypatch.setattr("forerun.train.loop._step", broken)
+    monkeypatch.setattr("forerun.tune.loop._step", broken)
     with pytest.raises(KeyError):
         train_head(replace(trained, out=out, target=Path(other_target), resume=False))
     assert sorted(path.name for path in (out / "run").iterdir()) == ["log.jsonl", "run.json"]

@@ -12,11 +12,10 @@ if typing.TYPE_CHECKING:
     from forerun.core.tree import Draft, Verdict
     from forerun.engine.beams import BeamSearchOutput, BeamSearchSequence
     from forerun.engine.config import EngineConfig, SpeculativeConfig
+    from forerun.engine.jobs import Logprob
     from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
-    from forerun.engine.logprobs import Logprob
     from forerun.engine.metrics import RequestMetrics
-    from forerun.sampling.beams import BeamSearchParams
-    from forerun.sampling.params import SamplingParams, StructuredOutputsParams
+    from forerun.sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
     from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
     from forerun.speculate.names import drafters
 
@@ -25,7 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "engine.llm",
     "BeamSearchOutput": "engine.beams",
-    "BeamSearchParams": "sampling.beams",
+    "BeamSearchParams": "sampling.params",
     "BeamSearchSequence": "engine.beams",
     "CompletionOutput": "engine.llm",
     "ConfigError": "core.errors",
@@ -35,7 +34,7 @@ _HOMES = {
     "DrafterConfig": "speculate.draft.base",
     "EngineConfig": "engine.config",
     "ForerunError": "core.errors",
-    "Logprob": "engine.logprobs",
+    "Logprob": "engine.jobs",
     "ModelError": "core.errors",
     "Needs": "speculate.draft.base",
     "NumericsError": "core.errors",

@@ -8,7 +8,7 @@ from playwright.sync_api import Browser
 from running import Running
 
 from forerun.cli.trace import KINDS, page
-from forerun.engine.trace import ACCEPTED, BONUS, CORRECTED, PLAIN, TraceRound
+from forerun.engine.metrics import ACCEPTED, BONUS, CORRECTED, PLAIN, TraceRound
 
 LOOK = """element => {
   const { color, backgroundColor, boxShadow, textDecorationLine } = getComputedStyle(element);

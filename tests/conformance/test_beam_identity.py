@@ -13,7 +13,7 @@ from matrix import CASES, Case
 
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job
-from forerun.sampling.beams import BeamSearchParams
+from forerun.sampling.params import BeamSearchParams
 
 SEARCHES = [
     ("hello world, hello world, hello", BeamSearchParams(4, 20, ignore_eos=True)),

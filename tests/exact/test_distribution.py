@@ -27,7 +27,7 @@ from enumeration import (
 from forerun import kernels, theory
 from forerun.core.errors import ConfigError
 from forerun.speculate.accept import RatioRule, rules
-from forerun.speculate.accept.lenient import Lenient, LenientConfig
+from forerun.speculate.accept.chains import Lenient, LenientConfig
 from here import where
 
 RATIO = [name for name in rules if issubclass(rules[name], RatioRule)]

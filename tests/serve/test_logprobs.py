@@ -12,7 +12,7 @@ import pytest
 from running import Running
 
 from forerun import SamplingParams, pretrained
-from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.jobs import TokenLogprobs
 from forerun.models.tokenizer import load_tokenizer
 from forerun.serve.listed import by_name
 from forerun.serve.text import TextService

@@ -12,7 +12,7 @@ from running import TEMPLATE, Running, run_server
 from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.serve.app import ServerOptions
-from forerun.serve.names import names
+from forerun.serve.guard import names
 
 ASKED = {"prompt": "a = ", "max_tokens": 2}
 PAGE = "https://app.example.com"

@@ -16,8 +16,7 @@ from running import TEMPLATE
 
 from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.errors import ConfigError
-from forerun.engine.metrics import EngineStats
-from forerun.engine.snapshot import Snapshot
+from forerun.engine.metrics import EngineStats, Snapshot
 from forerun.engine.stream import Delta
 from forerun.sampling.noise import fold
 from forerun.scale import pool as pools

@@ -6,8 +6,7 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
-from forerun.scale.affinity import BOUND, Affinity, blocks
-from forerun.scale.scaling import policy, wanted
+from forerun.scale.affinity import BOUND, Affinity, blocks, policy, wanted
 
 NAMES = ["a", "b", "c", "d"]
 

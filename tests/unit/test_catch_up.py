@@ -14,7 +14,7 @@ from forerun.core.tree import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job
 from forerun.speculate.draft import drafters
-from forerun.speculate.draft.catch_up import CatchUpConfig
+from forerun.speculate.draft.chain import CatchUpConfig
 from tiny import save_tokenizer, tiny_llama
 
 pytestmark = pytest.mark.slow

@@ -14,11 +14,10 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from forerun import SamplingParams
-from forerun.cli.answers import MarkdownView, PlainView, TraceView, answer, split
 from forerun.cli.chat import PAGE_SIZE
 from forerun.cli.conversation import COMMANDS, NOT_HERE, Commands, Conversation, read_messages
 from forerun.cli.main import load, run
-from forerun.cli.talking import read_message
+from forerun.cli.talking import MarkdownView, PlainView, TraceView, answer, read_message, split
 from forerun.core.errors import ConfigError, ForerunError, RequestError
 from forerun.models.native import NativeModel
 

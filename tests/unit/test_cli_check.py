@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun import kernels
-from forerun.cli.check import show
+from forerun.cli.bench import show_checks
 from forerun.cli.main import run
 from forerun.engine import engine
 from forerun.measure import identity
@@ -23,9 +23,8 @@ from forerun.measure.identity import METHOD, MIXES, SHAPES, check_identity, hand
 from forerun.models.native import NativeModel
 from forerun.speculate import round as rounds
 from forerun.speculate.accept import base
+from forerun.speculate.accept.chains import Coupled, Token
 from forerun.speculate.accept.compare import Comparison, compare
-from forerun.speculate.accept.coupled import Coupled
-from forerun.speculate.accept.token import Token
 from forerun.speculate.draft import drafters
 
 pytestmark = pytest.mark.slow
@@ -116,7 +115,7 @@ def test_what_was_not_tested_has_not_passed(check, capsys, options, kind, reason
     assert idle
     assert all(reason in item["detail"] and not item["passed"] for item in idle)
     assert {item["tested"] for item in result["results"] if item["passed"]} <= {True}
-    show(result)
+    show_checks(result)
     shown = capsys.readouterr().out
     count = sum(not item["tested"] for item in result["results"])
     assert shown.endswith(f"{count} of {len(result['results'])} checks found nothing to test: not passed\n")

@@ -14,8 +14,8 @@ from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import base, rules
+from forerun.speculate.accept.chains import Token
 from forerun.speculate.accept.compare import Comparison, CompiledComparison, compare
-from forerun.speculate.accept.token import Token
 from here import where
 
 

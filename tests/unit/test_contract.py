@@ -14,6 +14,7 @@ import pytest
 
 import forerun
 from forerun.core import errors
+from size import excesses, measured
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "lab" / "src").rglob("*.py")])
@@ -62,6 +63,13 @@ def test_files_and_functions_are_short():
                 if node.end_lineno - first >= 80:
                     long.append(f"{name(path)}: {node.name} has {node.end_lineno - first + 1} lines")
     assert not long
+
+
+def test_the_code_keeps_its_budgets():
+    assert excesses() == []
+    assert measured("src/forerun")[0].total() == sum(
+        len(path.read_text().splitlines()) for path in SOURCES if "lab" not in path.relative_to(ROOT).parts
+    )
 
 
 def test_layers_import_downwards_only():

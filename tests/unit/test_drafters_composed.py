@@ -20,9 +20,9 @@ from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import rules
 from forerun.speculate.accept.synthetic import Synthetic
 from forerun.speculate.draft import DraftContext, drafters
-from forerun.speculate.draft.merged import merge
+from forerun.speculate.draft.heterogeneous import Bridge, Reading, Vocabulary
+from forerun.speculate.draft.nested import merge
 from forerun.speculate.draft.staged import Ahead
-from forerun.speculate.draft.vocabulary import Bridge, Reading, Vocabulary
 
 VOCAB = 20
 

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 
 from forerun.core.errors import ConfigError
 from forerun.core.tree import POINT_MASS
-from forerun.speculate.draft.prompt_lookup import NgramIndex
+from forerun.speculate.draft.ngram import NgramIndex
 from forerun.speculate.draft.random import _distinct
 
 # prompt_lookup

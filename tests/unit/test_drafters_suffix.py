@@ -11,8 +11,8 @@ import pytest
 from drafting import build, noisy_text, occurrences, sequence
 
 from forerun.core.tree import Verdict
-from forerun.speculate.draft.automaton import ROOT, Automaton
 from forerun.speculate.draft.best_first import Growing, best_first, depth_first, shaped
+from forerun.speculate.draft.suffix import ROOT, Automaton
 
 # suffix automaton
 

@@ -15,7 +15,7 @@ from forerun.core.errors import ConfigError, ModelError
 from forerun.models.checkpoint import read_tensors
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
-from forerun.train.export import FORMS, export_head
+from forerun.tune.export import FORMS, export_head
 
 TARGET = "forerun:target"
 

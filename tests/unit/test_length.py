@@ -11,7 +11,7 @@ from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length import Seconds, Setting, policies
-from forerun.speculate.length.acceptance import Acceptance
+from forerun.speculate.length.adaptive import Acceptance
 from forerun.speculate.length.costs import Costs, Curve, Drafted
 
 COUNTS = (1, 4, 8, 16)

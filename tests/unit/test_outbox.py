@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from forerun.scale import outbox as outboxes
-from forerun.scale.messages import Begun
-from forerun.scale.outbox import Entry, Outbox
+from forerun.scale import messages as outboxes
+from forerun.scale.messages import Begun, Entry, Outbox
 
 SAID = Begun("weights")
 

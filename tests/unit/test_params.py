@@ -11,8 +11,8 @@ import pytest
 from forerun import ConfigError, EngineConfig, ForerunError, SamplingParams, SpeculativeConfig
 from forerun.serve.schema import CompletionRequest
 from forerun.speculate.accept import rules
-from forerun.speculate.accept.lenient import LenientConfig
-from forerun.speculate.accept.recursive import TreeRuleConfig
+from forerun.speculate.accept.chains import LenientConfig
+from forerun.speculate.accept.trees import TreeRuleConfig
 
 OUT_OF_RANGE = [
     ("n", 0),

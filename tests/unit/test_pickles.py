@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from forerun import LLM, ConfigError, ModelError, SamplingParams, drafters
 from forerun.models.tokenizer import load_tokenizer
-from forerun.train.checkpoint import load_target
-from forerun.train.loop import load_checkpoint
+from forerun.tune.loop import load_checkpoint
+from forerun.tune.state import load_target
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from simulated import Machine, play
 
 from forerun import LLM, SamplingParams
 from forerun.core.request import RequestState
-from forerun.speculate.length.fixed import Fixed
+from forerun.speculate.length.base import Fixed
 
 PROMPT = "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef w(path):\n"
 

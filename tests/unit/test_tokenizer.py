@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from forerun import LLM, SamplingParams
 from forerun.cli.trace import REJECTED, parts
 from forerun.core.errors import ConfigError, ModelError
-from forerun.engine.logprobs import TokenLogprobs, by_token
-from forerun.engine.trace import CORRECTED, TraceRound
+from forerun.engine.jobs import TokenLogprobs, by_token
+from forerun.engine.metrics import CORRECTED, TraceRound
 from forerun.models.gguf_tokenizer import make_tokenizer
 from forerun.models.tokenizer import REPLACEMENT, Detokenizer, load_tokenizer, token_text
 from forerun.serve.text import TextService

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from forerun.core.errors import ConfigError, ForerunError
-from forerun.train.loop import LoopSettings, make_optimizers, run, wait_while_paused
+from forerun.tune.loop import LoopSettings, make_optimizers, run, wait_while_paused
 from forerun_lab.train.corpus import TokenStream
 
 VOCABULARY = 11
@@ -137,7 +137,7 @@ def test_the_loop_waits_while_the_pause_file_exists(tmp_path, monkeypatch):
         if len(naps) == 3:
             pause.unlink()
 
-    monkeypatch.setattr("forerun.train.loop.time.sleep", nap)
+    monkeypatch.setattr("forerun.tune.loop.time.sleep", nap)
     wait_while_paused(pause)
     wait_while_paused(None)
     assert len(naps) == 3

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from forerun.train import losses
-from forerun.train.losses import LOSSES, kl, lk, overlap, tv_ce
+from forerun.tune import losses
+from forerun.tune.losses import LOSSES, kl, lk, overlap, tv_ce
 
 P_LOGITS = [[0.3, -1.2, 2.0, 0.0], [4.0, 0.0, 0.0, -3.0], [0.0, 0.0, 0.0, 0.0]]
 Q_LOGITS = [[1.3, 0.2, 0.5, -1.0], [-4.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]]

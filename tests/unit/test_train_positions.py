@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forerun.speculate.draft.heads.head import Guess
-from forerun.train.positions import of_chains, of_head, table
+from forerun.tune.losses import of_chains, of_head, table
 
 
 def test_a_heads_figures_by_position_are_those_counted_by_hand():

@@ -13,8 +13,8 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft, Trial, Verdict
-from forerun.speculate.rollback.caches import roll_back
-from forerun.speculate.verify.pack import pack
+from forerun.speculate.rollback import roll_back
+from forerun.speculate.verify import pack
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=6)
 

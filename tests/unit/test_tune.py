@@ -21,12 +21,11 @@ from forerun.core.errors import ConfigError
 from forerun.engine import tuned
 from forerun.speculate.draft.datastore import Datastore
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.train import loop
-from forerun.tune import choose, data, text, turns
+from forerun.tune import choose, data, loop
 from forerun.tune import run as stages
 from forerun.tune.config import TRAINED, TuneConfig
+from forerun.tune.features import scale
 from forerun.tune.kinds import KINDS
-from forerun.tune.start import scale
 from forerun.tune.state import State
 from tiny import save_tokenizer, tiny_llama
 
@@ -39,7 +38,8 @@ QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "min_tokens": 2, "probe": 
 def few_turns() -> Iterator[None]:
     """A few of the held-out turns, so that a tuning takes a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "held_out", lambda: turns.held_out()[:6])
+        few = data.held_out()[:6]
+        patch.setattr(data, "held_out", lambda: few)
         yield
 
 
@@ -105,7 +105,7 @@ def test_text_alone(model: str, tmp_path: Path) -> None:
 
 def test_a_finished_tuning_does_nothing_again(folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (folder / "eagle" / "model.safetensors").stat().st_mtime_ns
-    monkeypatch.setattr(text.Writer, "part", lambda *_: pytest.fail("wrote again"))
+    monkeypatch.setattr(data.Writer, "part", lambda *_: pytest.fail("wrote again"))
     stages.tune(TuneConfig(model=model, out=folder, **QUICK))
     assert (folder / "eagle" / "model.safetensors").stat().st_mtime_ns == before
 
@@ -193,7 +193,7 @@ def test_every_kind_learns_from_the_same_text(
 ) -> None:
     """A finished tuning is given another kind: nothing is written again, it is compared, and it changes no token."""
     out = Path(shutil.copytree(folder, tmp_path / "out"))
-    monkeypatch.setattr(text.Writer, "part", lambda *_: pytest.fail("wrote again"))
+    monkeypatch.setattr(data.Writer, "part", lambda *_: pytest.fail("wrote again"))
     stages.tune(TuneConfig(model=model, out=out, **QUICK, train=("eagle", kind), cpu_minutes=1 / 60))
     state = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]
     assert set(state["train"]) == {"eagle", kind}
@@ -259,7 +259,7 @@ def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(
     result = json.loads(path.read_text("utf-8"))
     del result["results"]["write"]
     path.write_text(json.dumps(result), "utf-8")
-    monkeypatch.setattr(text.Writer, "speed", lambda *_: 1e-9)
+    monkeypatch.setattr(data.Writer, "speed", lambda *_: 1e-9)
     stages.tune(config)
     assert "alone" not in json.loads(path.read_text("utf-8"))["results"]
 
@@ -267,7 +267,7 @@ def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(
 def test_an_answer_that_leaves_no_room_for_a_prompt(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text.Writer, "held_out_prompts", lambda self: [])
+    monkeypatch.setattr(data.Writer, "held_out_prompts", lambda self: [])
     with pytest.raises(ConfigError, match="leaves no room for a prompt: lower --answer"):
         stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK))
 
@@ -303,9 +303,9 @@ class Kill(Exception):
 def test_a_killed_tuning_goes_on(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """Stops once at every stage; what was done before is not done again."""
     wrote: list[int] = []
-    part = text.Writer.part
+    part = data.Writer.part
     monkeypatch.setattr(
-        text.Writer, "part", lambda self, seed, temperature: (wrote.append(seed), part(self, seed, temperature))[1]
+        data.Writer, "part", lambda self, seed, temperature: (wrote.append(seed), part(self, seed, temperature))[1]
     )
 
     def killed(*_: object, **__: object) -> None:

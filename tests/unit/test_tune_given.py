@@ -20,11 +20,10 @@ from forerun.core.errors import ConfigError
 from forerun.speculate.draft import datastore
 from forerun.tune import run as stages
 from forerun.tune.config import TuneConfig
-from forerun.tune.data import Data
+from forerun.tune.data import Data, Writer
 from forerun.tune.features import Features
-from forerun.tune.head import AHEAD
+from forerun.tune.kinds import AHEAD
 from forerun.tune.state import State
-from forerun.tune.text import Writer
 
 __all__ = ["few_turns", "folder", "model"]
 

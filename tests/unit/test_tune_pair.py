@@ -18,8 +18,7 @@ from forerun.engine.engine import Engine
 from forerun.measure.planner import CostCurve
 from forerun.measure.rounds import measure
 from forerun.models.load import load_shared, resolve, sharing
-from forerun.tune.pair import PairConfig, tune_pair
-from forerun.tune.replay import Answer, Price, Replayed, on_paper, replay
+from forerun.tune.pair import Answer, PairConfig, Price, Replayed, on_paper, replay, tune_pair
 from tiny import save_tokenizer, tiny_llama
 
 QUICK = {"minutes": 3 / 60, "answer": 16, "progress": False}

@@ -11,10 +11,7 @@ import pytest
 from chat_model import save_chat_model
 
 from forerun import LLM
-from forerun.tune.data import Data
-from forerun.tune.record import Record, known
-from forerun.tune.text import SPOKEN, Writer
-from forerun.tune.turns import turns
+from forerun.tune.data import SPOKEN, Data, Record, Writer, known, turns
 
 SAID = [("stop", " What is rain? "), ("length", "And then the"), ("stop", "  "), ("stop", "Hello;")]
 

@@ -11,7 +11,7 @@ import torch
 from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams, SpeculativeConfig
 from forerun.engine import memory
 from forerun.engine.config import EngineConfig
-from forerun.engine.keywords import INSTEAD, SAID, understood
+from forerun.engine.llm import INSTEAD, SAID, understood
 from forerun.models.load import resolve
 
 COLD = SamplingParams(temperature=0.0, max_tokens=6)

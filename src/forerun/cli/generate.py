@@ -11,18 +11,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from forerun.cli import beams as searching
-from forerun.cli import logprobs
 from forerun.cli import trace as tracing
 from forerun.cli.console import check_file, out, print_json, set_threads, warn, write_file
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, names_method, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.memory import megabytes
-from forerun.sampling.beams import BeamSearchParams
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
+    from forerun.engine.jobs import Logprob
     from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
+
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 128, "seed": 0}
 METRICS = (
@@ -64,7 +63,7 @@ def generate(
     if beams is not None:
         if trace or trace_html is not None:
             raise ConfigError("a trace shows one answer's rounds: leave --trace and --trace-html out, or --beams")
-        engine = searching.with_room(engine, beams)
+        engine = with_room(engine, beams)
     if trace_html is not None and params.n > 1:
         raise ConfigError("--trace-html shows one answer: leave --n out")
     if "logprobs_mode" in engine and sampling.get("logprobs") is None:
@@ -102,7 +101,7 @@ def read_params(
 ) -> SamplingParams | BeamSearchParams:
     """Raises ConfigError."""
     if beams is not None:
-        return searching.search_params(beams, length_penalty, early_stopping, sampling)
+        return search_params(beams, length_penalty, early_stopping, sampling)
     if length_penalty is not None or early_stopping is not None:
         raise ConfigError("--length-penalty and --early-stopping are options of --beams: add that")
     return SamplingParams(**{**DEFAULTS, **sampling})
@@ -158,7 +157,7 @@ def as_object(answer: RequestOutput, params: SamplingParams | BeamSearchParams) 
         given: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids}
         if output.logprobs is not None:
             assert isinstance(params, SamplingParams)
-            given["logprobs"] = logprobs.as_objects(output.token_ids, output.logprobs, params.logprobs or 0)
+            given["logprobs"] = as_objects(output.token_ids, output.logprobs, params.logprobs or 0)
         elif output.cumulative_logprob is not None:
             given["cumulative_logprob"] = output.cumulative_logprob
         return given | {"finish_reason": output.finish_reason}
@@ -172,7 +171,7 @@ def as_object(answer: RequestOutput, params: SamplingParams | BeamSearchParams) 
         shown["outputs"] = [one(output) for output in answer.outputs]
     if answer.prompt_logprobs is not None and isinstance(params, SamplingParams):
         ids, count = answer.prompt_token_ids, params.prompt_logprobs or 0
-        shown["prompt_logprobs"] = logprobs.as_objects(ids, answer.prompt_logprobs, count)
+        shown["prompt_logprobs"] = as_objects(ids, answer.prompt_logprobs, count)
     return shown
 
 
@@ -226,7 +225,7 @@ def show(
     if isinstance(params, SamplingParams):
         show_logprobs(console, llm.tokenizer, answer, params)
     else:
-        result |= searching.facts(llm, answer)
+        result |= search_facts(llm, answer)
         result.pop("acceptance", None)
     width = max(map(len, result))
     for name, value in result.items():
@@ -246,12 +245,95 @@ def show(
 
 def show_logprobs(console: Console, tokenizer: Any, answer: RequestOutput, params: SamplingParams) -> None:
     """The prompt's and the answers', as far as they were asked for."""
-    tables: list[tuple[str, Sequence[int], Sequence[logprobs.Position | None] | None, int | None]]
+    tables: list[tuple[str, Sequence[int], Sequence[Position | None] | None, int | None]]
     tables = [("prompt", answer.prompt_token_ids, answer.prompt_logprobs, params.prompt_logprobs)]
     for output in answer.outputs:
         name = "answer" if len(answer.outputs) == 1 else f"answer {output.index + 1}"
         tables.append((name, output.token_ids, output.logprobs, params.logprobs))
     for name, tokens, result, count in tables:
         if result is not None:
-            text = "\n".join(logprobs.lines(tokens, result, count or 0, tokenizer))
+            text = "\n".join(lines(tokens, result, count or 0, tokenizer))
             console.file.write(f"log-probabilities, {name}\n{text}\n\n")
+
+
+TAKEN = ("max_tokens", "ignore_eos", "include_stop_str_in_output", "temperature")
+"""Sampling options that beams have, too."""
+EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+PAGE_SIZE = 16
+
+
+def search_params(
+    beams: int, length_penalty: float | None, early_stopping: str | None, sampling: Mapping[str, Any]
+) -> BeamSearchParams:
+    """What the flags ask for; ``n`` is how many beams are shown. Raises ConfigError for options of sampling."""
+    given = dict(sampling)
+    shown = given.pop("n", None)
+    given.pop("seed", None)
+    for name in given:
+        if name not in TAKEN:
+            raise ConfigError(f"beams are not sampled: leave --{name.replace('_', '-')} out, or --beams")
+    if early_stopping is not None and early_stopping not in EARLY:
+        raise ConfigError(f"--early-stopping is true, false or never, not {early_stopping!r}")
+    return BeamSearchParams(
+        beams,
+        given.pop("max_tokens", 128),
+        length_penalty=1.0 if length_penalty is None else length_penalty,
+        early_stopping=EARLY[early_stopping or "false"],
+        num_return_sequences=shown,
+        **given,
+    )
+
+
+def with_room(engine: Mapping[str, Any], beams: int) -> dict[str, Any]:
+    """Engine options under which so many beams run together and share pages, unless the user has said otherwise."""
+    return {"page_size": PAGE_SIZE, "max_num_seqs": max(8, beams), **engine}
+
+
+def search_facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:
+    """The figures of a search: each of its steps adds a token to every beam."""
+    metrics, rate = answer.metrics, answer.metrics.tokens_per_second
+    result = {"speed": f"{metrics.decode_tokens} beam steps" + (f", {rate:.0f} steps/s" if rate else "")}
+    if llm.speculative.drafter is not None:
+        steps, drafted = metrics.tokens_per_round, metrics.num_draft_tokens
+        rounds = f"{metrics.rounds} rounds" + ("" if steps is None else f", {steps:.2f} beam steps a round")
+        result["speculation"] = f"{llm.speculative.method}, {rounds}, {drafted} drafted tokens"
+    return result
+
+
+Position = Mapping[int, "Logprob"]
+
+
+def likeliest(item: Position, count: int) -> dict[int, Logprob]:
+    """Those that were asked for: the token itself is there even if it is not among them."""
+    ranked = sorted(item.items(), key=lambda pair: pair[1].rank)
+    return dict(pair for pair in ranked if pair[1].rank <= count)
+
+
+def as_objects(tokens: Sequence[int], result: Sequence[Position | None], count: int) -> list[dict[str, Any] | None]:
+    """What ``--json`` prints of them; null for the prompt's first token, which nothing comes before. A token that
+    cannot come has ``LOWEST``, as over HTTP."""
+
+    from forerun.engine.jobs import finite
+
+    def one(token: int, value: Logprob) -> dict[str, Any]:
+        return {"token": token, "text": value.decoded_token, "logprob": finite(value.logprob)}
+
+    def whole(token: int, item: Position) -> dict[str, Any]:
+        top = [one(*pair) for pair in likeliest(item, count).items()]
+        return one(token, item[token]) | {"rank": item[token].rank, "top": top}
+
+    return [None if item is None else whole(token, item) for token, item in zip(tokens, result)]
+
+
+def lines(tokens: Sequence[int], result: Sequence[Position | None], count: int, tokenizer: Any) -> Iterator[str]:
+    """A token a line: its text, log-probability and rank, and the likeliest ones."""
+    from forerun.models.tokenizer import token_text
+
+    texts = [repr(token_text(tokenizer, token)) for token in tokens]
+    width = max(map(len, texts), default=0)
+    for token, text, item in zip(tokens, texts, result):
+        if item is None:
+            yield f"  {text:<{width}}        -"
+            continue
+        top = "  ".join(f"{each.decoded_token!r} {each.logprob:.2f}" for each in likeliest(item, count).values())
+        yield f"  {text:<{width}}  {item[token].logprob:7.2f}  rank {item[token].rank:<6d} {top}".rstrip()

@@ -17,8 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import forerun
-from forerun.cli.console import one_line, quiet, watch_loading
-from forerun.cli.help import PlainHelp
+from forerun.cli.console import PlainHelp, one_line, quiet, watch_loading
 from forerun.core.errors import ConfigError, ForerunError
 
 
@@ -45,11 +44,11 @@ COMMANDS = {
         "plan:plan",
         "Measure acceptance and costs on your models and prompts, predict every method, recommend one.",
     ),
-    "check": Command("check:check", "Prove, on this machine and model, that speculation changes nothing."),
+    "check": Command("bench:check", "Prove, on this machine and model, that speculation changes nothing."),
     "serve": Command("serve:serve", "Answer OpenAI's API over HTTP; the playground is at /."),
     "batch": Command("batch:batch", "Answer a file of requests in OpenAI's batch format."),
     "tune": Command("tune:tune", "Train and choose what drafts for a model, on this machine: the same tokens, sooner."),
-    "export": Command("export:export", "Write a trained eagle head as other engines read it."),
+    "export": Command("tune:export", "Write a trained eagle head as other engines read it."),
 }
 LAB = ("reproduce", "train")
 """Commands of the distribution forerun-lab."""

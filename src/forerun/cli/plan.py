@@ -120,8 +120,8 @@ def plan(
 def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
     """What ``tune --draft`` finds, without a folder. Raises ConfigError."""
     from forerun.engine.config import EngineConfig
+    from forerun.tune.choose import pair_page
     from forerun.tune.pair import PairConfig, search, verdict
-    from forerun.tune.report import pair_page
 
     if settings["draft"] is None:
         raise ConfigError("--minutes searches for one draft model: name it with --spec-model")

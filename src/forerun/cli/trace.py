@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from forerun.engine.trace import ACCEPTED, BONUS, CORRECTED, PLAIN, TraceRound
+from forerun.engine.metrics import ACCEPTED, BONUS, CORRECTED, PLAIN, TraceRound
 
 REJECTED = "rejected"
 

@@ -1,4 +1,4 @@
-"""``forerun tune``."""
+"""``forerun tune`` and ``forerun export``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tune(
         return _pair(model, draft, out_folder, pair, options)
     config = TuneConfig(model=model, out=out_folder, **options)
     set_threads(config.threads or None)
-    from forerun.train.interrupt import Stopped
+    from forerun.tune.loop import Stopped
     from forerun.tune.run import tune as run
 
     try:
@@ -95,3 +95,19 @@ def _pair(model: str, draft: str, folder: Path, given: Mapping[str, Any], option
 
 def _say(line: str) -> None:
     out().print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def export(
+    head: Annotated[str, typer.Argument(help="folder of an eagle head, or forerun:eagle")],
+    out: Annotated[Path, typer.Option("--out", help="folder to write")],
+    target: Annotated[str, typer.Option(help="checkpoint folder of the model it drafts for")] = "forerun:target",
+    form: Annotated[str, typer.Option("--as", metavar="speculators|sglang", help="whose folder")] = "speculators",
+) -> None:
+    """Write a trained eagle head as other engines read it.
+
+    speculators is the form that vLLM serves, sglang is SGLang's. The command that serves the model with the head there
+    is printed.
+    """
+    from forerun.tune.export import export_head
+
+    print(export_head(head, target, out, form))

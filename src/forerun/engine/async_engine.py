@@ -23,10 +23,9 @@ import torch
 from forerun.core.errors import RankError, RequestError
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Update
-from forerun.engine.snapshot import Snapshot
+from forerun.engine.metrics import Snapshot
 from forerun.engine.stream import Delta, ShownText, Stream
-from forerun.sampling.beams import BeamSearchParams
-from forerun.sampling.params import SamplingParams, StructuredOutputsParams
+from forerun.sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 log = logging.getLogger("forerun")
 

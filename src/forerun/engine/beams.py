@@ -15,8 +15,7 @@ from forerun.engine.jobs import Job, Update
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.stop import ERROR, LENGTH, STOP, Finish
 from forerun.models.base import ModelInfo
-from forerun.sampling.beams import BeamSearchParams
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import BeamSearchParams, SamplingParams
 from forerun.speculate.accept.base import NO_TOKEN
 
 if TYPE_CHECKING:

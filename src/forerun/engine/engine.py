@@ -19,25 +19,22 @@ from forerun.engine import beams
 from forerun.engine.admission import Validator
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler
-from forerun.engine.jobs import Job, Update
-from forerun.engine.logprobs import emitted_logprobs, prompt_logprobs
+from forerun.engine.jobs import Job, Update, emitted_logprobs, prompt_logprobs
 from forerun.engine.memory import budget, share
-from forerun.engine.metrics import EngineStats, RequestMetrics
+from forerun.engine.metrics import EngineStats, RequestMetrics, TraceRound
 from forerun.engine.scheduler import PrefillBudget, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
-from forerun.engine.trace import TraceRound
 from forerun.models.base import Model, new_attention
 from forerun.models.tokenizer import Detokenizer
-from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import fold
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import BeamSearchParams, SamplingParams
 from forerun.speculate.accept.base import NAN
 from forerun.speculate.draft import DraftContext, drafters
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length import Setting, policies
 from forerun.speculate.round import Round, speculate
-from forerun.speculate.verify.score import Target
+from forerun.speculate.verify import Target
 
 
 class Engine:

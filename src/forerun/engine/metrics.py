@@ -1,8 +1,9 @@
-"""What speculation did for a request. Definitions are in docs/tour.md."""
+"""What is counted of requests, what a round looked like token by token, and the state of an engine at a moment."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from forerun.core.tree import Draft, Verdict
@@ -192,3 +193,87 @@ class EngineStats:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """``pages`` are the target's KV pages of ``page_size`` tokens, ``free_pages`` those that nobody's tokens need."""
+
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    page_size: int
+    caches_prefixes: bool
+    stats: EngineStats
+
+    @property
+    def usage(self) -> float:
+        """Share of the pages in use, from 0 to 1."""
+        return 1 - self.free_pages / self.pages
+
+    @classmethod
+    def merged(cls, parts: Iterable[Snapshot]) -> Snapshot:
+        """Several engines of one kind as one."""
+        first, *rest = parts
+        running, waiting, pages, free = first.running, first.waiting, first.pages, first.free_pages
+        stats = _copy(first.stats)
+        for part in rest:
+            running, waiting = running + part.running, waiting + part.waiting
+            pages, free = pages + part.pages, free + part.free_pages
+            _add(stats, part.stats)
+        return cls(running, waiting, pages, free, first.page_size, first.caches_prefixes, stats)
+
+
+def _copy(stats: EngineStats) -> EngineStats:
+    total = EngineStats()
+    _add(total, stats)
+    return total
+
+
+def _add(total: EngineStats, part: EngineStats) -> None:
+    for item in fields(EngineStats):
+        ours, theirs = getattr(total, item.name), getattr(part, item.name)
+        if isinstance(ours, list):
+            ours.extend([0] * (len(theirs) - len(ours)))
+            for index, count in enumerate(theirs):
+                ours[index] += count
+        elif isinstance(ours, dict):
+            for key, counts in theirs.items():
+                known = ours.setdefault(key, [0] * len(counts))
+                for index, count in enumerate(counts):
+                    known[index] += count
+        elif isinstance(ours, bool):
+            setattr(total, item.name, ours or theirs)
+        else:
+            setattr(total, item.name, ours + theirs)
+
+
+ACCEPTED, CORRECTED, BONUS, PLAIN = "accepted", "corrected", "bonus", "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRound:
+    """One round of one sequence.
+
+    ``tokens`` were emitted, each of the kind beside it in ``origins``: accepted from the draft, corrected by the
+    target (a draft was rejected there), bonus (the whole draft was accepted), plain (nothing was drafted).
+    ``rejected`` holds the drafted tokens that were not kept, in drafting order.
+    """
+
+    tokens: tuple[int, ...]
+    origins: tuple[str, ...]
+    rejected: tuple[int, ...]
+    drafted: int
+    method: str | None
+
+    @classmethod
+    def of(cls, draft: Draft, verdict: Verdict) -> TraceRound:
+        origins = [ACCEPTED] * verdict.accepted
+        if len(verdict.tokens) > verdict.accepted:
+            last = verdict.path[-1] if verdict.path else -1
+            ended = not draft.children(last)
+            origins.append(PLAIN if not len(draft) else BONUS if ended else CORRECTED)
+        kept = set(verdict.path[: verdict.accepted])
+        rejected = [token for node, token in enumerate(draft.tokens) if node not in kept]
+        return cls(tuple(verdict.tokens), tuple(origins), tuple(rejected), len(draft), draft.method)

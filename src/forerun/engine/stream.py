@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from forerun.engine.jobs import Job
-from forerun.engine.logprobs import TokenLogprobs
+from forerun.engine.jobs import Job, TokenLogprobs
+from forerun.engine.metrics import TraceRound
 from forerun.engine.stop import Finish, held_back
-from forerun.engine.trace import TraceRound
 from forerun.models.tokenizer import Detokenizer
 
 

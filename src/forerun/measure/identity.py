@@ -13,9 +13,8 @@ from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
-from forerun.engine.jobs import Job
+from forerun.engine.jobs import Job, TokenLogprobs
 from forerun.engine.llm import LLM
-from forerun.engine.logprobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
 from forerun.measure.methods import labels, tree_of
 from forerun.sampling.params import SamplingParams

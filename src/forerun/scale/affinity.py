@@ -1,5 +1,4 @@
-"""Which replica a request should go to: where its prompt's beginning, or its session, has been before, unless that one
-has more to do than its share."""
+"""Which replica a request goes to, and how many replicas the load takes."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 R = TypeVar("R", bound=Hashable)
 
@@ -100,3 +99,34 @@ def _of_session(session: str) -> bytes:
 def _weight(key: bytes, replica: Hashable) -> bytes:
     """Rendezvous hashing: for each key another order, of which a lost replica takes nothing but its own place."""
     return hashlib.blake2b(key + repr(replica).encode(), digest_size=8).digest()
+
+
+FULL = 0.75
+"""Share of a replica's sequences that are in use when there are as many replicas as wanted."""
+PAGES = 0.8
+"""The same for its KV pages: beyond it long requests push each other out."""
+
+
+def wanted(replicas: int, *, requests: float, usage: float, capacity: int) -> int:
+    """Replicas for so many ``requests``, running or queued, where each of ``replicas`` decodes up to ``capacity`` at a
+    time and uses, at the mean, the share ``usage`` of its pages."""
+    by_queue = math.ceil(requests / (FULL * capacity))
+    by_pages = math.ceil(replicas * usage / PAGES)
+    return max(1, by_queue, by_pages)
+
+
+def policy(context: Any) -> tuple[int, dict[str, Any]]:
+    """Ray Serve's autoscaling policy: from an ``AutoscalingContext``, replicas and a state, which is empty. Its delays
+    and bounds apply to the number afterwards."""
+    reported = context.aggregated_metrics or {}
+    usages, capacity, listeners = (
+        list((reported.get(name) or {}).values()) for name in ("usage", "capacity", "listeners")
+    )
+    if not capacity:
+        return max(1, context.target_num_replicas), {}
+    return wanted(
+        context.current_num_replicas,
+        requests=context.total_num_requests - sum(listeners),  # those are Ray's requests, and wait for tokens alone
+        usage=sum(usages) / len(usages),
+        capacity=int(sum(capacity) / len(capacity)),
+    ), {}

@@ -23,10 +23,9 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from forerun.core.errors import ConfigError, one_line
 from forerun.engine.async_engine import ClosedError
-from forerun.engine.snapshot import Snapshot
+from forerun.engine.metrics import Snapshot
 from forerun.scale.affinity import BLOCK, BOUND, Affinity
-from forerun.scale.messages import Facts, Message, Request
-from forerun.scale.outbox import KEPT, Entry, Line, Outbox
+from forerun.scale.messages import KEPT, Entry, Facts, Line, Message, Outbox, Request
 from forerun.scale.pool import LostError, Pool
 from forerun.scale.replica import Replica, alike
 
@@ -76,7 +75,7 @@ class Replicas:
         """The deployment, bound to its arguments."""
         count: dict[str, Any] = {"num_replicas": self.number}
         if self.most is not None:
-            policy = AutoscalingPolicy(policy_function="forerun.scale.scaling:policy")
+            policy = AutoscalingPolicy(policy_function="forerun.scale.affinity:policy")
             count = {
                 "autoscaling_config": AutoscalingConfig(
                     min_replicas=self.number,
@@ -156,7 +155,11 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         usage, capacity = self.replica.snapshot().usage, self.replica.facts.max_num_seqs
-        return {"usage": usage, "places": capacity, "listeners": sum(each.listeners for each in self.outboxes.values())}
+        return {
+            "usage": usage,
+            "capacity": capacity,
+            "listeners": sum(each.listeners for each in self.outboxes.values()),
+        }
 
     def __del__(self) -> None:
         if hasattr(self, "replica"):

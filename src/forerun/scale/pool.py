@@ -18,14 +18,12 @@ from forerun.engine.admission import check_length, check_source
 from forerun.engine.async_engine import ClosedError, QueueFullError, TimeLimitError, drained
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job
-from forerun.engine.metrics import RequestMetrics
-from forerun.engine.snapshot import Snapshot
+from forerun.engine.metrics import RequestMetrics, Snapshot
 from forerun.engine.stop import Stopper
 from forerun.engine.stream import Delta, ShownText, Stream
 from forerun.models.tokenizer import load_tokenizer
-from forerun.sampling.beams import BeamSearchParams
 from forerun.sampling.noise import fold
-from forerun.sampling.params import SamplingParams, StructuredOutputsParams
+from forerun.sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from forerun.scale.messages import Begun, Facts, Message, News, Refused, Request
 from forerun.scale.replica import OtherModelError
 

@@ -17,7 +17,7 @@ from forerun.core.errors import ConfigError, ForerunError
 from forerun.engine.async_engine import AsyncEngine, ClosedError
 from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes
-from forerun.engine.snapshot import Snapshot
+from forerun.engine.metrics import Snapshot
 from forerun.models.fingerprint import fingerprint
 from forerun.models.load import resolve
 from forerun.sampling.params import SamplingParams

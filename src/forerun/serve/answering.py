@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from forerun.engine.snapshot import Snapshot
+from forerun.engine.metrics import Snapshot
 from forerun.engine.stream import Delta, Stream
-from forerun.sampling.beams import BeamSearchParams
-from forerun.sampling.params import SamplingParams, StructuredOutputsParams
+from forerun.sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 
 class Answering(Protocol):

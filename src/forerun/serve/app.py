@@ -18,15 +18,12 @@ from forerun import __version__
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
-from forerun.sampling.beams import BeamSearchParams
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import BeamSearchParams, SamplingParams
 from forerun.serve import answers, errors, openapi, page
 from forerun.serve.answering import Answering
 from forerun.serve.errors import ApiError
-from forerun.serve.guard import Guard, allowed_host
-from forerun.serve.log import RequestLog
-from forerun.serve.metrics import NAMES, Recorder
-from forerun.serve.names import allowed_origin, names
+from forerun.serve.guard import Guard, allowed_host, allowed_origin, names
+from forerun.serve.metrics import NAMES, Recorder, RequestLog
 from forerun.serve.openapi import BODY, GENERATION, responses
 from forerun.serve.reasoning import ToolOptions
 from forerun.serve.replies import ChatReply, CompletionReply, Echo

@@ -1,17 +1,19 @@
-"""What every request passes before its body is looked at: the name it was sent to, the key, the size, and the time it
-takes to arrive."""
+"""Who may ask: keys, hosts and origins, and the names that a model goes by."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import ipaddress
+import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.core.errors import ConfigError
+from forerun.models.gguf_model import SUFFIX
 from forerun.serve.errors import ApiError
 
 HOST = re.compile(r"(?:([a-z0-9._-]+)|\[([0-9a-f:.]+)\])(?::[0-9]*)?", re.ASCII | re.IGNORECASE)
@@ -145,3 +147,27 @@ def is_loopback(name: str) -> bool:
         return True
     address = _address(name)
     return address is not None and address.is_loopback
+
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.ASCII)
+
+
+def names(model: str) -> tuple[str, ...]:
+    """The names of a ``model`` that was given by a name or a path, the one that answers say first.
+
+    A path goes by its last part, without the suffix of GGUF files; the path and the file's name are understood too,
+    with and without that suffix. What is no path, such as a hub's id, keeps its name, and its last part is understood.
+    """
+    folder = Path(model).expanduser()
+    local = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX) or folder.is_dir()
+    file = Path(os.path.abspath(folder)).name or model if local else model.rpartition("/")[2]
+    usual = file.removesuffix(SUFFIX) if local else model
+    return tuple(dict.fromkeys((usual, model, model.removesuffix(SUFFIX), file, file.removesuffix(SUFFIX))))
+
+
+def allowed_origin(given: str) -> str:
+    """An origin as browsers say it. Raises ConfigError for what is none."""
+    origin = given.strip().rstrip("/").lower()
+    if origin != "*" and not ORIGIN.fullmatch(origin):
+        raise ConfigError(f"{given!r} is no origin: give one such as https://app.example.com, or * for any")
+    return origin

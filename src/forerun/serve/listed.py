@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.engine.logprobs import TokenLogprobs, finite
+from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import Finish
 from forerun.models.tokenizer import Detokenizer
 from forerun.serve.text import TextService

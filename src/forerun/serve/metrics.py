@@ -1,19 +1,23 @@
-"""Prometheus metrics: vLLM's names under ``forerun:``. Counters are read from the engine when somebody asks; only the
-latency histograms are kept here."""
+"""What the server tells its operator: Prometheus' metrics and a line of log for each request."""
 
 from __future__ import annotations
 
+import logging
+import uuid
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from time import perf_counter
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.engine.stream import Delta, Stream
 from forerun.serve.answering import Answering
+from forerun.serve.stream import Reply
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -177,3 +181,60 @@ class Recorder:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+log = logging.getLogger("forerun.requests")
+LOGGED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
+class RequestLog:
+    """ASGI middleware. ``state.request_id`` is a request's id, which goes out as ``X-Request-Id``; routes leave their
+    reply in ``state.reply``. The line comes when the answer has been sent, or nobody reads it any more."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = perf_counter()
+        state = scope.setdefault("state", {})
+        name = state["request_id"] = uuid.uuid4().hex
+        status = 500  # unless something else is sent
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, named)
+        finally:
+            if scope["path"] in LOGGED and log.isEnabledFor(logging.INFO):
+                facts = {"status": status, **_facts(state.get("reply")), "seconds": perf_counter() - began}
+                written = " ".join(f"{key}={_shown(value)}" for key, value in facts.items())
+                log.info("%s %s %s id=%s", scope["method"], scope["path"], written, name)
+
+
+def _facts(reply: Reply | None) -> dict[str, Any]:
+    if reply is None:
+        return {}
+    usage, metrics = reply.usage(), reply.metrics()
+    drafts = metrics["speculative_decoding"]
+    return {
+        "finish": reply.outcome,
+        "prompt_tokens": usage["prompt_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "tokens_per_second": metrics["tokens_per_second"],
+        "mean_acceptance_length": drafts["mean_acceptance_length"],
+        "draft_acceptance_rate": drafts["draft_acceptance_rate"],
+    }
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

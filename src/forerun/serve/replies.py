@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.engine.logprobs import TokenLogprobs, finite
+from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import ERROR, LENGTH, STOP, Finish
 from forerun.engine.stream import Delta
 from forerun.serve.listed import Placed, by_name

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
 
 from forerun.core.errors import ConfigError
-from forerun.sampling.beams import STEEPEST, BeamSearchParams
-from forerun.sampling.params import COLDEST, SamplingParams, StructuredOutputsParams
+from forerun.sampling.params import COLDEST, STEEPEST, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from forerun.serve.fields import IGNORED, Absent, Body, Integer, Object, ObjectOrText, Replaced, Text, Whole, one_of
 from forerun.serve.messages import Chosen, Messages, Tool, ToolChoice, Tools
 

@@ -20,7 +20,7 @@ from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import NAN
-from forerun.speculate.verify.score import Verification
+from forerun.speculate.verify import Verification
 
 Ranked = tuple[list[int], list[float]]
 """A row's best ids, best first, and their log-probabilities."""

@@ -18,8 +18,8 @@ from forerun.speculate.accept.base import Rule
 from forerun.speculate.beams import Fork, observed, search, split
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length.base import LengthPolicy, Seconds
-from forerun.speculate.rollback.caches import roll_back
-from forerun.speculate.verify.score import Target, Verification, verify
+from forerun.speculate.rollback import roll_back
+from forerun.speculate.verify import Target, Verification, verify
 
 
 @dataclass(slots=True)

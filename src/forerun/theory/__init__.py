@@ -1,14 +1,17 @@
 """When speculation pays: Leviathan et al. 2023 as pure functions (see :mod:`forerun.theory.formulas`), and the same
-principle for any two functions (:mod:`forerun.theory.execution`)."""
+principle for any two functions (:mod:`forerun.theory.formulas`)."""
 
-from forerun.theory.execution import Execution, expected_latency, settle, speculate
 from forerun.theory.formulas import (
+    Execution,
+    Shape,
     acceptance_probability,
     acceptance_rate,
     alpha_from_tokens,
     best_gamma,
+    best_shape,
     d_lk,
     expected_accepted,
+    expected_latency,
     expected_tokens,
     guaranteed_improvement,
     lenient_acceptance_rate,
@@ -21,9 +24,10 @@ from forerun.theory.formulas import (
     oracle_tokens,
     predicted_speedup,
     rejection_sampling_rate,
+    settle,
+    speculate,
     walltime_improvement,
 )
-from forerun.theory.trees import Shape, best_shape
 
 __all__ = [
     "Execution",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from forerun.core.errors import ConfigError
+from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Lesson
+from forerun.tune.losses import overlap
 
 
 @dataclass(frozen=True)
@@ -134,3 +137,190 @@ def _starts(segments: Tensor) -> Tensor:
     new = torch.ones_like(segments, dtype=torch.bool)
     new[:, 1:] = segments[:, 1:] != segments[:, :-1]
     return torch.where(new, torch.arange(length), 0).cummax(dim=1).values
+
+
+RIDGE = 0.01
+"""Of every input's mean square."""
+SHARPNESS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+"""Factors of the logits that are tried."""
+CALIBRATED = 8_000
+"""Tokens that they are tried on."""
+BACK = 0.03
+"""How closely features keep to hidden states, which stand in for them while drafting."""
+
+
+def options(config: Any, layers: list[int], rows: int) -> dict[str, Any]:
+    """Options of an EAGLE-3 head whose layer is one of a Llama target's."""
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        "heads": heads,
+        "kv_heads": config.num_key_value_heads,
+        "width": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "inner_size": config.intermediate_size,
+        "theta": float(rope.get("rope_theta", 10000.0)),
+        "eps": config.rms_norm_eps,
+        "layers": layers,
+        "draft_vocab_size": rows,
+        "mixed": True,
+    }
+
+
+def scale(module: Any) -> Tensor:
+    """What a target's RMS norm or matrix multiplies by, float32: Gemma's norms hold that less one."""
+    weight: Tensor = module.weight.float()
+    less_one = type(module).__name__.startswith("Gemma") and weight.dim() == 1
+    return weight + 1 if less_one else weight
+
+
+def vocabulary(counts: Tensor, rows: int, always: list[int]) -> Tensor:
+    """The ``rows`` commonest tokens of ``counts`` int64 [vocabulary] in ascending order, ``always`` among them."""
+    requested = counts.clone()
+    requested[always] = int(counts.max()) + 1
+    return requested.topk(rows).indices.sort().values
+
+
+class Fit:
+    """Least squares with a ridge, of sums that are added up batch by batch: weights [outputs, inputs]."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self.left, self.right = torch.zeros(inputs, inputs), torch.zeros(inputs, outputs)
+
+    def add(self, known: Tensor, requested: Tensor) -> None:
+        self.left += known.T @ known
+        self.right += known.T @ requested
+
+    def solve(self, some: Tensor | slice = slice(None)) -> Tensor:
+        """The weights of the inputs ``some``; every input counts as if its mean square were 1."""
+        left, right = self.left[some][:, some], self.right[some]
+        size = left.diagonal().sqrt().clamp_min(1e-6)
+        left = left / size / size[:, None] + RIDGE * torch.eye(len(size))
+        return (torch.linalg.solve(left, right / size[:, None]) / size[:, None]).T
+
+
+@torch.no_grad()
+def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Features, tokens: int) -> Tensor:
+    """Gives ``head`` what needs no gradient. Its feature is the target's last hidden state before the final norm's
+    weights, and so is its output, for the next token; rows of the target's output layer, ``ids``, read it. Matrices
+    are fitted to that, one after another, by least squares: of feature and embedding, of what the layer's attention
+    finds and of what its MLP makes of both, with the target's last layer's weights before them. Returns the size of
+    every input of ``fc``, a root mean square, float32 [inputs]."""
+    body: Any = target.get_decoder()
+    output: Any = target.get_output_embeddings()
+    embedding: Any = target.get_input_embeddings()
+    norm = scale(body.norm)
+    head.narrow(ids, output.weight[ids])
+    head.norm.weight.copy_(norm)
+    take(head, (head.hidden_norm, head.post_attention_layernorm), body.layers[-1])
+    known = _Talks(features, embedding.weight.float(), norm, tokens)
+    sizes = _fit_input(head, known)
+    second = Fit(head.o_proj.in_features, len(norm))
+    for states, said, requested in known:
+        stream, attended = _attended(head, states, said)
+        second.add(attended[-len(requested) :], requested - stream[-len(requested) :])
+    head.o_proj.weight.copy_(second.solve())
+    third = Fit(head.mlp.down_proj.in_features, len(norm))
+    for states, said, requested in known:
+        stream, attended = _attended(head, states, said)
+        x = stream + head.o_proj(attended)
+        normed = head.post_attention_layernorm(x)
+        inner = functional.silu(head.mlp.gate_proj(normed)) * head.mlp.up_proj(normed)
+        third.add(inner[-len(requested) :], requested - x[-len(requested) :])
+    head.mlp.down_proj.weight.copy_(third.solve())
+    head.norm.weight.mul_(_sharpness(head, replace(known, tokens=CALIBRATED)))
+    return sizes
+
+
+def take(own: Any, norms: tuple[Any, Any], layer: Any) -> None:
+    """What the target's ``layer`` looks for, where it has matrices of ``own``'s shapes, with its ``norms`` before
+    attention and MLP, nothing of what it says."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    pairs = [(getattr(own, part), getattr(attention, part, None)) for part in ("q_proj", "k_proj", "v_proj")]
+    pairs += [(getattr(own.mlp, part), getattr(mlp, part, None)) for part in ("gate_proj", "up_proj")]
+    named = ("input_layernorm", "post_attention_layernorm")
+    pairs += [(norm, getattr(layer, name, None)) for norm, name in zip(norms, named, strict=True)]
+    for mine, theirs in pairs:
+        if theirs is not None and theirs.weight.shape == mine.weight.shape:
+            mine.weight.copy_(scale(theirs))
+    own.o_proj.weight.zero_()
+    own.mlp.down_proj.weight.zero_()
+
+
+def _fit_input(head: EagleHead, known: _Talks) -> Tensor:
+    """Fits ``mix`` and ``fc``. While drafting, the head's output is its next feature, so ``mix`` is fitted to last
+    hidden states, and ``fc`` adds to those what the other features say."""
+    assert head.mix is not None
+    size, inputs = head.fc.out_features, head.fc.in_features
+    fit, squares, count = Fit(size + inputs, size), torch.zeros(inputs), 0
+    for states, said, requested in known:
+        fit.add(torch.cat([said, states], dim=-1)[-len(requested) :], requested)
+        squares += states.square().sum(0)
+        count += len(states)
+    last = torch.cat([torch.arange(size), torch.arange(inputs, inputs + size)])
+    short, long = fit.solve(last), fit.solve()
+    mixed = short[:, size:] * known.norm
+    head.mix.weight.copy_(torch.cat([long[:, :size], mixed], dim=-1))
+    keep = torch.zeros(size, inputs)
+    keep[:, -size:] = torch.diag(1 / known.norm)
+    close = BACK * mixed.square().sum() / size
+    lack = long[:, size:] - mixed @ keep
+    head.fc.weight.copy_(keep + torch.linalg.solve(mixed.T @ mixed + close * torch.eye(size), mixed.T @ lack))
+    return (squares / max(1, count)).sqrt()
+
+
+def _sharpness(head: EagleHead, known: _Talks) -> float:
+    """The factor of its logits with which most of its drafts are kept at temperature 1."""
+    assert head.lm_head is not None
+    kept, count = torch.zeros(len(SHARPNESS)), 0
+    for states, said, requested in known:
+        stream, attended = _attended(head, states, said)
+        logits = head.lm_head(head.norm(head.finish(stream, attended)[-len(requested) :]))
+        theirs = head.lm_head(requested * known.norm)
+        kept += torch.stack([overlap(theirs, factor * logits).sum() for factor in SHARPNESS])
+        count += len(requested)
+    return SHARPNESS[int(kept.argmax())] if count else 1.0
+
+
+@dataclass(frozen=True)
+class _Talks:
+    """Of each conversation, ``tokens`` tokens together, the features [n, inputs], the embeddings of the tokens behind
+    them, and, for the last of them, where the answer is, the next tokens' hidden states before ``norm``."""
+
+    features: Features
+    embedding: Tensor
+    norm: Tensor
+    tokens: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for part, index, length, prompt in self.features.sample(self.tokens):
+            states = part["hidden"][index : index + length].float()
+            ids = part["tokens"][index : index + length].long()
+            answer = states[max(1, prompt - 1) : -1, -len(self.norm) :] / self.norm
+            if len(answer):
+                yield states[:-2], self.embedding[ids[1:-1]], answer
+
+
+def _attended(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+    """A conversation's stream before the layer [n, hidden size], and what its attention finds [n, heads * width]."""
+    stream = head.enter(said, head.fc(states))
+    q, k, v = head.qkv(said, stream, torch.arange(len(said)))
+    groups = head.heads // head.kv_heads
+    k, v = k.repeat_interleave(groups, dim=-2), v.repeat_interleave(groups, dim=-2)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return stream, out[0].transpose(0, 1).flatten(-2)
+
+
+class Scaled(nn.Module):
+    """A weight as it is learnt: for inputs of size 1, whatever theirs are."""
+
+    def __init__(self, size: Tensor) -> None:
+        super().__init__()
+        self.size: Tensor
+        self.register_buffer("size", size.clamp_min(1e-3))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / self.size
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight * self.size

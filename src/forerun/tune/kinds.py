@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
 from forerun.core.folders import replace_with
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Head, Sizes
+from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes, weights
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead
-from forerun.train.checkpoint import save_model
-from forerun.train.loop import UNFIT
-from forerun.tune.distilled import DistilledDraft
-from forerun.tune.features import Features
-from forerun.tune.head import AHEAD, export, learnable, new_head
-from forerun.tune.last import Material, fit_last, sharpen
-from forerun.tune.start import options, scale, take
+from forerun.tune.features import CALIBRATED, SHARPNESS, Features, Fit, Scaled, options, scale, start, take, vocabulary
+from forerun.tune.loop import UNFIT, Meaning
+from forerun.tune.losses import Figures, lk, of_head, overlap
+from forerun.tune.state import save_model
 
 DISTILLED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Targets whose layers may be a draft: their parts take and give float32, and least squares know what these say."""
@@ -196,3 +197,220 @@ def read_start(kind: Kind, path: Path, target: PreTrainedModel) -> nn.Module:
     except UNFIT as error:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}): remove it") from error
     return draft
+
+
+LEARNT = 3
+"""Tokens ahead that an EAGLE head learns."""
+AHEAD = 4
+"""Tokens ahead that heads learn which guess all at once."""
+DRAFTED = 8
+"""Tokens ahead that it may draft: its output stands in for the target's feature as often as is asked for."""
+LENGTH = 512
+"""Tokens of a row, several conversations end to end."""
+LOOKED_AT = 12
+"""Rows of held-out text."""
+MEANING = Meaning("minus the logarithm of the share of drafts that is kept at temperature 1, led in by KL")
+
+
+def layers(target: Any) -> list[int]:
+    """The target's hidden states that a head reads: low, middle, high, and the last, after the final norm."""
+    count = target.num_hidden_layers
+    return sorted({min(2, count), count // 2, max(0, count - 4), count})
+
+
+def drafted(target: PreTrainedModel, features: Features, rows: int) -> Tensor:
+    """The tokens that are drafted, int64 [rows]: the commonest of the target's text, and those that end one."""
+    config: Any = target.config.get_text_config()
+    always = [token for token in _ends(target) if token < config.vocab_size]
+    return vocabulary(features.counts(config.vocab_size), min(rows, config.vocab_size), always)
+
+
+def new_head(target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> EagleHead:
+    """A head that drafts among ``ids``, fitted to ``tokens`` tokens of the features, ready to be trained."""
+    config: Any = target.config.get_text_config()
+    sizes = Sizes(
+        config.hidden_size, config.vocab_size, config.num_hidden_layers, LEARNT,
+        options(config, features.layers, len(ids)),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    head = EagleHead(sizes)
+    scales = start(head, target, ids, features, tokens)
+    return learnable(head, scales, target)
+
+
+def _ends(target: PreTrainedModel) -> list[int]:
+    ends: Any = target.config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def learnable(head: EagleHead, scales: Tensor, target: PreTrainedModel) -> EagleHead:
+    """Lets the matrices that read the target learn as if all their inputs were of size 1; the output layer is the
+    target's and stays."""
+    embedding: Any = target.get_input_embeddings().weight
+    assert head.mix is not None
+    assert head.lm_head is not None
+    both = torch.ones(head.mix.in_features)
+    both[: head.sizes.hidden_size] = embedding.float().square().mean().sqrt()
+    parametrize.register_parametrization(head.fc, "weight", Scaled(scales))
+    parametrize.register_parametrization(head.mix, "weight", Scaled(both))
+    head.lm_head.weight.requires_grad_(False)
+    return head
+
+
+def export(head: EagleHead, folder: Path, said: Mapping[str, Any]) -> None:
+    """Writes the head as a drafter loads it, with what ``said`` tells of it."""
+    sizes = Sizes(**{**vars(head.sizes), "depth": DRAFTED})
+    plain = EagleHead(sizes)
+    weights = {}
+    for name in plain.state_dict():
+        module, _, part = name.rpartition(".")
+        weights[name] = getattr(head.get_submodule(module), part) if module else getattr(head, name)
+    plain.load_state_dict(weights)
+    plain.save(folder, dict(said))
+
+
+class Trainer:
+    """The loss of a draft over the tokens ``ids`` int64 [n], and how much of its drafts is kept on held-out
+    conversations."""
+
+    def __init__(self, target: PreTrainedModel, train: Features, test: Features, ids: Tensor) -> None:
+        self.train, self.test, self.target = train, test, target
+        embedding: Any = target.get_input_embeddings().weight
+        output: Any = target.get_output_embeddings().weight
+        self.embedding, self.output, self.narrow = embedding, output, output[ids]
+        self.rows = test.batch(0, LOOKED_AT, LENGTH)
+
+    def loss(self, draft: nn.Module, indices: Tensor) -> Tensor:
+        lesson = self.train.lesson(indices, self.target, self.embedding, self.narrow, narrow=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            guesses = cast(Draft, draft).guesses(lesson)
+            losses = [lk(guess.wanted, guess.logits).mean() for guess in guesses]
+        fractions = weights(len(losses))
+        return torch.stack([fraction * loss for fraction, loss in zip(fractions, losses)]).sum() / sum(fractions)
+
+    def evaluate(self, draft: nn.Module) -> Figures:
+        def guesses(row: Tensor) -> Iterator[Guess]:
+            return cast(Draft, draft).guesses(
+                self.test.lesson(row, self.target, self.embedding, self.output, narrow=False)
+            )
+
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return of_head(guesses, self.rows)
+
+
+LOUD = 8.0
+"""The size of what is said over that of the stream it is said into, which is no guess and cannot be unsaid."""
+
+
+class Draft(Protocol):
+    """What ``Trainer`` trains."""
+
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]: ...
+
+
+@dataclass(frozen=True)
+class Material:
+    """``tokens`` tokens of a target's text, a lesson for each conversation, and the share of it that is answer.
+    ``head`` [n, hidden size] reads hidden states."""
+
+    target: PreTrainedModel
+    features: Features
+    head: Tensor
+    tokens: int
+
+    def __iter__(self) -> Iterator[tuple[Lesson, float]]:
+        embedding: Any = self.target.get_input_embeddings().weight
+        layers = self.features.layers
+        for part, index, length, prompt in self.features.sample(self.tokens):
+            here = slice(index, index + length - 1)  # the last token's states are not known
+            states = part["hidden"][here].float()[None].chunk(len(layers), dim=-1)
+            tokens = part["tokens"][here].long()[None]
+            hidden = dict(zip(layers, states))
+            yield Lesson(tokens, hidden, None, embedding, self.head, self.target), 1 - prompt / length
+
+
+@torch.no_grad()
+def fit_last(draft: Draft, norm: Any, linears: Sequence[nn.Linear], material: Material) -> None:
+    """Fits each of ``linears`` in turn, what the parts of the last layer say, so that the stream before ``norm`` points
+    where the target's last hidden state does. What is behind one says nothing until then."""
+    size = len(norm.weight)
+    states = replace(material, head=torch.eye(size))
+    seen: dict[nn.Module, Tensor] = {}
+    loud = 0.0
+
+    def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        seen[module] = given[0]
+
+    for linear in linears:
+        nn.init.zeros_(linear.weight)
+    for linear in linears:
+        fit = Fit(linear.in_features, linear.out_features)
+        hooks = [part.register_forward_pre_hook(keep) for part in (linear, norm)]
+        for lesson, fraction in states:
+            requested = torch.stack([guess.wanted for guess in draft.guesses(lesson)], dim=-2)[0]
+            few = round(fraction * len(requested))
+            if few:
+                inputs, stream = (seen[part][0, len(requested) - few : len(requested)] for part in (linear, norm))
+                loud = loud or LOUD * float(stream.square().mean().sqrt())
+                lack = loud * requested[-few:].view_as(stream) / norm.weight - stream
+                fit.add(inputs.reshape(-1, linear.in_features), lack.reshape(-1, size))
+        for hook in hooks:
+            hook.remove()
+        linear.weight.copy_(fit.solve())
+
+
+@torch.no_grad()
+def sharpen(draft: Draft, norm: Any, material: Material) -> None:
+    """Scales ``norm``, and logits with it, so that most of the drafts are kept at temperature 1."""
+    kept = torch.zeros(len(SHARPNESS))
+    for lesson, fraction in replace(material, tokens=CALIBRATED):
+        for guess in draft.guesses(lesson):
+            few = round(fraction * guess.logits.shape[1])
+            logits, requested = (part[0, guess.logits.shape[1] - few :] for part in (guess.logits, guess.wanted))
+            kept += torch.stack([overlap(requested, factor * logits).sum() for factor in SHARPNESS])
+    norm.weight.mul_(SHARPNESS[int(kept.argmax())])
+
+
+LAYERS = (0, 1, -1)
+"""Of the target's."""
+GUESSES = 4
+"""Tokens ahead that figures are given for."""
+
+
+class DistilledDraft(nn.Module):
+    """Layers ``LAYERS`` of ``target`` in float32 between its embedding and its output layer, which stay as they are."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        super().__init__()
+        body: Any = target.get_decoder()
+        count = len(body.layers)
+        kept = sorted({layer % count for layer in LAYERS if layer < count})
+        memo: Any = {id(layer): nn.Identity() for index, layer in enumerate(body.layers) if index not in kept}
+        self.model: Any = deepcopy(target, memo)
+        body = self.model.get_decoder()
+        body.layers = nn.ModuleList(body.layers[index] for index in kept)
+        for index, layer in enumerate(body.layers):
+            layer.self_attn.layer_idx = index
+        text = self.model.config.get_text_config()
+        text.num_hidden_layers = len(kept)
+        if getattr(text, "layer_types", None):
+            text.layer_types = [text.layer_types[index] for index in kept]
+        for part in (body.layers, body.norm):
+            part.float().requires_grad_(True)
+        self.norm, self.last = body.norm, body.layers[-1]
+
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+        """What it says behind the text as it is, of the next token while it learns, and of ``GUESSES`` otherwise."""
+        steps = 1 if self.training else GUESSES
+        length = lesson.tokens.shape[1]
+        at = torch.arange(length - steps)
+        indices = lesson.places(at, 1, steps)
+        seen = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+        if lesson.segments is not None:
+            seen = seen & (lesson.segments[:, None, :, None] == lesson.segments[:, None, None, :])
+        mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        body = self.model.get_decoder()
+        states = body(input_ids=lesson.tokens, attention_mask=mask, use_cache=False).last_hidden_state
+        for step in range(steps):
+            said = states[:, at + step] if indices is None else states[:, at + step][indices]
+            yield Guess(functional.linear(said, lesson.head), lesson.wanted(at + step, indices))

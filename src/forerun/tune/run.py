@@ -24,20 +24,14 @@ from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import int8
 from forerun.models.load import read_config, resolve
 from forerun.speculate.draft import datastore
-from forerun.train import loop
-from forerun.train.checkpoint import load_target
-from forerun.train.progress import progress
-from forerun.train.settings import LoopSettings
-from forerun.tune import choose
-from forerun.tune.config import SHARES, TEXTS, TuneConfig
-from forerun.tune.data import Data, read
+from forerun.tune import choose, loop
+from forerun.tune.choose import page
+from forerun.tune.config import SHARES, TEXTS, LoopSettings, TuneConfig
+from forerun.tune.data import ROWS, Data, Record, Writer, known, read, save_part
 from forerun.tune.features import Features
-from forerun.tune.head import AHEAD, LENGTH, MEANING, Trainer, drafted, layers
-from forerun.tune.kinds import KINDS, Kind, read_start, save_start
-from forerun.tune.record import Record, known
-from forerun.tune.report import page
-from forerun.tune.state import State
-from forerun.tune.text import ROWS, Writer, save_part
+from forerun.tune.kinds import AHEAD, KINDS, LENGTH, MEANING, Kind, Trainer, drafted, layers, read_start, save_start
+from forerun.tune.loop import progress
+from forerun.tune.state import State, load_target
 
 VERSION = 3
 """Of what is kept in ``run``."""

@@ -30,7 +30,7 @@ from forerun.engine.llm import LLM
 from forerun.measure.environment import environment
 from forerun.measure.prompts import make_prompts
 from forerun.models.load import resolve
-from forerun.sampling.beams import BeamSearchParams
+from forerun.sampling.params import BeamSearchParams
 from forerun_lab.peers.outside import Worker, started
 
 SETTINGS: list[dict[str, Any]] = [

@@ -20,7 +20,7 @@ from forerun.measure.environment import environment
 from forerun.measure.rounds import measure
 from forerun.sampling.params import SamplingParams
 from forerun.tune.choose import HISTORY, PLAIN, SURE, retrieving
-from forerun.tune.turns import held_out
+from forerun.tune.data import held_out
 
 TREES = (8, 16)
 """Nodes of the trees that are compared."""

@@ -10,8 +10,7 @@ from typing import Any
 
 import typer
 
-from forerun.cli.console import set_threads
-from forerun.cli.help import PlainHelp
+from forerun.cli.console import PlainHelp, set_threads
 from forerun.cli.options import Flags, flags_of, takes
 from forerun.core.errors import ConfigError
 from forerun_lab.train.config import (
@@ -35,7 +34,7 @@ def start(context: typer.Context) -> None:
 
 def until_stopped(train: Callable[[], None], config: RunConfig) -> int:
     """Exit status 0 for a training that ends, 130 for one that Ctrl-C stops: what it has done is kept, and said."""
-    from forerun.train.interrupt import Stopped
+    from forerun.tune.loop import Stopped
 
     try:
         train()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import ConfigError
 from forerun.measure.prompts import standard_library
-from forerun.train.settings import LoopSettings
+from forerun.tune.config import LoopSettings
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
 from forerun.models.load import resolve
-from forerun.train import loop
-from forerun.train.checkpoint import load_target, round_weights, save_model
-from forerun.train.losses import LOSSES, overlap
-from forerun.train.positions import Figures, of_chains, show
+from forerun.tune import loop
+from forerun.tune.losses import LOSSES, Figures, of_chains, overlap, show
+from forerun.tune.state import load_target, round_weights, save_model
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.boost import coverage, mean_over, missed
 from forerun_lab.train.config import DistillConfig

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun.speculate.draft.heads.blockwise import BlockwiseHead
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Head, Sizes, weights
 from forerun.speculate.draft.heads.lookahead import LookaheadHead
-from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun.speculate.draft.heads.medusa import BlockwiseHead, MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.speculate.draft.layerskip import ExitHead
-from forerun.train import loop
-from forerun.train.positions import Figures, of_head, show
+from forerun.tune import loop
+from forerun.tune.losses import Figures, of_head, show
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import HeadTrainConfig
 from forerun_lab.train.lessons import lesson

@@ -22,10 +22,9 @@ from forerun.models.fingerprint import fingerprint
 from forerun.models.load import resolve
 from forerun.speculate.draft.heads.head import Sizes, weights
 from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.train import loop
-from forerun.train.checkpoint import round_weights, save_model
-from forerun.train.losses import kl
-from forerun.train.positions import Figures, of_head, show
+from forerun.tune import loop
+from forerun.tune.losses import Figures, kl, of_head, show
+from forerun.tune.state import round_weights, save_model
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import JointConfig
 from forerun_lab.train.files import describe, names

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.measure.prompts import list_files
-from forerun.train import loop
-from forerun.train.checkpoint import RECORD, load_target
+from forerun.tune import loop
+from forerun.tune.state import RECORD, load_target
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import OnPolicyConfig, RunConfig
 from forerun_lab.train.files import Document, split_files

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forerun.train import loop
+from forerun.tune import loop
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import OnPolicyConfig
 from forerun_lab.train.rollout import read, rollout_stream, save

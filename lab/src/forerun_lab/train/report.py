@@ -6,7 +6,7 @@ from typing import Any
 
 from forerun import pretrained
 from forerun.speculate.draft.heads.head import FORMAT
-from forerun.train.checkpoint import RECORD
+from forerun.tune.state import RECORD
 
 HEAD = """# Bundled models
 

@@ -8,8 +8,8 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from forerun.measure.prompts import list_files
-from forerun.train import loop
-from forerun.train.checkpoint import round_weights, save_model
+from forerun.tune import loop
+from forerun.tune.state import round_weights, save_model
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import TargetConfig
 from forerun_lab.train.files import Document, describe, names, read_text, split_files

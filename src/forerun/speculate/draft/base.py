@@ -25,7 +25,7 @@ from forerun.speculate.names import drafters
 
 if TYPE_CHECKING:
     from forerun.speculate.accept.base import Rule
-    from forerun.speculate.verify.score import Verification
+    from forerun.speculate.verify import Verification
 
 DEEPEST = 4096
 """Tokens of a draft, more than any forward verifies."""

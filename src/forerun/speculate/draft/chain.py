@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from forerun.attention.base import Attention
 from forerun.attention.kernel import KernelAttention
 from forerun.core.batch import Batch
+from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.kernels import structs
@@ -21,7 +23,7 @@ from forerun.models.fused import Fused
 from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
 from forerun.sampling.warp import Row
-from forerun.speculate.draft.base import Chooser
+from forerun.speculate.draft.base import Chooser, DrafterConfig
 from forerun.speculate.draft.levels import StepsConfig
 
 NOTHING = -1
@@ -139,3 +141,29 @@ class Chains:
                 else:
                     quantiles.append(uniform(node_key(chooser.purpose, Row(sequence, range(step)), root, step - 1)))
         return keys, quantiles
+
+
+@dataclass(frozen=True)
+class CatchUpConfig(DrafterConfig):
+    """Options of drafters that read the text themselves."""
+
+    prefill_chunk: int = 192
+    """Most tokens per round that sequences catch up on before they draft, all of them together."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.prefill_chunk, int) or isinstance(self.prefill_chunk, bool) or self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be an integer of at least 1, not {self.prefill_chunk!r}")
+
+    def shares(self, missing: Sequence[int]) -> list[int]:
+        """How many of the tokens that each sequence lacks it reads this round.
+
+        What a round leaves behind is read whole, and besides, so that nobody who drafts waits for a long prompt and no
+        prompt for many who draft. Of the others, those who lack least come first.
+        """
+        small, left = self.num_speculative_tokens + 1, self.prefill_chunk
+        counts = list(missing)
+        for index in sorted((i for i, lacks in enumerate(missing) if lacks > small), key=missing.__getitem__):
+            counts[index] = min(missing[index], left)
+            left -= counts[index]
+        return counts

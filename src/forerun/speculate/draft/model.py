@@ -25,10 +25,9 @@ from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.load import load_shared, parse_dtype, quick_config, resolve, weight_sizes
 from forerun.models.tokenizer import check_compatible, read_vocabulary
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
-from forerun.speculate.draft.catch_up import CatchUpConfig
-from forerun.speculate.draft.chain import Chains, plain
+from forerun.speculate.draft.chain import CatchUpConfig, Chains, plain
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
-from forerun.speculate.verify.score import Verification
+from forerun.speculate.verify import Verification
 
 log = logging.getLogger("forerun")
 LARGE = 64 << 20

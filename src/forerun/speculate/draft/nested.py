@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from forerun.cache.pool import Pool
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.tree import POINT_MASS, Draft, Verdict
 from forerun.models.base import Model
 from forerun.speculate.draft.base import C, DraftContext, Drafter, DrafterConfig, Needs, drafters
-from forerun.speculate.verify.score import Verification
+from forerun.speculate.verify import Verification
 
 
 @dataclass(frozen=True)
@@ -148,3 +151,113 @@ def _own_verdict(own: Draft, draft: Draft, verdict: Verdict) -> Verdict:
             break
         path.append(mine)
     return replace(verdict, path=path)
+
+
+@dataclass(frozen=True)
+class CascadeConfig(PartsConfig):
+    drafters: tuple[Any, ...] = ({"method": "suffix"}, {"method": "draft_model"})
+    """Options of each drafter, the first to be asked first; ``num_speculative_tokens`` is their default."""
+    min_confidence: float = 0.5
+    """How sure, from 0 to 1, a drafter other than the last must be of its draft."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.min_confidence <= 1:
+            raise ConfigError(f"min_confidence must be from 0 to 1, not {self.min_confidence!r}")
+
+    def nodes_by_depth(self) -> list[int]:
+        return [max(nodes) for nodes in zip(*self.part_nodes())]
+
+
+@drafters.register("cascade")
+class Cascade(PartsDrafter[CascadeConfig]):
+    name = "cascade"
+    config_class = CascadeConfig
+
+    def __init__(self, config: CascadeConfig, context: DraftContext) -> None:
+        super().__init__(config, context, config.drafters)
+
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+        chosen = [Draft() for _ in sequences]
+        left = list(range(len(sequences)))
+        last = len(self.parts) - 1
+        for number, part in enumerate(self.parts):
+            drafts = self.ask(number, [sequences[i] for i in left], [budgets[i] for i in left])
+            unsure = []
+            for index, draft in zip(left, drafts):
+                sure = draft.confidence is not None and draft.confidence >= self.config.min_confidence
+                if number == last or sure:
+                    chosen[index] = draft
+                    draft.method = part.name
+                else:
+                    unsure.append(index)
+            left = unsure
+        return chosen
+
+    @classmethod
+    def example(cls, target: Path, folder: Path) -> dict[str, Any]:
+        return {"drafters": [{"method": "suffix"}, {"method": "draft_model", "model": str(target)}]}
+
+
+@dataclass(frozen=True)
+class MergedConfig(PartsConfig):
+    @property
+    def branches(self) -> bool:
+        return True
+
+    def nodes_by_depth(self) -> list[int]:
+        return [sum(nodes) for nodes in zip(*self.part_nodes())]
+
+
+@drafters.register("merged")
+class Merged(PartsDrafter[MergedConfig]):
+    name = "merged"
+    config_class = MergedConfig
+
+    def __init__(self, config: MergedConfig, context: DraftContext) -> None:
+        super().__init__(config, context, config.drafters)
+
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+        per_part = [self.ask(number, sequences, budgets) for number in range(len(self.parts))]
+        for index, sequence in enumerate(sequences):
+            for drafts in reversed(per_part[1:]):  # beams share their rows out, and one may have got most in every part
+                if (
+                    sequence.draft_budget is not None
+                    and sum(len(part[index]) for part in per_part) > sequence.draft_budget
+                ):
+                    drafts[index] = Draft()
+        return merge(per_part)
+
+    @classmethod
+    def example(cls, target: Path, folder: Path) -> dict[str, Any]:
+        return {"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": str(target)}]}
+
+
+def merge(per_part: Sequence[Sequence[Draft]]) -> list[Draft]:
+    """One tree per sequence from each part's drafts, ``per_part[part][sequence]``; they share one q."""
+    qs: list[torch.Tensor] = []
+    first_row: dict[int, int] = {}
+    rows = 0
+    for q in (draft.q for drafts in per_part for draft in drafts):
+        if q is not None and id(q) not in first_row:
+            first_row[id(q)] = rows
+            qs.append(q)
+            rows += q.shape[0]
+    q = torch.cat(qs) if len(qs) > 1 else qs[0] if qs else None
+    merged = []
+    for drafts in zip(*per_part):
+        tree = Draft(q=q)
+        for draft in drafts:
+            offset = first_row[id(draft.q)] if draft.q is not None else 0
+            add(tree, draft, offset)
+        merged.append(tree)
+    return merged
+
+
+def add(tree: Draft, draft: Draft, offset: int) -> None:
+    """Add every trial of ``draft`` to ``tree``, behind those already there; its rows of q start at ``offset``."""
+    indices = {-1: -1}
+    for parent, trials in enumerate(draft.trials):
+        for trial in trials:
+            row = trial.row if trial.row == POINT_MASS else trial.row + offset
+            indices[trial.node] = tree.add(draft.tokens[trial.node], indices[parent - 1], row)

@@ -1,22 +1,147 @@
-"""``ngram``: frequency tables over the request's own tokens (reference: akunu's NGramPredictor).
-
-One table per order maps a context of order - 1 tokens to counted continuations. A draft takes the most frequent
-continuation of the longest known context, appends it to the context and goes on; the first position without any
-known context ends it. Tables grow with every committed token, prompt included, and live as long as the request.
-With ``counts_as_q`` a continuation is drawn from the counts instead, and they are the draft's q.
-"""
+"""Drafts from the text so far: a table of n-grams, and the answer's own last words looked up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import torch
 
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
-from forerun.speculate.draft.base import Chooser, DraftContext, DrafterConfig, drafters
-from forerun.speculate.draft.counts import CountChooser, Counts
-from forerun.speculate.draft.history import HistoryDrafter
+from forerun.sampling.draw import node_key
+from forerun.sampling.noise import target_key, uniform
+from forerun.sampling.warp import Row
+from forerun.speculate.draft.base import C, Chooser, DraftContext, Drafter, DrafterConfig, drafters
+
+
+class Index(Protocol):
+    """What one sequence has taught; ``seen`` are the tokens it was built from."""
+
+    seen: list[int]
+
+    def update(self, tokens: Sequence[int]) -> None: ...
+
+
+I = TypeVar("I", bound=Index)
+
+
+class HistoryDrafter(Drafter[C], Generic[C, I]):
+    """Keeps an index per sequence, of its source, where it has one, and what follows. Tentative tokens are context, but
+    nothing is learnt from them."""
+
+    def __init__(self, config: C, context: DraftContext) -> None:
+        super().__init__(config, context)
+        self.indices: dict[int, I] = {}
+
+    @abstractmethod
+    def new_index(self) -> I:
+        """An empty index."""
+
+    @abstractmethod
+    def draft(self, sequence: RequestState, index: I, tail: list[int], budget: int) -> Draft:
+        """A draft behind ``index.seen`` and the tentative tokens ``tail``, at most ``budget`` deep."""
+
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+        drafts = []
+        for sequence, budget in zip(sequences, budgets):
+            index = self.indices.get(sequence.id)
+            if index is None:
+                index = self.indices[sequence.id] = self.new_index()
+                index.update(sequence.source or ())
+            firm = len(sequence.tokens) - sequence.tentative
+            index.update(sequence.tokens[len(index.seen) - len(sequence.source or ()) : firm])
+            drafts.append(self.draft(sequence, index, sequence.tokens[firm:], budget))
+        return drafts
+
+    def release(self, sequence: RequestState) -> None:
+        self.indices.pop(sequence.id, None)
+
+    def rewind(self, sequence: RequestState) -> None:
+        """Tentative tokens were never learnt from."""
+
+    def cached_tokens(self, sequence: RequestState) -> list[int]:
+        index = self.indices.get(sequence.id)
+        return index.seen[len(sequence.source or ()) :] if index is not None else []
+
+
+@dataclass(frozen=True, slots=True)
+class CountDistribution:
+    """q [n] over some tokens, its logs, and its cumulative sums in float64."""
+
+    q: torch.Tensor
+    logs: torch.Tensor
+    reached: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Tokens that followed a context: ``ids`` int64 [n], the most frequent first, and the log of each count [n]."""
+
+    ids: torch.Tensor
+    logs: torch.Tensor
+    distributions: dict[float, CountDistribution] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, counts: Mapping[int, float], device: torch.device) -> Counts:
+        ranked = sorted(counts.items(), key=lambda item: -item[1])
+        ids = torch.tensor([token for token, _ in ranked], device=device)
+        return cls(ids, torch.tensor([float(count) for _, count in ranked], device=device).log())
+
+    def distribution(self, temperature: float) -> CountDistribution:
+        """The counts to the power 1 / heat, normalised. The latest heats are remembered."""
+        result = self.distributions.get(temperature)
+        if result is None:
+            q = torch.softmax(self.logs / temperature, dim=0)
+            if len(self.distributions) >= 4:
+                self.distributions.clear()
+            result = self.distributions[temperature] = CountDistribution(q, q.log(), q.double().cumsum(dim=0))
+        return result
+
+
+class CountChooser:
+    """Draws a chain token by token; ``finish`` gives the draft the exact q of every draw.
+
+    A greedy request takes the most frequent token, a point mass. Otherwise q is the counts to the power 1 / heat.
+    """
+
+    def __init__(self, chooser: Chooser) -> None:
+        self.chooser = chooser
+        self.sampler = chooser.sampler
+        self.supports: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def draw(self, counts: Counts, row: Row, parent: int, ahead: int = 0) -> tuple[int, int]:
+        """A token, and its row of q. ``ahead`` more positions will follow: under a coupled rule their noise, which
+        the target needs too, costs less together."""
+        if row.effective_temperature == 0.0 or len(counts.ids) == 1:
+            return int(counts.ids[0]), POINT_MASS
+        distribution = counts.distribution(row.effective_temperature)
+        if self.chooser.rule.needs_q:
+            quantile = uniform(node_key(self.chooser.purpose, row, len(row.sequence.tokens), parent))
+            choice = min(
+                int(torch.searchsorted(distribution.reached, quantile * float(distribution.reached[-1]), right=True)),
+                len(distribution.q) - 1,
+            )
+        else:
+            keys = [target_key(row.sequence.seed, row.position + step) for step in range(ahead + 1)]
+            choice = int((distribution.logs + self.sampler.noise.rows(keys[:1], keys[1:])[0, counts.ids]).argmax())
+        self.supports.append((counts.ids, distribution.q))
+        return int(counts.ids[choice]), len(self.supports) - 1
+
+    def finish(self, drafts: Sequence[Draft]) -> list[Draft]:
+        """Fill in q [draws, vocabulary] of this round's drafts."""
+        if self.supports:
+            first = self.supports[0][1]
+            q = torch.zeros(len(self.supports), self.sampler.vocab_size, dtype=first.dtype, device=first.device)
+            for row, (ids, probabilities) in zip(q, self.supports):
+                row[ids] = probabilities
+            for draft in drafts:
+                draft.q = q
+        self.supports = []
+        return list(drafts)
 
 
 @dataclass(frozen=True)
@@ -127,4 +252,81 @@ class Ngram(HistoryDrafter[NgramConfig, Tables]):
                 token, q_row = self.counted.draw(counts, row, len(draft) - 1, budget - len(draft) - 1)
             draft.add(token, len(draft) - 1, q_row)
             context.append(token)
+        return draft
+
+
+@dataclass(frozen=True)
+class PromptLookupConfig(DrafterConfig):
+    num_speculative_tokens: int = 7
+    prompt_lookup_max: int = 5
+    """Longest suffix that is looked up, in tokens."""
+    prompt_lookup_min: int = 2
+    """Shortest suffix whose match is copied."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree is not None:
+            raise ConfigError("method 'prompt_lookup' drafts chains; remove 'tree'")
+        if self.draft_temperature is not None:
+            raise ConfigError("method 'prompt_lookup' draws nothing from a distribution; remove 'draft_temperature'")
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if not 1 <= low <= high:
+            raise ConfigError(f"prompt_lookup_min must be from 1 to prompt_lookup_max ({high}), not {low}")
+
+
+class NgramIndex:
+    """Where each suffix of ``low`` to ``high`` tokens was last continued. Adding a token costs O(high)."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low = low
+        self.high = high
+        self.seen: list[int] = []
+        self.after: dict[tuple[int, ...], int] = {}
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """A suffix is recorded once its continuation is known, so that no lookup finds the context's own end."""
+        seen, after = self.seen, self.after
+        for token in tokens:
+            end = len(seen)
+            tail = tuple(seen[max(0, end - self.high) :])
+            for start in range(len(tail) - self.low + 1):
+                after[tail[start:]] = end
+            seen.append(token)
+
+    def lookup(self, tail: Sequence[int]) -> tuple[int, int]:
+        """Where the continuation of the longest known suffix of ``seen + tail`` starts, and that suffix's length
+        (0: none is known)."""
+        context = [*self.seen[max(0, len(self.seen) - self.high) :], *tail][-self.high :]
+        for length in range(len(context), self.low - 1, -1):
+            index = self.after.get(tuple(context[-length:]))
+            if index is not None:
+                return index, length
+        return len(self.seen), 0
+
+    def copy(self, index: int, tail: Sequence[int], count: int) -> list[int]:
+        """``count`` tokens from ``index`` on; what lies past ``seen`` is ``tail``, then the copy itself."""
+        known = self.seen[index : index + count]
+        if len(known) == count:
+            return known
+        known = [*known, *tail]
+        offset = len(known)
+        while len(known) < count:
+            known.append(known[len(known) - offset])
+        return known[:count]
+
+
+@drafters.register("prompt_lookup")
+class PromptLookup(HistoryDrafter[PromptLookupConfig, NgramIndex]):
+    name = "prompt_lookup"
+    config_class = PromptLookupConfig
+
+    def new_index(self) -> NgramIndex:
+        return NgramIndex(self.config.prompt_lookup_min, self.config.prompt_lookup_max)
+
+    def draft(self, sequence: RequestState, index: NgramIndex, tail: list[int], budget: int) -> Draft:
+        slot, length = index.lookup(tail)
+        if not length:
+            return Draft()
+        draft = Draft.chain(index.copy(slot, tail, budget))
+        draft.confidence = length / (length + 1)
         return draft

@@ -1,4 +1,4 @@
-"""``random``: uniformly random tokens. The drafter that fails, for measuring what speculation costs then."""
+"""Drafters that need no model: uniform tokens, and what a grammar prescribes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, drafters
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, drafters
 
 
 @dataclass(frozen=True)
@@ -74,3 +74,27 @@ def _distinct(draws: Sequence[float], size: int) -> list[int]:
             token += token >= earlier
         taken.append(token)
     return taken
+
+
+@dataclass(frozen=True)
+class PatternConfig(DrafterConfig):
+    num_speculative_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tree", "draft_temperature"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"method 'pattern' drafts chains of certain tokens; remove {name!r}")
+
+
+@drafters.register("pattern")
+class Pattern(Drafter[PatternConfig]):
+    name = "pattern"
+    config_class = PatternConfig
+    needs = Needs(grammar=True)
+
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+        return [
+            Draft.chain(sequence.constraint.forced(sequence, budget)) if sequence.constraint is not None else Draft()
+            for sequence, budget in zip(sequences, budgets)
+        ]

@@ -10,7 +10,7 @@ from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import Model
 from forerun.speculate.draft.base import Drafter
-from forerun.speculate.verify.score import Verification
+from forerun.speculate.verify import Verification
 
 log = logging.getLogger("forerun")
 

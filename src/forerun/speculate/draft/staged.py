@@ -31,7 +31,7 @@ from forerun.speculate.draft.nested import Part
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting
 from forerun.speculate.round import Round, speculate
-from forerun.speculate.verify.score import Target, Verification
+from forerun.speculate.verify import Target, Verification
 
 INNER = "inner"
 

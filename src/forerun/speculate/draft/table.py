@@ -21,8 +21,8 @@ from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, drafters
-from forerun.speculate.draft.counts import CountChooser, Counts
-from forerun.speculate.verify.score import Verification
+from forerun.speculate.draft.ngram import CountChooser, Counts
+from forerun.speculate.verify import Verification
 
 DEFAULT_SIZE = 400_000
 FORMAT = "forerun_table"

@@ -19,7 +19,7 @@ from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.best_first import TreeConfig
-from forerun.speculate.verify.score import Verification
+from forerun.speculate.verify import Verification
 
 UNSEEN = -1
 

@@ -1,6 +1,6 @@
 """Length policies."""
 
-from forerun.speculate.length import adaptive, fixed, planned
+from forerun.speculate.length import adaptive
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting, policies
 
-__all__ = ["LengthPolicy", "Seconds", "Setting", "adaptive", "fixed", "planned", "policies"]
+__all__ = ["LengthPolicy", "Seconds", "Setting", "adaptive", "policies"]

@@ -25,7 +25,7 @@ from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_fir
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.heads.head import Head, Sizes
 from forerun.speculate.draft.levels import Frontier, grow_levels
-from forerun.speculate.verify.score import Verification
+from forerun.speculate.verify import Verification
 
 C = TypeVar("C", bound="HeadConfig")
 

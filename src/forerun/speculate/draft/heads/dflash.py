@@ -30,8 +30,7 @@ from forerun.models.load import read_config
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.gguf_files import is_ours, read_drafter
-from forerun.speculate.draft.heads.head import FORMAT, Guess, Head, Lesson, Sizes
-from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
+from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 
 DEFAULTS: dict[str, Any] = {

@@ -33,12 +33,10 @@ from forerun.models.layer import Layer
 from forerun.models.linear import make_linear
 from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.catch_up import CatchUpConfig
-from forerun.speculate.draft.chain import Chains, plain
+from forerun.speculate.draft.chain import CatchUpConfig, Chains, plain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.eagle_files import is_public, read_public
-from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
-from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
+from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}

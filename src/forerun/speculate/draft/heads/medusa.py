@@ -85,3 +85,24 @@ class ResidualDrafter(BlockDrafter):
 class Medusa(ResidualDrafter):
     name = "medusa"
     head_class = MedusaHead
+
+
+class BlockwiseHead(ResidualHead):
+    method = "blockwise"
+    options_known = frozenset({"inner_size"})
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.inner = int(sizes.options.get("inner_size", sizes.hidden_size // 2))
+        self.spread = nn.Linear(sizes.hidden_size, sizes.depth * self.inner)
+        self.gather = nn.Parameter(torch.zeros(sizes.depth, self.inner, sizes.hidden_size))
+
+    def transform(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = F.relu(self.spread(hidden)).unflatten(-1, (self.sizes.depth, self.inner))
+        return hidden[:, None] + torch.einsum("nti,tih->nth", inner, self.gather)
+
+
+@drafters.register("blockwise")
+class Blockwise(ResidualDrafter):
+    name = "blockwise"
+    head_class = BlockwiseHead

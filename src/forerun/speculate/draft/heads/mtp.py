@@ -32,8 +32,7 @@ from forerun.models.load import read_config, resolve
 from forerun.models.mapped import Files
 from forerun.speculate.draft.base import drafters
 from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
-from forerun.speculate.draft.heads.head import FORMAT, Guess, Head, Lesson, Sizes
-from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
+from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
 
 DEFAULTS = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "theta": 10000.0, "eps": 1e-6, "turned": None,

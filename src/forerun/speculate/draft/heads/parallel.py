@@ -19,8 +19,7 @@ from forerun.core.inference import inference
 from forerun.core.request import RequestState
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
-from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
-from forerun.speculate.draft.heads.layers import FeedForward, Norm, rotate
+from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "blocks": 1, "window": 256, "theta": 10000.0}
 

@@ -4,23 +4,31 @@ A run is a function of its settings: which sequences a step sees depends on the 
 was stopped goes on from its checkpoint as if it had not been.
 """
 
+from __future__ import annotations
+
 import json
 import os
+import signal
+import sys
+import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from torch import Tensor, nn
 
 from forerun.core.errors import ConfigError, ForerunError
-from forerun.train.interrupt import Interrupt, Stopped
-from forerun.train.progress import progress
-from forerun.train.settings import LoopSettings
+from forerun.tune.config import LoopSettings
 
 CHECKPOINT = "checkpoint.pt"
 UNFIT = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, UnpicklingError)
@@ -258,3 +266,100 @@ class _Log:
         rounded = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(rounded) + "\n")
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(ForerunError):
+    """A run was asked to stop, and has saved what it had done."""
+
+
+class Interrupt:
+    """Inside the block, the first Ctrl-C (or SIGTERM) is noted in ``asked``; a second one ends everything at once.
+
+    Signals reach the main thread only; in another one nothing changes. What is ignored already stays so.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heard}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print(
+            "stopping when this step is done; again: at once, without what was done since the last save",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+LINE_SECONDS = 20.0
+"""Time between two lines where there is no terminal."""
+
+
+class Progress:
+    """Shows how many of ``total`` units of work are done."""
+
+    def __init__(self, title: str, total: int, bar: Bar | None, quiet: bool) -> None:
+        self.title = title
+        self.total = total
+        self.quiet = quiet
+        self._bar = bar
+        self._task = None if bar is None else bar.add_task(title, total=total, note="")
+        self._started = time.monotonic()
+        self._first: int | None = None
+        self._said = float("-inf")
+
+    def update(self, done: int, note: str = "") -> None:
+        done = min(done, self.total)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, note=note)
+            return
+        now = time.monotonic()
+        if self._first is None:
+            self._started, self._first = now, done
+        if now - self._said >= LINE_SECONDS or done == self.total:
+            self._said = now
+            fraction = f"{self.title}: {done:,} of {self.total:,} ({done / max(1, self.total):.0%})"
+            self.say(", ".join(part for part in (fraction, note, self._left(done, now)) if part))
+
+    def _left(self, done: int, now: float) -> str:
+        fresh = done - (self._first or 0)
+        if fresh <= 0 or done >= self.total:
+            return ""
+        seconds = (now - self._started) * (self.total - done) / fresh
+        return f"{seconds / 60:.0f} min left" if seconds >= 60 else f"{seconds:.0f} s left"
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self.quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(title: str, total: int, shown: bool = True) -> Iterator[Progress]:
+    """Progress of a block of ``total`` units; nothing at all unless ``shown``."""
+    console = Console(file=sys.stderr)
+    if not shown or not console.is_terminal:
+        yield Progress(title, total, None, quiet=not shown)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
+    with Bar(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console) as bar:
+        yield Progress(title, total, bar, quiet=False)

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forerun.attention.base import Attention
-from forerun.core.batch import Batch, Output
+from forerun.core.batch import Batch, Output, Span
 from forerun.core.request import RequestState
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft
 from forerun.models.base import Model
 from forerun.sampling.warp import warp
 from forerun.speculate.accept.compare import row_contexts
-from forerun.speculate.verify.pack import pack
 
 
 @dataclass(slots=True)
@@ -69,3 +68,28 @@ def verify(target: Target, sequences: Sequence[RequestState], drafts: Sequence[D
         scores.raw, scores.warped = logits, logits.clone()
     scores.warped = warp(scores.warped, row_contexts(scores))
     return Verification(scores, deciding, batch, output, logit_first)
+
+
+def pack(
+    sequences: Sequence[RequestState], drafts: Sequence[Draft], *, prompt_logits: Sequence[bool] | None = None
+) -> list[Span]:
+    """One span per sequence: its scheduled committed tokens, then its draft's nodes.
+
+    A prefill chunk, a plain decode and a verification differ in nothing else. Logits are asked for from the last
+    committed token on if the sequence decodes, and for every row where ``prompt_logits`` says so.
+    """
+    spans = []
+    for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+        first, count = sequence.cached, sequence.scheduled
+        tokens = sequence.tokens[first : first + count] + draft.tokens
+        parents = None
+        if not draft.is_chain:
+            parents = list(range(-1, count - 1)) + [parent + count for parent in draft.parents]
+        if prompt_logits is not None and prompt_logits[index]:
+            rows = list(range(len(tokens)))
+        else:
+            rows = list(range(count - 1, len(tokens))) if sequence.decodes else []
+        spans.append(
+            Span(sequence.id, first, tokens, parents, logits=rows, source=sequence.source, settled=first + count)
+        )
+    return spans

@@ -1,0 +1,115 @@
+"""Rules that judge a chain token by token, and the rule that judges it as a block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from forerun.core.errors import ConfigError
+from forerun.core.scores import Scores
+from forerun.core.tree import Draft, Verdict
+from forerun.sampling.draw import Sampler
+from forerun.speculate.accept.base import RatioRule, Rule, RuleConfig, follow, rules
+from forerun.speculate.accept.compare import Comparison, column, compare, take
+
+
+@rules.register("token")
+class Token(RatioRule):
+    """Token-level rejection sampling on chains. Lossless; the same seed may give other tokens than plain decoding."""
+
+    name = "token"
+    trees = False
+    lenience = 1.0
+    """Times q in every comparison of p with it."""
+
+    def decide(self, compared: Comparison) -> list[float]:
+        weights, _ = compared.chains(lenience=self.lenience)
+        return weights
+
+
+@rules.register("coupled")
+class Coupled(Rule):
+    name = "coupled"
+    identity = True
+    needs_q = False
+
+    def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
+        return follow(compare(scores, sampler))
+
+
+@dataclass(frozen=True)
+class LenientConfig(RuleConfig):
+    lenience: float = 0.5
+    """l in (0, 1]: no token becomes more likely than 1 / l times what the target gives it; 1 is lossless."""
+
+    def __post_init__(self) -> None:
+        value = self.lenience
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or not 0 < value <= 1:
+            raise ConfigError(f"lenience must be a number above 0 and at most 1, not {value!r}")
+
+
+@rules.register("lenient")
+class Lenient(Token):
+    """Token-level rejection sampling that multiplies q by the lenience l before the comparison.
+
+    A drafted x is kept with probability min(1, p(x) / (l q(x))); a rejected one is replaced by a draw of
+    norm(max(0, p - q)), as without lenience. The output's distribution is
+    ``forerun.theory.lenient_token_distribution``: no token is emitted with a probability above p(x) / l, and the total
+    variation from p is sum min(p / l, q) - sum min(p, q). There is no lower bound: a token that the drafter never
+    proposes can lose most of its probability. At temperature 0 a drafted token is kept if p(x) >= l max p, p being the
+    distribution at temperature 1 (the paper prints <=, which would keep the unlikely tokens and drop the best one);
+    otherwise the argmax is emitted.
+    """
+
+    name = "lenient"
+    lossless = False
+    config_class = LenientConfig
+    config: LenientConfig
+
+    @property
+    def lenience(self) -> float:  # type: ignore[override]
+        return self.config.lenience
+
+    def decide(self, compared: Comparison) -> list[float]:
+        accept = super().decide(compared)
+        trials, rows = compared.trials, compared.rows
+        greedy = [t for t, row in enumerate(trials.row) if rows[row].effective_temperature == 0.0]
+        if greedy:
+            logits = take(compared.scores.warped, [trials.row[t] for t in greedy])
+            drafted = logits.gather(1, column([trials.token[t] for t in greedy], logits))[:, 0].tolist()
+            for t, value in zip(greedy, drafted):
+                accept[t] = float(value >= compared.tops[trials.row[t]] + math.log(self.lenience))
+        return accept
+
+
+@rules.register("block")
+class Block(RatioRule):
+    """Verify a chain x_1 .. x_n as one block. Lossless, and the best of all rules that see one path.
+
+    With w_0 = 1 and w_i = min(1, w_(i-1) p(x_i | x_<i) / q(x_i | x_<i)), S_i = sum_x max(0, w_i p(x | x_<=i) -
+    q(x | x_<=i)): the longest prefix whose own test passes is kept, the test of length i < n passing with
+    probability S_i / (S_i + 1 - w_i), that of n with w_n; the token behind it is drawn from norm(max(0, w_i p - q)),
+    behind x_n from p. All tests are made, also past a failed one.
+    """
+
+    name = "block"
+    trees = False
+
+    def decide(self, compared: Comparison) -> list[float]:
+        weights, left = compared.chains(linked=True)
+        follows = [parent >= 0 for parent in compared.trials.parent]
+        accept = []
+        for t, weight in enumerate(weights):
+            if t + 1 < len(follows) and follows[t + 1]:
+                rest = left[t + 1]  # S of a prefix: the mass left where the next token was drafted
+                remaining = rest + 1.0 - weight
+                accept.append(rest / remaining if remaining > 0.0 else 1.0)
+            else:
+                accept.append(weight)
+        return accept
+
+    def walk(self, draft: Draft, passed: list[list[bool]]) -> tuple[list[int], bool]:
+        """The longest prefix that passes."""
+        length = max((i + 1 for i, results in enumerate(passed) if results and results[0]), default=0)
+        return list(range(length)), False

@@ -1,0 +1,51 @@
+"""``make size``: lines of Python by folder, and the budgets of pyproject.toml that they must keep."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUDGETS: dict[str, dict[str, int]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+    "forerun"
+]["size"]
+"""Most ``lines`` and ``files`` of a folder."""
+
+
+def measured(folder: str) -> tuple[Counter[str], int]:
+    """Lines by the folder's own folders, and how many files."""
+    lines: Counter[str] = Counter()
+    files = sorted((ROOT / folder).rglob("*.py"))
+    for file in files:
+        place = file.relative_to(ROOT / folder).parts
+        lines[place[0] if len(place) > 1 else "."] += len(file.read_text(encoding="utf-8").splitlines())
+    return lines, len(files)
+
+
+def excesses() -> list[str]:
+    """What is above its budget, a line each."""
+    found = []
+    for folder, budget in BUDGETS.items():
+        lines, files = measured(folder)
+        for name, value in (("lines", lines.total()), ("files", files)):
+            if value > budget.get(name, value):
+                found.append(f"{folder} has {value:,} {name} of Python, {value - budget[name]:,} above its budget")
+    return found
+
+
+def main() -> int:
+    for folder, budget in BUDGETS.items():
+        lines, files = measured(folder)
+        limits = ", ".join(f"{name} {limit:,}" for name, limit in budget.items())
+        print(f"{folder}: {lines.total():,} lines, {files} files (budget: {limits})")
+        for place, count in lines.most_common():
+            print(f"  {place:14}{count:7,}")
+    for excess in excesses():
+        print(excess, file=sys.stderr)
+    return bool(excesses())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
