@@ -93,6 +93,7 @@ def test_sampling():
         "set_prefetch": ((0, 6, 2), {0: [-1, len(structs.KINDS)], 1: [-1, 0, 33],
                                           2: [-1, 4 if kernels.library().tiles else 3]}),
         "advise": ((at, 8), {0: [None], 1: [-1]}),
+        "rest": ((), {}),
         "softcap": ((to, 4, 2.0), {0: [None], 1: [0, *sizes]}),
     }  # fmt: skip
     assert set(cases) == set(kernels.SIGNATURES) - {f"{name}_{kind}" for name in kernels._BY_TYPE for kind in TYPES}

@@ -31,15 +31,9 @@ from forerun.kernels import structs
 
 log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
-SOURCES = tuple(
-    HERE / f"{name}.cpp"
-    for name in ("attention", "border", "decoder", "experts", "linear", "quants", "sampling", "warp")
-)
-HEADERS = tuple(
-    HERE / f"{name}.h"
-    for name in ("lanes", "lanes_avx2", "lanes_avx512", "kernels", "structs", "blocks", "quants", "rows", "tiles")
-)
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp")
+SOURCES = tuple(sorted(HERE.glob("*.cpp")))
+HEADERS = tuple(sorted(HERE.glob("*.h")))
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
 SANITIZE = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 """Added if ``FORERUN_SANITIZE`` is 1; ``make sanitize`` runs tests under it."""
 NEEDED = frozenset(("avx2", "fma", "f16c"))
@@ -89,6 +83,7 @@ SUM = ctypes.CFUNCTYPE(_I, _P, _N, _P, _N)
 SIGNATURES = {
     "advise": (_P, _N),
     "set_prefetch": (_N, _N, _N),
+    "rest": (),
     "softcap": (_P, _N, _F),
     "gumbel": (_U, _P, _P, _N),
     "choose": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _I),

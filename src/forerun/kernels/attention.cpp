@@ -307,12 +307,10 @@ struct Attention {
           products += static_cast<double>((last.to - row) * (heads / kv_heads) * pool.width) * last.high;
         }
     const int64_t count = items.size();
-    if (threads > 1 && products > PARALLEL) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-      for (int64_t i = 0; i < count; i++) pick(items[i], nullptr, ahead());
-    } else {  // entering a team of one costs as much as a hundred keys
-      for (int64_t i = 0; i < count; i++) pick(items[i], i + 1 < count ? &items[i + 1] : nullptr, ahead());
-    }
+    if (products <= PARALLEL) threads = 1;
+    parallel_for(count, 1, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) pick(items[i], i + 1 < end ? &items[i + 1] : nullptr, ahead());
+    });
   }
 };
 

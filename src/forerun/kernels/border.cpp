@@ -295,6 +295,10 @@ int forerun_advise(char *at, int64_t bytes) {
 
 int forerun_tiles() { return tiles_serve(); }
 
+int forerun_rest() {
+  return guarded([] { rest_threads(); });
+}
+
 int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
   REQUIRE(within(kind, 0, KINDS - 1), LAYER_KIND);
   REQUIRE(within(rows, 1, MAX_PREFETCH_ROWS) && within(how, NOTHING, tiles_serve() ? TILED : FAR), SIZE);
@@ -410,8 +414,7 @@ int forerun_choose(const float *scores, int64_t rows, int64_t size, const int32_
   CHECK(rows_fit(scores, rows, size));
   REQUIRE(threads_fit(threads), SIZE);
   REQUIRE(!rows || given(ids, keys, noisy, best, tops), NULL_POINTER);
-  choose(scores, rows, size, ids, keys, noisy, tops, best, softmax, threads);
-  return FINE;
+  return guarded([=] { choose(scores, rows, size, ids, keys, noisy, tops, best, softmax, threads); });
 }
 
 int forerun_draw(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out) {

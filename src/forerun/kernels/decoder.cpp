@@ -248,8 +248,10 @@ class Drafting {
     Decoder<T>(model, layers, first).run();
     for (int64_t step = 0; step < d.longest; step++) {
       const int64_t rows = active.size();
-#pragma omp parallel for num_threads(first.threads) if (first.threads > 1 && rows * size > 1000000)
-      for (int64_t row = 0; row < rows; row++) choose_token(step, active[row], first.logits + row * size);
+      const int threads = rows * size > 1000000 ? static_cast<int>(first.threads) : 1;
+      parallel_for(rows, 1, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) choose_token(step, active[row], first.logits + row * size);
+      });
       if (!advance(step)) return;
       Decoder<T>(model, layers, next()).run();
     }

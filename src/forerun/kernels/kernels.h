@@ -2,6 +2,7 @@
 #pragma once
 #include "lanes.h"
 #include "structs.h"
+#include "threads.h"
 
 #define FOR_EACH_TYPE(F) F(float32, float) F(bfloat16, Bfloat16) F(float16, Float16)
 

@@ -260,11 +260,10 @@ void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_
   const Matrices matrices(rows);
   const bool tiled = BY_TILES<K> && (how == TILED || K::KIND == KIND_own) && tiles_serve();
   const int64_t block = tiled ? 2 * matrices.rows : BLOCK;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (groups * GROUP_BYTES));
+  parallel_for(tiles, grain, threads, [=](int64_t begin, int64_t end) {
     const Shaped shaped(tiled, matrices.rows, TILE_BYTES);
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tiles; t++) {
+    for (int64_t t = begin; t < end; t++) {
       typename K::Sum sums[2 * BLOCK];
       for (int64_t from = 0; from < rows; from += block) {
         const int64_t some = rows - from < block ? rows - from : block;
@@ -288,7 +287,7 @@ void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_
           }
       }
     }
-  }
+  });
 }
 
 // A row as a kind of multiplication wants it: as it is, or widened to float32. What fills the last group is zero.

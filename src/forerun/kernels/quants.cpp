@@ -604,13 +604,13 @@ void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int
   for (int64_t from = 0; from < rows; from += most) {
     const Kept<K> kept(std::min(rows - from, most), blocks);
     const Groups &groups = kept.groups;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && groups.count > 2)
-    for (int64_t g = 0; g < groups.count; g++) kept.fill(x + from * inputs, inputs, g);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    parallel_for(groups.count, 1, groups.count > 2 ? threads : 1, [&](int64_t begin, int64_t end) {
+      for (int64_t g = begin; g < end; g++) kept.fill(x + from * inputs, inputs, g);
+    });
+    const int64_t grain = std::max<int64_t>(1, GRAIN / (records * RECORD<K>));
+    parallel_for(tiles, grain, threads, [&](int64_t begin, int64_t end) {
       const Shaped shaped(tiled, kept.count, wide<K>(kept.count));
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < tiles; t++) {
+      for (int64_t t = begin; t < end; t++) {
         float sums[OUTPUTS * TOGETHER * MOST_GROUPS];
         const char *const tile = w + t * records * RECORD<K>;
         if constexpr (MAY_TILE)
@@ -622,7 +622,7 @@ void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int
           for (int64_t first = groups.begin(g), r = first; r < groups.begin(g + 1); r++)
             out.put(from + r, t * OUTPUTS, sums + (g * kept.count + r - first) * OUTPUTS);
       }
-    }
+    });
   }
 }
 

@@ -168,8 +168,8 @@ void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
 // Per row, the largest of scores + the noise of its key (where ``noisy``) and its id; and the softmax of the scores.
 void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
             const int64_t *noisy, float *tops, int64_t *places, float *softmax, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && static_cast<double>(rows) * size > PARALLEL)
-  for (int64_t r = 0; r < rows; r++) {
+  if (static_cast<double>(rows) * size <= PARALLEL) threads = 1;
+  const auto one = [=](int64_t r) {
     const float *row = scores + r * size;
     const Key noise(keys[r]);
     Best best;
@@ -182,10 +182,13 @@ void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids,
         best.see(v, mask, i);
     }
     best.end(tops + r, places + r);
-    if (!softmax) continue;
+    if (!softmax) return;
     const Softmax softmax_row(row, size, softmax + r * size);
     for (int64_t i = 0; i < size; i += 16) store(softmax_row.powers + i, first(size - i), softmax_row(i, first(size - i)));
-  }
+  };
+  parallel_for(rows, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) one(r);
+  });
 }
 
 // What chains of drafted tokens come to. ``residual``: per row, softmax of its scores, or for a greedy row all on its best id;
@@ -278,15 +281,15 @@ void rank(const float *scores, int64_t size, int64_t trials, const int64_t *at, 
 // Per trial, the sum of min(p, q), p being the softmax of its row of scores; without q, p of its token.
 void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *rows, const float *const *qs,
               const int64_t *tokens, float *out, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && static_cast<double>(trials) * size > PARALLEL)
-  for (int64_t t = 0; t < trials; t++) {
+  if (static_cast<double>(trials) * size <= PARALLEL) threads = 1;
+  const auto one = [=](int64_t t) {
     static thread_local std::vector<float> workspace;
     if (static_cast<int64_t>(workspace.size()) < size) workspace.resize(size);
     const Softmax softmax_row(scores + rows[t] * size, size, workspace.data());
     const float *const q = qs[t];
     if (!q) {
       out[t] = softmax_row.powers[tokens[t]] * softmax_row.share;
-      continue;
+      return;
     }
     Floats sum = zeros();
     for (int64_t i = 0; i < size; i += 16) {
@@ -294,5 +297,8 @@ void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *
       sum = sum + min(softmax_row(i, mask), load(q + i, mask));
     }
     out[t] = reduce_sum(sum);
-  }
+  };
+  parallel_for(trials, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) one(t);
+  });
 }

@@ -140,9 +140,12 @@ void restrict_row(float *row, int64_t size, float temperature, float min_p, int6
 // The same for rows whose ``temperatures`` are not 0; ``thresholds`` holds min-p and top-p of each.
 void restrict_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
                    const int64_t *top_ks, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && static_cast<double>(count) * size > PARALLEL)
-  for (int64_t r = 0; r < count; r++)
-    if (temperatures[r] != 0) restrict_row(rows + r * size, size, temperatures[r], thresholds[2 * r], top_ks[r], thresholds[2 * r + 1]);
+  if (static_cast<double>(count) * size <= PARALLEL) threads = 1;
+  parallel_for(count, 1, threads, [=](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++)
+      if (temperatures[r] != 0)
+        restrict_row(rows + r * size, size, temperatures[r], thresholds[2 * r], top_ks[r], thresholds[2 * r + 1]);
+  });
 }
 
 // Repetition penalty for every token of a text whose output begins at ``output``; frequency and presence penalties for
