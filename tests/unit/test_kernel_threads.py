@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from forerun import kernels
-from forerun.models.formats.streamed import Streamed
+from forerun.models.formats.tiled import Streamed
 
 ROWS, OUTPUTS, INPUTS = 3, 4000, 64
 CALLERS, CYCLES = 12, 10_000
