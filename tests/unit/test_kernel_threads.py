@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from forerun import kernels
-from forerun.models.formats.tiled import Streamed
+from forerun.models.formats.tiled import TiledLinear
 
 ROWS, OUTPUTS, INPUTS = 3, 4000, 64
 CALLERS, CYCLES = 12, 10_000
@@ -21,7 +21,7 @@ CALLERS, CYCLES = 12, 10_000
 def product(seed: int = 0) -> Callable[[int], torch.Tensor]:
     """Multiplies one matrix on so many threads."""
     generator = torch.Generator().manual_seed(seed)
-    layer = Streamed(torch.randn(OUTPUTS, INPUTS, generator=generator), None)
+    layer = TiledLinear(torch.randn(OUTPUTS, INPUTS, generator=generator), None)
     x = torch.randn(ROWS, INPUTS, generator=generator)
 
     def run(threads: int) -> torch.Tensor:
