@@ -120,8 +120,9 @@ def read_file(path: Path) -> str:
 
 
 def set_threads(count: int | None) -> None:
+    """None: as many as ``all_threads``. Raises ConfigError for a number out of range."""
     if count is None:
-        return
+        count = all_threads()
     if not 1 <= count <= MOST_THREADS:
         raise ConfigError(f"--threads must be from 1 to {MOST_THREADS}, not {count}")
     import torch
@@ -130,10 +131,32 @@ def set_threads(count: int | None) -> None:
 
 
 def all_threads() -> int:
-    """CPU threads that torch takes unless told otherwise: one for each core."""
+    """CPU threads that torch takes by itself, one for each core, but no more than the process may use."""
     import torch
 
-    return torch.get_num_threads()
+    return min(torch.get_num_threads(), usable_cores())
+
+
+def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Processors that the affinity mask and the quotas of control groups (version 2) leave; at least 1.
+
+    ``groups`` is where the groups are mounted, ``own`` the file that names this process's."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    try:
+        name = next(line[3:] for line in own.read_text(encoding="utf-8").splitlines() if line.startswith("0::"))
+    except (OSError, UnicodeDecodeError, StopIteration):
+        return cores
+    folder = groups / name.strip().lstrip("/")
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(groups):
+            break
+        try:
+            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+            cores = min(cores, -(-int(quota) // int(period)))
+        except (OSError, ValueError):  # no limit: there is no such file, or it says "max"
+            continue
+    return max(1, cores)
 
 
 def all_but_one() -> int:
