@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
 from forerun.core.folders import replace_with
+from forerun.speculate.draft.heads.dflash import DFlashHead
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes, weights
 from forerun.speculate.draft.heads.medusa import MedusaHead
@@ -125,6 +126,32 @@ class Parallel(Medusa):
         return _narrowed(head, target, ids)
 
 
+class DFlash(Medusa):
+    """Starts as ``Parallel`` does, with one layer that samples from its anchor; its masks are a token that no text has
+    inside."""
+
+    head = DFlashHead
+
+    def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
+        config: Any = target.config.get_text_config()
+        own = options(config, features.layers, len(ids))
+        known = {name: own[name] for name in ("heads", "kv_heads", "width", "inner_size", "theta", "layers")}
+        ends = config.eos_token_id
+        mask = ends[0] if isinstance(ends, list) and ends else ends
+        torch.manual_seed(0)
+        head = DFlashHead(_sizes(target, {**known, "from_anchor": True, "mask": mask or 0}))
+        (block,) = head.each_block()
+        body: Any = target.get_decoder()
+        with torch.no_grad():
+            head.norm.weight.copy_(scale(body.norm))
+            head.fc.weight.zero_()
+            last = torch.diag(1 / scale(body.norm))  # features are what comes behind the norm
+            head.fc.weight[:, -len(last) :] = last
+            take(block, (block.input_layernorm, block.post_attention_layernorm), body.layers[-1])
+        _settled(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
+        return _narrowed(head, target, ids)
+
+
 class Distilled(Kind):
     """A few of the target's layers; least squares say what the last of them makes of what it finds."""
 
@@ -157,6 +184,7 @@ KINDS: dict[str, Kind] = {
     "eagle": Eagle(),
     "medusa": Medusa(),
     "parallel": Parallel(),
+    "dflash": DFlash(),
     "draft_model": Distilled(),
 }
 

@@ -13,7 +13,7 @@ from forerun.tune.config import LoopSettings
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-HEAD_NAMES = ("medusa", "blockwise", "eagle", "parallel", "lookahead", "layerskip")
+HEAD_NAMES = ("medusa", "blockwise", "dflash", "eagle", "parallel", "lookahead", "layerskip")
 LOSS_NAMES = ("kl", "lk", "tv_ce")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forerun.speculate.draft.heads.dflash import DFlashHead
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Head, Sizes, weights
 from forerun.speculate.draft.heads.lookahead import LookaheadHead
@@ -27,6 +28,7 @@ from forerun_lab.train.material import gather
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,
     "blockwise": BlockwiseHead,
+    "dflash": DFlashHead,
     "eagle": EagleHead,
     "parallel": ParallelHead,
     "lookahead": LookaheadHead,

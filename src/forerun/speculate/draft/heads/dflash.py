@@ -60,7 +60,7 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(size, 2 * TAPS * (size // group), bias=False)
 
     def enter(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [n, block, hidden size] as the part reads them, and the weights for what it says."""
+        """Rows [..., block, hidden size] as the part reads them, and the weights for what it says."""
         made = self.kernel_projection(x).unflatten(-1, (2, TAPS, -1))
         return self._mix(x, made[..., 0, :, :], self.base_kernel[0]), made[..., 1, :, :]
 
@@ -68,7 +68,7 @@ class Convolution(nn.Module):
         return self._mix(x, made, self.base_kernel[1])
 
     def _mix(self, x: torch.Tensor, made: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        before = F.pad(x[:, :-1], (0, 0, 1, 0))
+        before = F.pad(x[..., :-1, :], (0, 0, 1, 0))
         weights = made.repeat_interleave(self.group, dim=-1) + base
         return weights[..., 0, :] * x + weights[..., 1, :] * before
 
@@ -105,7 +105,7 @@ class _Block(nn.Module):
         return rotate(q, positions, self.theta)
 
     def forward(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
-        """Rows [n, block, hidden size]; ``attend`` gives what attention says of normed rows."""
+        """Rows [..., block, hidden size]; ``attend`` gives what attention says of normed rows."""
         x = x + self._mixed(self.attention_conv, self.input_layernorm(x), lambda rows: self.o_proj(attend(rows)))
         return x + self._mixed(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
 
@@ -224,7 +224,6 @@ class DFlashHead(Head):
             pairs = block.keys(features, everywhere)
 
             def attend(normed: torch.Tensor, block=block, pairs=pairs, seen=seen) -> torch.Tensor:
-                normed = normed.unflatten(0, (len(lesson.tokens), -1))
                 own = block.keys(normed, where)
                 k, v = (
                     torch.cat([far[:, None].expand(-1, len(anchors), -1, -1, -1), near], dim=2).transpose(2, 3)
@@ -233,9 +232,9 @@ class DFlashHead(Head):
                 q = block.queries(normed, where).transpose(2, 3)
                 mask = seen[:, :, None].expand(len(q), -1, -1, -1, -1)
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-                return out.transpose(2, 3).flatten(-2).flatten(0, 1)
+                return out.transpose(2, 3).flatten(-2)
 
-            x = block(x.flatten(0, 1), attend).unflatten(0, x.shape[:2])
+            x = block(x, attend)
         says = self.norm(x)[:, :, rows - depth :]
         for position in range(depth):
             state = says[:, :, position] if kept is None else says[:, :, position][kept]
