@@ -30,9 +30,7 @@ class TuneConfig:
     data: Path | None = None  # your own prompts, chats or texts: a JSONL or text file, or a folder of them
     text: Path | None = None  # what the model wrote before (a tuned folder's text.safetensors): read, none is written
     quantization: str | None = None  # the model's weights while it is tuned, as they will be served: int8_rows, or none
-    train: tuple[str, ...] = (
-        "eagle",
-    )  # learns to draft: eagle, medusa, parallel, dflash, draft_model (repeatable); none
+    train: tuple[str, ...] = ("eagle",)  # learns to draft: eagle, medusa, parallel, dflash, draft_model; or none
     cpu_minutes: float | None = None  # processor time that each learns for, its start included; none: a share of hours
     rows: int = 8192  # tokens that are learnt, the commonest; heads draft no others
     min_tokens: int = 20_000  # with time to write fewer nothing is trained: history alone is measured
