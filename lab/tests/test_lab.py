@@ -6,6 +6,7 @@ from importlib import metadata
 
 import pytest
 
+from forerun.cli import plan  # before a test makes the laboratory vanish: its flags are made once
 from forerun.cli.main import LAB, run
 from forerun.tune.losses import LOSSES
 from forerun_lab.train.config import HEAD_NAMES, LOSS_NAMES
@@ -43,8 +44,6 @@ def test_without_the_laboratory_one_line_says_how_to_install_it(name, monkeypatc
 
     monkeypatch.setattr(metadata, "entry_points", without)
     if name == "plan":
-        from forerun.cli import plan
-
         with pytest.raises(plan.ConfigError, match=r"plan --load is part of forerun-lab: pip install \./lab"):
             plan.from_lab("load", "plan --load")
         assert [flag.name for flag in plan._load_flags().flags] == ["load", "rate"]

@@ -15,8 +15,7 @@ from forerun.models.load import read_config
 from forerun.models.modules import read_module
 from forerun.models.tokenizer import load_tokenizer
 from forerun.serve.schema import ChatRequest
-from forerun.serve.tool_choice import required_shape
-from forerun.serve.tools import ToolParser
+from forerun.serve.tools import ToolParser, required_shape
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CAPITAL = [{"role": "user", "content": "What is the capital of Japan?"}]

@@ -14,8 +14,7 @@ from running import Running
 from forerun import SamplingParams, pretrained
 from forerun.engine.jobs import TokenLogprobs
 from forerun.models.tokenizer import load_tokenizer
-from forerun.serve.listed import by_name
-from forerun.serve.text import TextService
+from forerun.serve.text import TextService, by_name
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WIDE = "x = '日本🙂' and not self"

@@ -15,7 +15,7 @@ from running import TEMPLATE, Running, run_server
 
 from forerun import LLM
 from forerun.serve.app import ServerOptions
-from forerun.serve.fields import Body
+from forerun.serve.schema import Body
 
 COMPLETION = {"prompt": "def parse(", "max_tokens": 12, "logprobs": 2, "stream_options": {"include_usage": True}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}

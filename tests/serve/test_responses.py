@@ -20,7 +20,7 @@ from forerun.scale.replica import Replica
 from forerun.serve import answers
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.batch import requester
-from forerun.serve.response_reply import ResponseReply, ResponseStore
+from forerun.serve.responses import ResponseReply, ResponseStore
 from forerun.serve.stream import Choice
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"

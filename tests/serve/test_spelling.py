@@ -15,7 +15,7 @@ from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
 from forerun.models.chat import CallForm
 from forerun.serve.schema import ChatRequest
-from forerun.serve.tool_choice import required_shape
+from forerun.serve.tools import required_shape
 from gguf_files import write_model
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -17,7 +17,7 @@ from transformers import AddedToken
 from forerun import LLM
 from forerun.serve.app import ServerOptions
 from forerun.serve.text import TextService
-from forerun.serve.tool_choice import MOST_CALLS
+from forerun.serve.tools import MOST_CALLS
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "hi"}]

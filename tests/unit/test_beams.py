@@ -11,8 +11,7 @@ import torch
 
 from forerun import LLM, BeamSearchParams, ForerunError, SamplingParams
 from forerun.cache.pool import KVShape, Pool
-from forerun.core.beams import Beams
-from forerun.core.request import RequestState
+from forerun.core.request import Beams, RequestState
 from forerun.speculate.beams import Chosen, finished, step
 
 pytestmark = pytest.mark.slow
@@ -63,7 +62,7 @@ def test_when_enough_have_finished(early_stopping: Any, penalty: float, best: fl
 
 
 def _hypothesis(score: float) -> Any:
-    from forerun.core.beams import Hypothesis
+    from forerun.core.request import Hypothesis
 
     return Hypothesis([9], score, score, True)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun import SamplingParams
-from forerun.attention.mask import ancestors, tree_mask
+from forerun.attention.layout import ancestors, tree_mask
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.request import RequestState

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.attention.base import Backend, Metadata, Query
-from forerun.attention.layout import Where, where
-from forerun.attention.mask import tree_mask
+from forerun.attention.layout import Where, tree_mask, where
 from forerun.core.batch import Batch, Span
 
 

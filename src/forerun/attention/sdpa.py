@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.attention.base import Backend, Query
-from forerun.attention.layout import Call, Layout, Planner
-from forerun.attention.mask import FOLDED, ChainMasks, repeat, tree_mask
+from forerun.attention.layout import FOLDED, Call, ChainMasks, Layout, Planner, repeat, tree_mask
 from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 

@@ -15,8 +15,7 @@ from functools import cache
 import torch
 
 from forerun.attention.base import Backend, Metadata, Query
-from forerun.attention.layout import Where, leaves, where
-from forerun.attention.mask import NEG_INF
+from forerun.attention.layout import NEG_INF, Where, leaves, where
 from forerun.cache.pool import KVShape
 from forerun.core import tiles
 from forerun.core.batch import Batch, Span

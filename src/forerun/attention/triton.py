@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from forerun.attention.base import Backend, Metadata, Query
-from forerun.attention.mask import ancestors
+from forerun.attention.layout import ancestors
 from forerun.core.batch import Batch, Span
 
 SPLIT = 256

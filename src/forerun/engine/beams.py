@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from forerun.core.beams import Beams, Hypothesis
 from forerun.core.errors import RequestError
-from forerun.core.request import RequestState
+from forerun.core.request import Beams, Hypothesis, RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.engine.jobs import Job, Update
 from forerun.engine.metrics import RequestMetrics

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from forerun.core.beams import Hypothesis
-from forerun.core.request import RequestState
+from forerun.core.request import Hypothesis, RequestState
 from forerun.core.tree import Verdict
 from forerun.engine.metrics import RequestMetrics, TraceRound
 from forerun.engine.stop import Finish, Stopper

@@ -27,8 +27,7 @@ from forerun.serve.metrics import NAMES, Recorder, RequestLog
 from forerun.serve.openapi import BODY, GENERATION, responses
 from forerun.serve.reasoning import ToolOptions
 from forerun.serve.replies import ChatReply, CompletionReply, Echo
-from forerun.serve.response_reply import ResponseReply, ResponseStore
-from forerun.serve.response_schema import ResponseRequest
+from forerun.serve.responses import ResponseReply, ResponseRequest, ResponseStore
 from forerun.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -40,7 +39,7 @@ from forerun.serve.schema import (
 )
 from forerun.serve.stream import Reply
 from forerun.serve.text import TextService
-from forerun.serve.tool_choice import required_shape
+from forerun.serve.tools import required_shape
 
 
 @dataclass(frozen=True)

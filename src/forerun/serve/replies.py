@@ -9,9 +9,9 @@ from typing import Any
 from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import ERROR, LENGTH, STOP, Finish
 from forerun.engine.stream import Delta
-from forerun.serve.listed import Placed, by_name
 from forerun.serve.reasoning import Reader, Reading
 from forerun.serve.stream import Choice, Reply
+from forerun.serve.text import Placed, by_name
 from forerun.serve.tools import Call, Piece
 
 TOOL_CALLS = "tool_calls"

@@ -18,8 +18,7 @@ from forerun.engine.stop import ABORT, ERROR, Finish
 from forerun.engine.stream import Delta, Stream
 from forerun.models.tokenizer import Detokenizer
 from forerun.serve.errors import ApiError, as_api_error
-from forerun.serve.listed import Listed, Placed
-from forerun.serve.text import TextService
+from forerun.serve.text import Listed, Placed, TextService
 from forerun.speculate.accept.base import NO_TOKEN
 
 MARK = "\0"

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from forerun.core.beams import Beams, Hypothesis
-from forerun.core.request import RequestState
+from forerun.core.request import Beams, Hypothesis, RequestState
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler

@@ -8,9 +8,8 @@ from math import inf, log
 
 import torch
 
-from forerun.core.beams import Beams
 from forerun.core.errors import ConfigError
-from forerun.core.request import RequestState
+from forerun.core.request import Beams, RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.warp import Row
 from forerun.speculate.draft.base import Chooser, DrafterConfig
