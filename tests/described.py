@@ -67,10 +67,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {**TYPES, "num_local_experts": 5, "num_experts_per_tok": 2, "swiglu_limit": 0.7}),
     "ministral3": ("ministral3", {"sliding_window": None, "rope_parameters": {**YARN, **GROWING}}),
 }  # fmt: skip
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
     "lfm2-wide": ("lfm2", {"layer_types": ["conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": True,
                            "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3, "conv_L_cache": 5}),
+    "qwen3_5": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention", "linear_attention"], **DELTA}),
+    "qwen3_5-grouped": ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention", "full_attention"],
+                                         **DELTA, "linear_num_key_heads": 4, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Some layers keep a state."""
 CASES |= HYBRIDS

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tiny import ALPHABET, CONTEXT, save_tokenizer
 
-FULL = "full_attention"
+FULL, LINEAR = "full_attention", "linear_attention"
 SIZES = {
     "vocab_size": len(ALPHABET), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": CONTEXT,
@@ -18,6 +18,14 @@ SIZES = {
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", FULL, "conv", "conv"], "head_dim": 8, "tie_word_embeddings": False},
+    "qwen3_5_text": {
+        "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "tie_word_embeddings": True,
+    },
 }
 """By ``model_type``: what differs from ``SIZES``."""
 

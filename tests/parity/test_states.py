@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from described import HYBRIDS, save_described
 from forerun.core.batch import Batch, Span
@@ -46,7 +46,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "nemotron_h": ({"layers_block_type": [LINEAR, "moe", FULL]}, LINEAR, "NemotronHMamba2Mixer"),
     "olmo_hybrid": ({"layer_types": [LINEAR, FULL]}, LINEAR, "OlmoHybridGatedDeltaNet"),
     "qwen3_5_moe_text": (GDN, LINEAR, "Qwen3_5MoeGatedDeltaNet"),
-    "qwen3_5_text": (GDN, LINEAR, "Qwen3_5GatedDeltaNet"),
     "qwen3_next": (GDN, LINEAR, "Qwen3NextGatedDeltaNet"),
     "qwen4_exp_text": ({}, LINEAR, "Qwen4ExpTextGatedDeltaNet"),
     "recurrent_gemma": ({"block_types": ["recurrent", "attention"]}, LINEAR, "RecurrentGemmaRecurrentBlock"),
@@ -159,3 +158,22 @@ def test_a_class_that_may_have_state_runs_without(tmp_path, kind):
         span = Span(0, start, ids[start:end], logits=list(range(end - start)))
         rows.append(model.forward(Batch([span]), attention).logits)
     assert (torch.cat(rows) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_a_decoder_out_of_a_model_that_reads_pictures(tmp_path, caplog):
+    """The same tokens with the rest left out; its tensors are called otherwise there."""
+    text = {**SIZES, **GDN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 0, 0]}}
+    sight = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=sight)
+    torch.manual_seed(0)
+    module = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    module.save_pretrained(tmp_path)
+    ids = torch.randint(3, SIZES["vocab_size"], (30,)).tolist()
+    with torch.inference_mode():
+        wanted = module(torch.tensor([ids]), use_cache=False).logits[0]
+    with caplog.at_level("INFO", logger="forerun"):
+        model = load_model(tmp_path)
+    assert "also reads pictures: that part is left out" in caplog.text
+    batch = Batch([Span(0, 0, ids, logits=list(range(30)))])
+    got = model.forward(batch, new_attention(model, max_seqs=1, max_len=64)).logits
+    assert (got - wanted).abs().max() < 2e-4 * wanted.abs().max()

@@ -44,6 +44,8 @@ class Run:
     settled: int
     length: int
     """Entries that the new checkpoint covers."""
+    first: int
+    """The number of its first node."""
 
 
 @dataclass(slots=True)
@@ -228,7 +230,7 @@ class States:
             parent = _before(span, entry)
             before.append(NONE if parent < base else node + parent - base)
         rows = [NONE] * (first - base) + [*range(offset, offset + span.count)]
-        return Run(span.key, self.slots[span.key], before, rows, node + length - base - 1, length)
+        return Run(span.key, self.slots[span.key], before, rows, node + length - base - 1, length, node)
 
     def settle(self, replay: Replay) -> None:
         """A forward has stored its checkpoints."""

@@ -72,7 +72,7 @@ class Decoder:
             and all(isinstance(_own(linear), Compiled) for linear in (*ends, *linears))
             and all(isinstance(norm, Norm) for norm in norms)
             and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
-            and all(layer.mixer is None for layer in self.layers)
+            and all(layer.mixer is None and not layer.gated for layer in self.layers)
         )
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from forerun.models.kernel_layers import Norm
 from forerun.models.parts import LayerNorm, RMSNorm
 from forerun.models.ranks.shards import OverAll, Summed
 from forerun.models.ranks.team import Team
-from forerun.models.recurrent import Mixer, ShortConv
+from forerun.models.recurrent import Mixer, make_inputs, make_mixer
 from forerun.models.rotary import Rotary
 from forerun.models.weights import Maker
 
@@ -48,6 +48,8 @@ class Layer:
     """In place of ``gate_up`` and ``down``."""
     rotary: str = ALL
     """Which of the model's tables."""
+    gated: bool = False
+    """``qkv`` makes a gate of the attention's output behind the values."""
     mixer: Mixer | None = None
     """In the place of attention; ``qkv`` makes its inputs."""
     gate: Any = None
@@ -119,12 +121,9 @@ class Builder:
             return self.maker.linear(*map(at, names))
 
         dense, mixer = not spec.experts, architecture.mixer if spec.mixer else None
-        if mixer is None:
-            qkv = self.maker.linear(*map(at, attention.qkv), order=self._rotated(len(attention.qkv)))
-        else:
-            qkv = linear(mixer.inputs)
+        sizes, names = self.spec.mixer, [at(name) for name in attention.qkv]
         layer = Layer(
-            qkv=qkv,
+            qkv=self._inputs(names) if mixer is None else make_inputs(mixer, sizes, self.maker, at),
             out=self._summed(linear(attention.out if mixer is None else mixer.out)),
             gate_up=linear(*architecture.mlp.gate_up) if dense else None,
             down=self._summed(linear(architecture.mlp.down)) if dense else None,
@@ -136,19 +135,29 @@ class Builder:
             after_mlp=norm(norms.after_mlp),
             experts=None if dense else self._experts(prefix, spec.experts),
             rotary=spec.rotary or ALL,
-            mixer=None if mixer is None else self._mixer(index, at(mixer.conv)),
             gate=self._gate(prefix) if dense else None,
             sinks=None if attention.sinks is None else self.maker.numbers(at(attention.sinks)).float(),
+            gated=attention.gated and mixer is None,
+            mixer=None if mixer is None else make_mixer(mixer, sizes, self.maker, at, self._norm, index),
         )
         if mixer is None and norms.query is not None and norms.key is not None:
             self._norm_heads(layer, self._numbers(at(norms.query)), self._numbers(at(norms.key)))
         return layer
 
-    def _mixer(self, index: int, conv: str) -> Mixer:
-        sizes, numbers = self.spec.mixer, self.maker.numbers
-        assert sizes is not None
-        bias = numbers(f"{conv}.bias") if sizes.biased else None
-        return ShortConv(index, sizes, numbers(f"{conv}.weight"), bias, self.maker.dtype)
+    def _inputs(self, names: list[str]) -> Linear:
+        """Queries, keys and values, and behind them the gate if there is one."""
+        if not self.spec.architecture.attention.gated:
+            return self.maker.linear(*names, order=self._rotated(len(names)))
+        width = self.spec.width
+
+        def part(rows: torch.Tensor, which: int) -> torch.Tensor:
+            return rows.unflatten(0, (-1, 2, width))[:, which].flatten(0, 1)
+
+        def queries(rows: torch.Tensor) -> torch.Tensor:
+            return self.rotary.arrange_rows(part(rows, 0), len(rows) // width // 2)
+
+        order = (queries, *self._rotated(len(names))[1:], lambda rows: part(rows, 1))
+        return self.maker.linear(*names, names[0], order=order)
 
     def _gate(self, prefix: str) -> Any:
         names = self.spec.architecture.mlp.numbers

@@ -23,6 +23,7 @@ from forerun.core.folders import Record
 from forerun.core.tiles import ENOUGH
 from forerun.models import checkpoint, gguf_config, gguf_model, hub, sanity
 from forerun.models import lora as adapter
+from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import applies, bind, keeps_state
 from forerun.models.base import Model
 from forerun.models.fingerprint import files, fingerprint
@@ -163,7 +164,17 @@ def read_config(folder: Path) -> Any:
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         sanity.check_config(config, path)
-    return config
+    return _decoder(config)
+
+
+def _decoder(config: Any) -> Any:
+    """The config of the decoder alone, where one is described that stands in models which read pictures too."""
+    text = config.get_text_config()
+    described = ARCHITECTURES.get(text.model_type)
+    if text is config or described is None or described.within is None:
+        return config
+    text.dtype = text.dtype or config.dtype
+    return text
 
 
 def _gguf_config(path: Path, given: dict[str, Any]) -> Any:

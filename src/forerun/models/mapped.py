@@ -3,6 +3,7 @@ what has been used is let go of."""
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from forerun.models.formats.int8 import Levels
 from forerun.models.prequantized import Grouped, Mxfp4, Scaled, gather
 from forerun.models.weights import Read, unstacked
 
+log = logging.getLogger("forerun")
 BASE = "model."
 """What the names of a decoder's tensors begin with, but in a checkpoint that was saved without an output layer."""
 
@@ -63,12 +65,20 @@ class CheckpointWeights:
         headers = checkpoint.read_headers(checkpoint.weight_files(folder), packed=scheme is not None)
         sanity.check_fit(config, headers, folder / checkpoint.CONFIG)
         self.files = Files()
-        known = {_full(name): tensor for name, tensor in headers.items() if tensor.kind in DTYPES}
+        spec = bind(config)
+        within, beside = f"{spec.architecture.within}.", spec.architecture.beside
+        known = {
+            _full(name.replace(within, BASE, 1)): tensor
+            for name, tensor in headers.items()
+            if tensor.kind in DTYPES and not name.startswith(beside)
+        }
+        if any(name.startswith(within) for name in headers):
+            log.info("%s also reads pictures: that part is left out", folder)
         self.read = Read()
         self.opened: list[Grouped] = []
         """Those that hold what they have unpacked, since the last release."""
         views = {name: self.files.tensor(tensor) for name, tensor in known.items()}
-        views = unstacked(views, bind(config))
+        views = unstacked(views, spec)
         self.found: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
         self.nbytes = sum(part.nbytes for part in self.found.values())
         _check(folder, self.found, shapes(config), config)

@@ -20,7 +20,7 @@ from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.core.loading import watch
-from forerun.models import quantize, tiling
+from forerun.models import activations, quantize, tiling
 from forerun.models.architectures.spec import ALL, applies, bind
 from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.formats import prefetch
@@ -321,12 +321,15 @@ class NativeModel:
         attention: Attention,
         metadata: Metadata,
     ) -> torch.Tensor:
+        attended = self.spec.heads * self.spec.width
+        qkv, gate = (qkv[:, :-attended], qkv[:, -attended:]) if layer.gated else (qkv, None)
         q, k, v = self._heads(layer, qkv, angles[layer.rotary] if layer.rope else None)
         factors = None if self.spec.growth is None else self.spec.growth.factors(metadata.batch.positions)
         if factors is not None:
             q = q * factors.to(q.dtype)[:, None, None]
         query = Query(index, q, k, v, self.spec.scale, layer.window, self.spec.softcap, sinks=layer.sinks)
-        return attention.run(query, metadata)
+        out = attention.run(query, metadata)
+        return out if gate is None else out[: len(gate)] * activations.sigmoid(gate)
 
     def _add(self, linear: Linear, rows: torch.Tensor, after: Any, x: torch.Tensor) -> torch.Tensor:
         """x and what ``linear`` makes of ``rows``, normed by ``after`` if that is there."""

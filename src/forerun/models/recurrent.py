@@ -6,13 +6,22 @@ are, so that its bits are the same whatever is fed with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 
-from forerun.cache.states import Replay, States
+from forerun.cache.states import NONE, Replay, Run, States
+from forerun.models import activations
+from forerun.models.architectures.description import Mixer as Description
+from forerun.models.architectures.description import Name, Recurrence
 from forerun.models.architectures.spec import MixerSpec
+from forerun.models.formats.base import Linear
+from forerun.models.weights import Maker
+
+UNIT_EPS = 1e-6
+"""Added to the squares of keys and queries."""
 
 
 class Mixer(Protocol):
@@ -54,11 +63,8 @@ def remember(records: torch.Tensor, layer: int, states: States, replay: Replay) 
 class ShortConv:
     """C * conv(B * x) of [B, C, x] (LFM2)."""
 
-    def __init__(
-        self, layer: int, sizes: MixerSpec, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> None:
-        self.layer, self.sizes, self.dtype = layer, sizes, dtype
-        self.conv = Convolution(weight, bias)
+    def __init__(self, layer: int, conv: Convolution, dtype: torch.dtype) -> None:
+        self.layer, self.conv, self.dtype = layer, conv, dtype
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: Replay) -> torch.Tensor:
         before, after, x = inputs.chunk(3, -1)
@@ -68,3 +74,153 @@ class ShortConv:
 
     def norms(self) -> Iterator[object]:
         yield from ()
+
+
+class Recurrent(ABC):
+    """A state [heads, key width, value width] that each row decays and adds to. ``inputs`` are a row's record, what the
+    convolution reads and then ``gates`` numbers, and behind it what the output is gated by."""
+
+    def __init__(
+        self, layer: int, sizes: MixerSpec, conv: Convolution, norm: Any, decay: torch.Tensor, step: torch.Tensor
+    ) -> None:
+        """``decay`` [heads]: the logarithm of what a time step is multiplied by; ``step`` [heads]: its bias."""
+        self.layer, self.sizes, self.conv, self.norm = layer, sizes, conv, norm
+        self.decay, self.step = -torch.exp(decay.float()), step.float()
+        self.dtype = norm.dtype
+
+    def __call__(self, inputs: torch.Tensor, states: States, replay: Replay) -> torch.Tensor:
+        channels, numbers = self.sizes.channels, states.numbers[self.layer]
+        assert numbers is not None
+        width = channels + self.sizes.gates
+        records = remember(inputs[:, :width], self.layer, states, replay)
+        mixed = activations.silu(self.conv(records, replay.taps))
+        gates = records[replay.taps[:, -1], channels:].float()
+        out = torch.empty(len(inputs), self.sizes.inner, device=inputs.device)
+        rows = self.prepare(mixed.to(self.dtype).float(), gates)
+        for run in replay.runs:
+            self._run(run, numbers[run.slot], rows, out)
+        return self.gate(out.to(self.dtype), inputs[:, width:])
+
+    def _run(self, run: Run, checkpoint: torch.Tensor, rows: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        """One sequence's nodes, each from the state of the node before it, one by one."""
+        held, last = {NONE: checkpoint}, {before: run.first + i for i, before in enumerate(run.before)}
+        for node, (before, row) in enumerate(zip(run.before, run.rows), run.first):
+            state, made = self.advance(held[before], *(each[node] for each in rows))
+            if row != NONE:
+                out[row] = made.flatten()
+            held[node] = state
+            if last[before] == node:
+                del held[before]
+            if node == run.settled:
+                checkpoint.copy_(state)
+
+    @abstractmethod
+    def prepare(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Per node, what ``advance`` takes of it: ``mixed`` [nodes, channels] is behind the convolution."""
+
+    @abstractmethod
+    def advance(self, state: torch.Tensor, *row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A new state, and the row's output [heads, value width]."""
+
+    @abstractmethod
+    def gate(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """The rows [rows, inner] normed and gated."""
+
+    def norms(self) -> Iterator[object]:
+        yield self.norm
+
+
+class DeltaNet(Recurrent):
+    """S <- exp(g) S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q, with unit keys and queries (Yang et al. 2024,
+    arXiv 2412.06464, equation 10)."""
+
+    def prepare(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sizes = self.sizes
+        keys = sizes.groups * sizes.key_dim
+        q, k, v = mixed.split_with_sizes((keys, keys, sizes.inner), 1)
+        beta, a = gates.chunk(2, 1)
+        decay = torch.exp(self.decay * activations.softplus(a + self.step))
+        q, k = (side.unflatten(1, (sizes.groups, sizes.key_dim)) for side in (q, k))
+        return q, k, v.unflatten(1, (sizes.heads, sizes.value_dim)), activations.sigmoid(beta), decay
+
+    def advance(self, state: torch.Tensor, *row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, beta, decay = row
+        times = self.sizes.heads // self.sizes.groups
+        q, k = (_unit(side).repeat_interleave(times, 0)[:, :, None] for side in (q, k))
+        state = state * decay[:, None, None]
+        added = (v - (state * k).sum(1)) * beta[:, None]
+        state = state + k * added[:, None]
+        return state, (state * (q / self.sizes.key_dim**0.5)).sum(1)
+
+    def gate(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(out.unflatten(1, (self.sizes.heads, self.sizes.value_dim))).flatten(1)
+        return (normed * activations.silu(gate.float())).to(self.dtype)
+
+
+class Mamba2(Recurrent):
+    """S <- exp(dt A) S + dt B x^T; y = S^T C + D x (Dao and Gu 2024, arXiv 2405.21060, section 2)."""
+
+    def __init__(self, *arguments: Any) -> None:
+        *others, skip = arguments
+        super().__init__(*others)
+        self.skip = skip.float()
+
+    def prepare(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sizes = self.sizes
+        keys = sizes.groups * sizes.key_dim
+        x, b, c = mixed.split_with_sizes((sizes.inner, keys, keys), 1)
+        step = activations.softplus(gates + self.step)
+        b, c = (side.unflatten(1, (sizes.groups, sizes.key_dim)) for side in (b, c))
+        return x.unflatten(1, (sizes.heads, sizes.value_dim)), b, c, step, torch.exp(step * self.decay)
+
+    def advance(self, state: torch.Tensor, *row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, b, c, step, decay = row
+        times = self.sizes.heads // self.sizes.groups
+        b, c = (side.repeat_interleave(times, 0) for side in (b, c))
+        state = state * decay[:, None, None] + (b * step[:, None])[:, :, None] * x[:, None]
+        return state, (state * c[:, :, None]).sum(1) + self.skip[:, None] * x
+
+    def gate(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        gated = (out.float() * activations.silu(gate.float())).to(self.dtype)
+        if self.sizes.groups > 1:
+            gated = gated.unflatten(1, (self.sizes.groups, -1))
+        return self.norm(gated).flatten(1)
+
+
+def _unit(side: torch.Tensor) -> torch.Tensor:
+    return side * torch.rsqrt((side * side).sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def make_inputs(names: Description, sizes: MixerSpec | None, maker: Maker, at: Callable[[Name], str]) -> Linear:
+    """The projection that makes a row's record, and the gate behind it."""
+    assert sizes is not None
+    if isinstance(names, Recurrence) and names.kind == "delta":
+        qkv, gate, beta, decay = map(at, names.inputs)
+        return maker.linear(qkv, beta, decay, gate)
+    if isinstance(names, Recurrence):
+        inner = sizes.inner
+        return maker.linear(at(names.inputs[0]), order=[lambda rows: torch.cat([rows[inner:], rows[:inner]])])
+    return maker.linear(at(names.inputs))
+
+
+def make_mixer(
+    names: Description,
+    sizes: MixerSpec | None,
+    maker: Maker,
+    at: Callable[[Name], str],
+    norm: Callable[[torch.Tensor], Any],
+    index: int,
+) -> Mixer:
+    """Of layer ``index``, whose tensors ``at`` names."""
+    assert sizes is not None
+    conv = at(names.conv)
+    bias = maker.numbers(f"{conv}.bias") if sizes.conv_biased else None
+    convolution = Convolution(maker.numbers(f"{conv}.weight"), bias)
+    if not isinstance(names, Recurrence):
+        return ShortConv(index, convolution, maker.dtype)
+    weight = maker.numbers(f"{at(names.norm)}.weight")
+    decay, step = (maker.numbers(at(name)) for name in (names.decay, names.step))
+    if names.skip is None:
+        return DeltaNet(index, sizes, convolution, norm(weight), decay, step)
+    weight = weight if sizes.groups == 1 else weight.view(sizes.groups, -1)
+    return Mamba2(index, sizes, convolution, norm(weight), decay, step, maker.numbers(at(names.skip)))

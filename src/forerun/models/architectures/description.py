@@ -73,6 +73,9 @@ class Attention:
     """Queries are multiplied by a factor that grows with the position, as ``llama_4_scaling_beta`` says."""
     sinks: Name | None = None
     """A score for each head that takes its part in the softmax and has no value."""
+    gated: bool = False
+    """The first projection has twice as many outputs: each head's queries, then its gate, whose sigmoid the head's
+    output is multiplied by."""
     partial: bool = False
     """``partial_rotary_factor`` of a head may be rotated."""
     paired: bool = False
@@ -135,7 +138,33 @@ class ShortConv:
     bias: str = "conv_bias"
 
 
-Mixer = ShortConv
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """A state per head that every row decays and adds to, behind a convolution: a gated delta net (arXiv 2412.06464) or
+    Mamba-2 (arXiv 2405.21060), in layers of the kind ``layers``. What names no tensor is a config key."""
+
+    kind: Literal["delta", "mamba"]
+    inputs: tuple[Name, ...]
+    """Delta: queries, keys and values, gate, beta, decay; Mamba: one projection of gate, x, B, C and time step."""
+    conv: Name
+    decay: Name
+    step: Name
+    norm: Name
+    out: Name
+    heads: str
+    groups: str
+    """Of keys and queries (B and C), each for the same number of heads."""
+    key_dim: str
+    value_dim: str
+    kernel: str
+    skip: Name | None = None
+    """What Mamba multiplies x by and adds."""
+    bias: str | None = None
+    conv_bias: str | None = None
+    layers: str = "linear_attention"
+
+
+Mixer = ShortConv | Recurrence
 """What a layer may have in the place of attention: it keeps a state."""
 
 
@@ -174,6 +203,9 @@ class Architecture:
     mlp: Mlp = Mlp()
     experts: Experts | None = None
     mixer: Mixer | None = None
+    within: str | None = None
+    """What ``model`` is called in checkpoints that also read pictures; what ``beside`` names is left out of those."""
+    beside: tuple[str, ...] = ()
 
     def checkpoint_name(self, gguf: str) -> str | None:
         """A weight or bias of a GGUF file in a checkpoint; None for one that such a model does not have. GGUF stacks

@@ -11,6 +11,7 @@ from forerun.models.architectures.description import (
     Mlp,
     Name,
     Norms,
+    Recurrence,
     ShortConv,
 )  # fmt: skip
 
@@ -184,11 +185,29 @@ LFM2 = Architecture(
     ),
     mixer=ShortConv(),
 )  # fmt: skip
+DELTA_NET = Recurrence(
+    kind="delta",
+    inputs=(
+        Name("linear_attn.in_proj_qkv", "attn_qkv"), Name("linear_attn.in_proj_z", "attn_gate"),
+        Name("linear_attn.in_proj_b", "ssm_beta"), Name("linear_attn.in_proj_a", "ssm_alpha"),
+    ),
+    conv=Name("linear_attn.conv1d", "ssm_conv1d"), decay=Name("linear_attn.A_log", "ssm_a", bare=True),
+    step=Name("linear_attn.dt_bias", "ssm_dt", bare=True), norm=Name("linear_attn.norm", "ssm_norm"),
+    out=Name("linear_attn.out_proj", "ssm_out"), heads="linear_num_value_heads", groups="linear_num_key_heads",
+    key_dim="linear_key_head_dim", value_dim="linear_value_head_dim", kernel="linear_conv_kernel_dim",
+)  # fmt: skip
+QWEN3_5 = Architecture(
+    model_type="qwen3_5_text", causal="Qwen3_5ForCausalLM", gguf="qwen35",
+    norms=replace(HEAD_NORMS, before_mlp=Name("post_attention_layernorm", "post_attention_norm"), plus=1.0),
+    attention=Attention(bias=BIAS, out_bias=BIAS, gated=True, partial=True), mixer=DELTA_NET,
+    within="model.language_model", beside=("model.visual.", "mtp."),
+)  # fmt: skip
 
 ARCHITECTURES = {
     each.model_type: each
     for each in (
         LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GRANITE, OLMO3,
         EXAONE4, GLM4, HUNYUAN, ERNIE4_5, SEED_OSS, APERTUS, COHERE2, STARCODER2, GPT_OSS, MINISTRAL3, LFM2,
+        QWEN3_5,
     )
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from forerun.models.architectures.description import Architecture, Name
+from forerun.models.architectures.description import Architecture, Name, ShortConv
 from forerun.models.architectures.spec import LayerSpec, Spec, bind
 
 Shape = tuple[int, ...]
@@ -39,7 +39,8 @@ def _layer(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str, Sha
 def _attention(spec: Spec, config: Any) -> Iterator[tuple[str, Shape]]:
     norms, attention = spec.architecture.norms, spec.architecture.attention
     queries, shared = spec.heads * spec.width, spec.kv_heads * spec.width
-    yield from _linears(attention.qkv, (queries, shared, shared), spec.hidden, bias=_has(config, attention.bias))
+    first = 2 * queries if attention.gated else queries
+    yield from _linears(attention.qkv, (first, shared, shared), spec.hidden, bias=_has(config, attention.bias))
     yield from _linears((attention.out,), (spec.hidden,), queries, bias=_has(config, attention.out_bias))
     if attention.sinks is not None:
         yield attention.sinks.checkpoint, (spec.heads,)
@@ -52,10 +53,19 @@ def _mixer(spec: Spec) -> Iterator[tuple[str, Shape]]:
     names, sizes = spec.architecture.mixer, spec.mixer
     assert names is not None
     assert sizes is not None
-    yield from _linears((names.inputs,), (3 * sizes.inner,), spec.hidden, bias=sizes.biased)
+    if isinstance(names, ShortConv):
+        yield from _linears((names.inputs,), (3 * sizes.inner,), spec.hidden, bias=sizes.biased)
+    else:
+        outputs: Shape = (sizes.channels, sizes.inner, sizes.heads, sizes.heads)
+        outputs = outputs if names.kind == "delta" else outputs[:3]
+        yield from _linears(names.inputs, outputs, spec.hidden, bias=sizes.biased)
+        for each in (names.decay, names.step, names.skip):
+            if each is not None:
+                yield each.checkpoint, (sizes.heads,)
+        yield f"{names.norm.checkpoint}.weight", (sizes.value_dim if names.kind == "delta" else sizes.inner,)
     yield from _linears((names.out,), (spec.hidden,), sizes.inner, bias=sizes.biased)
     yield f"{names.conv.checkpoint}.weight", (sizes.channels, 1, sizes.columns + 1)
-    if sizes.biased:
+    if sizes.conv_biased:
         yield f"{names.conv.checkpoint}.bias", (sizes.channels,)
 
 

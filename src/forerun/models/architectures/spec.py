@@ -9,13 +9,17 @@ from typing import Any
 import torch
 
 from forerun.cache.states import StateShape
-from forerun.models.architectures.description import Architecture, ShortConv
+from forerun.core.errors import shown
+from forerun.models.architectures.description import Architecture, Mixer, Recurrence, ShortConv
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.rotary import ROPE_TYPES, is_constant
 
 SILU, GELU_TANH, XIELU, CLAMPED = "silu", "gelu_tanh", "xielu", "clamped"
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "xielu": XIELU}
 """By their names in configs."""
+LONGEST_KERNEL = 16
+"""Rows that a convolution reads."""
+LARGEST = 1 << 20
 SLIDING, FULL = "sliding_attention", "full_attention"
 ALL = "all layers"
 """Names the rotary parameters of a model that has one set."""
@@ -59,14 +63,18 @@ class MixerSpec:
     """Inputs of the projection behind it."""
     biased: bool = False
     """The projections."""
+    conv_biased: bool = False
+    heads: int = 0
+    groups: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
     gates: int = 0
     """Numbers of a row's record behind the channels."""
-    numbers: tuple[int, ...] = ()
-    """Shape of a checkpoint; () for none."""
 
     @property
     def shape(self) -> StateShape:
-        return StateShape(self.channels + self.gates, self.columns, self.numbers)
+        numbers = (self.heads, self.key_dim, self.value_dim) if self.heads else ()
+        return StateShape(self.channels + self.gates, self.columns, numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +134,8 @@ def applies(config: Any) -> str | None:
     types -= {result.mixer.layers} if result.mixer is not None else set()
     if (result.attention.window == "typed" or result.mixer is not None) and types:
         return f"layers of type {types.pop()!r}"
-    if result.mixer is not None and FULL not in config.layer_types:
-        return "no layer with attention"
-    return _rope_applies(result, config)
+    reason = None if result.mixer is None else _mixer_applies(result.mixer, config)
+    return reason or _rope_applies(result, config)
 
 
 def keeps_state(config: Any) -> bool:
@@ -197,9 +204,44 @@ def _inner(key: str, config: Any) -> int:
     return -(-width // multiple) * multiple
 
 
-def _mixer(mixer: ShortConv, config: Any) -> MixerSpec:
-    kernel, width = getattr(config, mixer.kernel), config.hidden_size
-    return MixerSpec(width, kernel - 1, width, biased=bool(getattr(config, mixer.bias)))
+def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
+    columns = getattr(config, mixer.kernel) - 1
+    biased = mixer.bias is not None and bool(getattr(config, mixer.bias))
+    if isinstance(mixer, ShortConv):
+        return MixerSpec(config.hidden_size, columns, config.hidden_size, biased, biased)
+    keys = mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim
+    heads, groups, key_dim, value_dim = (int(getattr(config, key)) for key in keys)
+    return MixerSpec(
+        channels=heads * value_dim + 2 * groups * key_dim,
+        columns=columns,
+        inner=heads * value_dim,
+        biased=biased,
+        conv_biased=mixer.conv_bias is not None and bool(getattr(config, mixer.conv_bias)),
+        heads=heads,
+        groups=groups,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        gates=2 * heads if mixer.kind == "delta" else heads,
+    )
+
+
+def _mixer_applies(mixer: Mixer, config: Any) -> str | None:
+    """Why the layers with a state cannot be run, if so."""
+    if isinstance(mixer, Recurrence) and getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
+        return f"a convolution's activation {config.hidden_act!r}"
+    kernel = getattr(config, mixer.kernel)
+    if not isinstance(kernel, int) or not 2 <= kernel <= LONGEST_KERNEL:
+        return f"{mixer.kernel} is {shown(kernel)}, not an integer from 2 to {LONGEST_KERNEL}"
+    if FULL not in config.layer_types:
+        return "no layer with attention"
+    if isinstance(mixer, ShortConv):
+        return None
+    for key in (mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim):
+        value = getattr(config, key)
+        if not isinstance(value, int) or not 1 <= value <= LARGEST:
+            return f"{key} is {shown(value)}, not an integer from 1 to {LARGEST}"
+    heads, groups = getattr(config, mixer.heads), getattr(config, mixer.groups)
+    return None if heads % groups == 0 else f"{mixer.heads} ({heads}) is no multiple of {mixer.groups} ({groups})"
 
 
 def _scale(architecture: Architecture, config: Any, width: int) -> float:
