@@ -204,14 +204,14 @@ def test_a_source_is_read_once(engine, encoded):
     assert len(encoded) == 1
     run(one)
     assert len(encoded) == 1
-    assert len(one.target.attention.pool.sources.places) == len(SOURCES)
+    assert len(one.target.attention.pool.sources.keys) == len(SOURCES)
 
 
 def test_sources_make_room_for_others(engine, encoded):
     one = engine("t5", max_num_seqs=2)
     texts = [f"number {index}" for index in range(6)]
     expected = [answers(run(one, [(text, options(max_tokens=6))])) for text in texts]
-    assert len(one.target.attention.pool.sources.places) == 2
+    assert len(one.target.attention.pool.sources.keys) == 2
     del encoded[:]
     assert answers(run(one, [(text, options(max_tokens=6)) for text in texts])) == [each for (each,) in expected]
     assert sum(map(len, encoded)) >= 4

@@ -185,7 +185,6 @@ def test_sharded_weights(checkpoint, tmp_path):
     ("kind", "options", "reason"),
     [
         ("bloom", {"n_layer": 2, "n_head": 4}, "its BloomAttention reads other tokens than its own"),
-        ("gpt_oss", {**EXPERTS, **MIXED}, "s_aux, which forerun does not implement"),
         (
             "falcon_h1",
             {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
@@ -221,3 +220,9 @@ def test_frequencies_that_depend_on_the_longest_position(tmp_path, kind, rope, l
         [feed(model, attention, Span(0, 0, tokens[:13])), feed(model, attention, Span(0, 13, tokens[13:]))]
     )
     close(rows, reference(str(tmp_path), tokens))
+
+
+def test_an_unknown_keyword_of_attention_is_named(tmp_path):
+    save("gpt_oss", {**EXPERTS, **MIXED}, str(tmp_path))
+    with pytest.raises(ModelError, match="s_aux, which forerun does not implement"):
+        load_model(tmp_path, model_path="hf")

@@ -263,7 +263,7 @@ def test_humaneval_is_read_from_wheel_data_and_package(tmp_path: Path, tasks_fil
     (package / "data").mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('imported')", encoding="utf-8")
     (package / "data" / "HumanEval.jsonl.gz").write_bytes(packed)
-    with pytest.raises(ConfigError, match=r"forerun\[humaneval\]"):
+    with pytest.raises(ConfigError, match=r"\./lab\[humaneval\]"):
         read_tasks()
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert read_tasks() == expected

@@ -52,7 +52,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(folder, name):
     refused(folder)
 
 
-READ = ("AWQ (4 bits)", "GPTQ (4 bits)", "FP8", "compressed-tensors")
+READ = ("AWQ (4 bits)", "GPTQ (4 bits)", "FP8", "compressed-tensors", "MXFP4")
 
 
 @pytest.mark.parametrize("scheme", READ)

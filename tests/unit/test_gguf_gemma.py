@@ -111,7 +111,7 @@ def test_which_layers_have_a_window_may_be_listed(tmp_path):
     [
         ({"gemma3.attention.sliding_window_pattern": [True, False]}, "has 7 layers, but says of 2"),
         ({"gemma3.attention.sliding_window_pattern": 0}, "0 as gemma3.attention.sliding_window_pattern"),
-        ({"gemma3.rope.scaling.type": "yarn"}, "scales its rotary frequencies"),
+        ({"gemma3.rope.scaling.type": "longrope"}, "scales its rotary frequencies"),
         ({"gemma3.final_logit_softcapping": "x"}, "'x' as gemma3.final_logit_softcapping"),
     ],
 )

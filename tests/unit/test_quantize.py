@@ -195,7 +195,10 @@ def half() -> LLM:
     return LLM("forerun:target", dtype="float16")
 
 
-@pytest.mark.parametrize("method", [name for name in drafters if drafters[name].__module__.startswith("forerun.")])
+@pytest.mark.parametrize(
+    "method",
+    [name for name in drafters if drafters[name].__module__.startswith("forerun.") and name not in ("mtp", "dflash")],
+)
 def test_every_method_drafts_for_a_float16_target(half, method):
     engine = Engine(half.model, half.tokenizer, half.config, SpeculativeConfig.parse({"method": method}))
     prompt = half.tokenizer.encode("def parse(a):\n    return a\n\ndef parse(")

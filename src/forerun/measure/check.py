@@ -101,7 +101,7 @@ def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: N
             cases, not_with = runnable(llm, cases)
             left_out |= not_with
         for name, case in zip(labels(cases, ("accept",)), cases, strict=True):
-            step(f"law, {name}, {case['accept']}")
+            step(f"distribution, {name}, {case['accept']}")
             results.append(check_distribution(llm, case, prompt, samples=config.samples, seed=config.seed, name=name))
     return {
         "passed": all(result.passed for result in results),
@@ -295,5 +295,15 @@ def check_distribution(
         detail = IDLE.format("") if freedom else f"{samples} samples cannot tell two answers apart: give more --samples"
     what = f"{name or options['method']}, {options['accept']}"
     return Result(
-        "law", what, layout_name(None), 1.0, inside, samples, "samples", right and tested, detail, p_value, tested
+        "distribution",
+        what,
+        layout_name(None),
+        1.0,
+        inside,
+        samples,
+        "samples",
+        right and tested,
+        detail,
+        p_value,
+        tested,
     )
