@@ -8,12 +8,13 @@ and scores are plain beam search's to the last bit, whatever the drafts, where l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isnan
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
+from forerun.cache.pool import Pool
 from forerun.core.request import Beams, Hypothesis, RequestState
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
@@ -50,6 +51,12 @@ class Fork(NamedTuple):
     verdict: Verdict
 
 
+class Follower(Protocol):
+    """Whoever remembers something of a sequence, and has to know of its forks."""
+
+    def fork(self, source: RequestState, sequence: RequestState) -> None: ...
+
+
 def step(beams: Beams, logs: Sequence[float], rows: Sequence[Ranked], length: int) -> tuple[list[Chosen], list[Chosen]]:
     """One plain beam step (transformers' since 4.50): of all continuations of the live beams, the ``candidates`` best;
     the best ``width`` of them that go on, and those that end among the best ``width``.
@@ -82,25 +89,66 @@ def finished(beams: Beams, live: Sequence[Chosen], length: int) -> bool:
     return live[0].log / farthest**beams.length_penalty <= beams.finished[-1].score
 
 
-def split(scores: Scores) -> tuple[list[int], dict[Beams, list[int]]]:
-    """Places of the sequences that decode alone, and those of each group's members, in the members' order."""
-    alone: list[int] = []
+@dataclass(slots=True)
+class Branched:
+    """A round's sequences with their drafts and verdicts, and behind them the beams that forked off in it."""
+
+    sequences: list[RequestState]
+    drafts: list[Draft]
+    verdicts: list[Verdict]
+    sources: list[int]
+    """Per sequence, which of the round's sequences had its rows in the forward."""
+    groups: list[Beams]
+    """The beam searches that took steps."""
+
+    @property
+    def all(self) -> tuple[list[RequestState], list[Draft], list[Verdict]]:
+        return self.sequences, self.drafts, self.verdicts
+
+    def seen(self) -> list[Verdict]:
+        """What a length policy learns of each of the round's own sequences. Of a beam: how far its group came, one
+        token a step."""
+        own = max(self.sources, default=-1) + 1
+        return [_seen(*each) for each in zip(self.sequences[:own], self.drafts, self.verdicts)]
+
+
+def branch(
+    sequences: Sequence[RequestState],
+    drafts: Sequence[Draft],
+    verdicts: list[Verdict],
+    result: Verification,
+    sampler: Sampler,
+    pool: Pool,
+    followers: Sequence[Follower],
+) -> Branched:
+    """Take every beam search's steps over what was scored; ``verdicts`` of beams are filled. A beam that forks shares
+    its source's pages and what ``followers`` know of it; beams that are dropped give up their pages."""
     groups: dict[Beams, list[int]] = {}
-    for member, sequence in enumerate(scores.sequences):
-        if sequence.group is None:
-            alone.append(member)
-        else:
+    for member, sequence in enumerate(result.scores.sequences):
+        if sequence.group is not None:
             groups.setdefault(sequence.group, []).append(member)
-    return alone, groups
+    forks = _search(result, groups, sampler, verdicts) if groups else []
+    for fork in forks:
+        source = sequences[fork.source]
+        pool.fork(source.id, fork.sequence.id, pool.length(source.id))
+        for follower in followers:
+            follower.fork(source, fork.sequence)
+    for sequence in [sequence for group in groups for sequence in group.dropped]:
+        pool.free(sequence.id)  # first, so that the others find free pages
+    return Branched(
+        [*sequences, *(fork.sequence for fork in forks)],
+        [*drafts, *(drafts[fork.source] for fork in forks)],
+        [*verdicts, *(fork.verdict for fork in forks)],
+        [*range(len(sequences)), *(fork.source for fork in forks)],
+        list(groups),
+    )
 
 
-def search(
+def _search(
     result: Verification, groups: dict[Beams, list[int]], sampler: Sampler, verdicts: list[Verdict]
 ) -> list[Fork]:
     """Replay every group's plain beam steps over what was scored. The first beam behind a member goes on as that
-    member, further ones are twins; members without any are ``dropped``. ``verdicts`` [round's sequences] are filled."""
-    if not groups:
-        return []
+    member, further ones are forks; members without any are ``dropped``. ``verdicts`` [round's sequences] are filled."""
     scores = result.scores
     ranked = _rank(scores, groups, sampler)
     forks: list[Fork] = []
@@ -197,9 +245,7 @@ def _finish(beams: Beams, scores: Scores, live: Sequence[Live], ended: Sequence[
     del beams.finished[beams.width :]
 
 
-def observed(sequence: RequestState, draft: Draft, verdict: Verdict) -> Verdict:
-    """What a length policy learns of one sequence of a round. Of a beam: how far its group came, which is one token a
-    step for each."""
+def _seen(sequence: RequestState, draft: Draft, verdict: Verdict) -> Verdict:
     if sequence.group is None or not sequence.group.steps:
         return verdict
     steps, depth = sequence.group.steps, draft.depth

@@ -1,4 +1,4 @@
-"""Keep the accepted path in the cache, drop the rest."""
+"""Keep what belongs to the accepted path, in the cache and of hidden states; drop the rest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from forerun.cache.pool import Pages, Pool
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
+from forerun.speculate.verify import Target, Verification
 
 
 def roll_back(
@@ -31,3 +32,24 @@ def roll_back(
         sequence.cached = start + count
         counts.append(count)
     return counts
+
+
+def keep_hidden(
+    target: Target,
+    result: Verification,
+    sequences: Sequence[RequestState],
+    verdicts: Sequence[Verdict],
+    sources: Sequence[int],
+    kept: Sequence[int],
+) -> None:
+    """Hand drafters that feed on the target's features the rows of every token that stays. ``sources``: whose rows in
+    the batch are each sequence's; ``kept``: how much of each path is in the cache."""
+    if not target.hidden:
+        return
+    for sequence, verdict, source, count in zip(sequences, verdicts, sources, kept):
+        offset, path = result.batch.offsets[source], verdict.path[:count]
+        first = offset + sequence.scheduled
+        rows: slice | list[int] = slice(offset, first + len(path))
+        if path != list(range(len(path))):
+            rows = [*range(offset, first), *(first + node for node in path)]
+        verdict.hidden = {layer: result.output.hidden[layer][rows] for layer in target.hidden}
