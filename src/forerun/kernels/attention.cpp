@@ -252,7 +252,7 @@ struct Attention {
       if (sinks) {
         const float sink = sinks[query_head], result = queries.states[index].top, top = std::max(result, sink);
         own = front(exponential(broadcast(result - top)));
-        total = total * own + front(exponential(broadcast(sink - top)));
+        total = std::fma(total, own, front(exponential(broadcast(sink - top))));  // one rounding on every target
       }
       const Floats share = broadcast(own / total);
       T *to_row = out + (row * heads + query_head) * width;

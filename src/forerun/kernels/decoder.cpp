@@ -189,7 +189,8 @@ class Decoder {
   }
 
   void grow(T *query, int64_t position, int64_t count) const {
-    const float by = 1 + m.query_growth * std::log(static_cast<double>(1 + position / m.query_reach));
+    const double grown = std::log(static_cast<double>(1 + position / m.query_reach));
+    const float by = static_cast<float>(std::fma(m.query_growth, grown, 1.0));
     T rounded[1];
     store(rounded, first(1), broadcast(by));
     scale(query, front(load(rounded, first(1))), count);
