@@ -5,7 +5,7 @@ SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_decoder_argument
 	tests/unit/test_sampling_draw.py tests/unit/test_sampling_warp.py tests/unit/test_drafted_chains.py \
 	tests/unit/test_compare.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
 
-.PHONY: setup check quick test size sanitize wheel bench
+.PHONY: setup check quick test size sanitize wheel bench docs
 
 setup:  ## virtual environment with everything that development needs
 	$(PYTHON) -m venv .venv
@@ -37,3 +37,6 @@ wheel:  ## a wheel for this platform that carries the kernels compiled, for any 
 
 bench:  ## both drafters of the bundled pair against plain decoding and transformers
 	.venv/bin/forerun bench --peers transformers
+
+docs:  ## the documentation's site, in docs/_build; every warning is an error
+	$(RUN) sphinx -W --keep-going -b html docs docs/_build

@@ -15,19 +15,33 @@ from forerun.cli.main import COMMANDS as OURS
 from forerun.cli.main import LAB, load
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts),
+]
 PROGRAMS = (*OURS, *LAB)
-HISTORY = {"log.md", "results.md", "complaints.md"}
-"""Pages that tell what was: flags of earlier days, and of other projects."""
+HISTORY = {"complaints.md"}
+"""Pages that name files and flags of other projects."""
+PIP = {"--index-url"}
 PYTEST = {"--full", "--conformance-table"}
 COSTS = {"--both"}
 """Flags of `python -m forerun_lab.bench.costs`."""
-MADE = {"OUT/run/run.json", "my_drafter.py", "pyproject.toml", "answer.json", "config.json", "chat.jinja"}
+MADE = {
+    "OUT/run/run.json",
+    "my_rule.py",
+    "my_family.py",
+    "my_drafter.py",
+    "pyproject.toml",
+    "answer.json",
+    "config.json",
+    "chat.jinja",
+}
 """Files that a reader makes, or a checkpoint has."""
 
 
 def pages(*, history: bool = True) -> list[Any]:
-    return [pytest.param(page, id=page.name) for page in PAGES if history or page.name not in HISTORY]
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if history or page.name not in HISTORY]
 
 
 def options(command: Any) -> set[str]:
@@ -52,7 +66,7 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
         name = line.split()[0]
         assert name in PROGRAMS, line
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= options(load(name)), line
-    everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | {"--version"} | PYTEST | COSTS
+    everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | {"--version"} | PYTEST | COSTS | PIP
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - everywhere == set()
 
 

@@ -1,1 +1,1 @@
-"""What the references print, made again here: ``forerun reproduce`` (docs/reproduction.md)."""
+"""What the references print, made again here: ``forerun reproduce`` (lab/notebook/reproduction.md)."""

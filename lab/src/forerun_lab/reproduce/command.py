@@ -15,7 +15,7 @@ def reproduce(
     folder: Annotated[Path, typer.Option("--out", help="folder for tables, trained models and the page")] = Path(
         "reproduction"
     ),
-    only: Annotated[str, typer.Option(help="tables, comma-separated (docs/reproduction.md names them)")] = "",
+    only: Annotated[str, typer.Option(help="tables, comma-separated (lab/notebook/reproduction.md names them)")] = "",
     *,
     again: Annotated[bool, typer.Option(help="make them again though they are there")] = False,
     quick: Annotated[bool, typer.Option(help="only what takes seconds")] = False,

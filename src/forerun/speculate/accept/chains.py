@@ -29,6 +29,8 @@ class Token(RatioRule):
 
 @rules.register("coupled")
 class Coupled(Rule):
+    """Keep a drafted token if the target, with the noise of its position, chooses it."""
+
     name = "coupled"
     identity = True
     needs_q = False

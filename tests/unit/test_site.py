@@ -1,0 +1,82 @@
+"""The documentation: the site builds without a warning, and generated parts name all that there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.cli.main import COMMANDS
+from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.known import KNOWN
+from forerun.speculate.names import KEYS, policies, rules
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+WORDS = 25_000
+"""Of README and docs together."""
+
+
+@pytest.fixture(scope="module")
+def generate() -> Any:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for target in re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text(encoding="utf-8")):
+        assert (tmp_path / target).is_file(), target
+
+
+def test_generated_parts_name_all_that_there_is(generate: Any) -> None:
+    for part, names in {
+        "commands": [f"## forerun {name}\n" for name in COMMANDS],
+        "methods": [f"### {name}\n" for name in KEYS]
+        + [f"| `{key}` |" for keys in KEYS.values() for key in keys.split()],
+        "rules": [f"| `{name}` |" for name in rules],
+        "policies": [f"| `{name}` |" for name in policies],
+        "architectures": [f"| `{name}` |" for name in ARCHITECTURES],
+        "known_models": [f"| `{name}` |" for name in KNOWN],
+    }.items():
+        text = generate.PARTS[part]()
+        assert [name for name in names if name not in text] == []
+
+
+def test_every_mark_is_known_and_every_part_used(generate: Any) -> None:
+    marks = [mark for page in DOCS.rglob("*.md") for mark in generate.MARK.findall(page.read_text(encoding="utf-8"))]
+    assert sorted(marks) == sorted(generate.PARTS)
+
+
+def test_where_is_it() -> None:
+    rows = re.findall(r"^\| [^|]+\? \| ([^|]+) \| ([^|]+) \|$", (DOCS / "internals/where.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 15
+    for words, places in rows:
+        files = [ROOT / "src/forerun" / name for name in re.findall(r"`([\w/.]+)`", places)]
+        texts = [
+            each.read_text(encoding="utf-8")
+            for file in files
+            for each in (file.rglob("*.py") if file.is_dir() else [file])
+        ]
+        for word in re.findall(r"`([^`]+)`", words):
+            assert any(word in text for text in texts), (word, places)
+
+
+def test_readme_and_docs_are_short() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(readme) <= 130
+    assert max(map(len, readme)) <= 120
+    pages = [ROOT / "README.md", *(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= WORDS
