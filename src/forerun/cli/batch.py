@@ -41,7 +41,7 @@ def batch(
     ] = None,
     served_model_name: ServedName = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="the cores it may use")] = None,
     replicas: Annotated[
         int | None, typer.Option(help="engines that share the work, on Ray Serve; --threads are each one's", min=1)
     ] = None,

@@ -33,7 +33,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="system prompt")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="colour each token by what became of its draft")] = False,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="torch's choice")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="the cores it may use")] = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],

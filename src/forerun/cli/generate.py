@@ -49,7 +49,7 @@ def generate(
     early_stopping: Annotated[
         str | None, typer.Option(help="with --beams, as in transformers: true, false or never", show_default="false")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="torch's choice")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="the cores it may use")] = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],

@@ -82,7 +82,9 @@ def serve(
     max_connections: Annotated[int, typer.Option(help="connections; then idle ones are closed", min=1)] = 1024,
     request_timeout: Annotated[float, typer.Option(help="seconds from arrival to the last token", min=1)] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="all cores but one, for HTTP")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads", show_default="the cores it may use, but one for HTTP")
+    ] = None,
     no_request_log: NoRequestLog = False,
     response_memory: Annotated[int, typer.Option(help="bytes of answers of /v1/responses to keep", min=0)] = 64 << 20,
     metrics_names: MetricsNames = "forerun",
