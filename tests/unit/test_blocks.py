@@ -228,10 +228,11 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("units")
     (folder / "call.cpp").write_text(CALL)
     compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
-    flags = ["-O0", "-std=c++17", "-fPIC", "-fopenmp", "-shared", "-I", str(kernels.HERE)]
+    flags = ["-O0", "-std=c++17", "-fPIC", "-pthread", "-shared", "-I", str(kernels.HERE)]
 
     def build(unit: str) -> ctypes.CDLL:
-        sources = [str(folder / "call.cpp"), str(kernels.HERE / "quants.cpp"), "-o", str(folder / f"{unit}.so")]
+        parts = [folder / "call.cpp", kernels.HERE / "quants.cpp", kernels.HERE / "threads.cpp"]
+        sources = [*map(str, parts), "-o", str(folder / f"{unit}.so")]
         around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's
         subprocess.run([compiler, *flags, f"-march={unit}", *sources], check=True, capture_output=True, env=around)
         return ctypes.CDLL(str(folder / f"{unit}.so"))
