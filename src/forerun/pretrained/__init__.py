@@ -13,5 +13,8 @@ def names() -> list[str]:
 def path(name: str) -> Path:
     """Folder of a bundled model, which transformers can load."""
     if name not in names():
-        raise ModelError(f"no bundled model is called {name!r}; there are: {', '.join(names()) or 'none'}")
+        raise ModelError(
+            f"no bundled model is called {name!r}; there are: {', '.join(names()) or 'none'}; a checkpoint of your own "
+            "is named by its folder ('model')"
+        )
     return Path(__file__).parent / name
